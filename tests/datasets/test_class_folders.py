@@ -1,6 +1,5 @@
 """Labels by folder, as torchvision's ``ImageFolder`` gives them."""
 
-import doctest
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from obstore.store import LocalStore
 
 from aioloader import DataLoader
-from aioloader.datasets import Decoder, FileDataset, ObjectDataset, named
+from aioloader.datasets import Decoder, FileDataset, ObjectDataset
 from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
 from datasets.pictures import TREE, write_tree
@@ -45,13 +44,6 @@ def folders(request: pytest.FixtureRequest, tree: Path) -> Any:
     if request.param == "absolute":
         return FileDataset(f"{tree}/**/*").class_folders(str(tree)), f"{tree}/"
     return FileDataset("**/*", root=tree).class_folders(), ""
-
-
-def test_the_example() -> None:
-    """What the docstring shows is what happens."""
-    result = doctest.testmod(named)
-    assert result.attempted
-    assert not result.failed
 
 
 async def test_as_torchvision_has_them(folders: Any) -> None:

@@ -4,10 +4,10 @@ import doctest
 
 import pytest
 
-from aioloader.datasets import files, objects
+from aioloader.datasets import decoders, files, named, objects, writers
 
 
-@pytest.mark.parametrize("module", [files, objects])
+@pytest.mark.parametrize("module", [decoders, files, named, objects, writers])
 def test_example(module: object) -> None:
     """An example gives what it says."""
     result = doctest.testmod(module)  # type: ignore[arg-type]

@@ -78,12 +78,6 @@ def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
     assert len(FileDataset([])) == 0
 
 
-def test_refuses_no_threads() -> None:
-    """As every bad argument, in the constructor."""
-    with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
-        FileDataset([], num_threads=0)
-
-
 def test_shows_names_and_root(folder: Path) -> None:
     """The repr is short."""
     shown = repr(FileDataset("**/*.bin", root=folder))

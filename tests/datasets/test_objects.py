@@ -1,7 +1,6 @@
 """What is particular to objects: addresses, listings, lengths, processes."""
 
 import asyncio
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset, Requests
+from aioloader.datasets import ObjectDataset
 from aioloader.datasets._stores.stores import _Runtime
 from aioloader.errors import (
     DatasetError,
@@ -64,16 +63,6 @@ async def test_http_failures(
     assert type(caught.value) is kind
     assert caught.value.location == f"{loopback.url(what)}/cats/z.bin"
     assert caught.value.attempts == len(loopback.heads)
-
-
-async def test_nobody_listens(unused_port: int, quick: Any) -> None:
-    """The system's own words come through."""
-    url = f"http://127.0.0.1:{unused_port}"
-    once = Requests(base_delay=1e12, max_delay=1e12)
-    with pytest.raises(DatasetError, match="Connection refused, after 2 attempts"):
-        await ObjectDataset(
-            url, ["x"], store_options={"retry_config": quick}, requests=once
-        )[0]
 
 
 async def test_forbidden_local_object(forbidden: Path) -> None:
@@ -174,14 +163,6 @@ async def test_cancelled_discover_leaves_nothing(
         await task
 
 
-async def test_http_has_no_listing(loopback: "Loopback", quick: Any) -> None:
-    """The message says what to pass instead."""
-    with pytest.raises(DatasetError, match="pass keys="):
-        await ObjectDataset.discover(
-            loopback.url("405"), store_options={"retry_config": quick}
-        )
-
-
 async def test_listing_of_a_missing_bucket(s3: str) -> None:
     """A listing fails as reads do."""
     with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket"):
@@ -206,41 +187,6 @@ def test_missing_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "kwargs", "kind", "words"),
-    [
-        ("ftp://host/x", {}, ValueError, "no object store is known .* 'ftp://host/x'"),
-        (7, {}, TypeError, "store must be a URL, path or store of obstore, got int"),
-        (
-            MemoryStore(),
-            {"store_options": {"region": "x"}},
-            TypeError,
-            "region: store_options are for a URL; pass ",
-        ),
-        (
-            "s3://b",
-            {"keys": "one"},
-            TypeError,
-            "iterable of keys, got the string 'one'",
-        ),
-        (
-            "s3://b",
-            {"keys": ["k"], "prefix": "p"},
-            ValueError,
-            "keys or prefix, not bo",
-        ),
-        (MemoryStore(), {}, ValueError, "no object in 'memory://'"),
-        ("memory:///", {}, ValueError, "no object in 'memory://'"),
-    ],
-)
-def test_refuses_wrong_arguments(
-    store: Any, kwargs: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    """In the constructor, with what was given."""
-    with pytest.raises(kind, match=words):
-        ObjectDataset(store, **kwargs)
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"no_such_option": 1}, "does not know the option 'no_such_option'"),
@@ -261,41 +207,6 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
     """In the constructor, with the option's name and what is near it."""
     with pytest.raises(ValueError, match=f"^cannot open 's3://b': .*{words}"):
         ObjectDataset("s3://b", ["k"], store_options=options)
-
-
-@pytest.mark.parametrize(
-    ("store", "options", "words"),
-    [
-        (
-            "https://host",
-            {"region": "x"},
-            "only the store_options client_options and retry_config",
-        ),
-        (
-            "memory:///",
-            {"region": "x"},
-            "only the store_options client_options and retry_config",
-        ),
-        ("gs://b", {"regoin": "x"}, "does not know the option 'regoin'"),
-        ("az://b", {"account_name": "a", "sas": "x"}, "does not know the option 'sas'"),
-        ("az://b", {"use_emulator": "maybe"}, "refuses the value .* 'use_emulator'"),
-        ("/", {"region": "x"}, "is local, and takes no store_options: region"),
-        ("file:///", {"region": "x"}, "is local, and takes no store_options"),
-    ],
-)
-def test_options_that_a_store_does_not_take(
-    store: str, options: dict[str, Any], words: str
-) -> None:
-    """Whatever the store."""
-    with pytest.raises(ValueError, match=words):
-        ObjectDataset(store, ["k"], store_options=options)
-
-
-def test_needs_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra, the error says how to get it."""
-    monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ImportError, match=r'pip install "aioloader\[objects\]"'):
-        ObjectDataset("memory:///", ["k"])
 
 
 @pytest.mark.parametrize(
@@ -340,14 +251,6 @@ async def test_store_is_made_anew_after_close(serve: Serve) -> None:
     assert dataset._source.open() is not first
 
 
-def test_copies_of_a_pickle_make_their_own_store(folder: Path) -> None:
-    """No live store is in a pickle."""
-    dataset = ObjectDataset(folder)
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy._source._made is None
-    assert copy._sizes is not None
-
-
 def test_runtime_refuses_a_fork() -> None:
     """Where every call would hang, the first one raises."""
     runtime = _Runtime()
@@ -363,14 +266,6 @@ def run(script: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-
-
-@pytest.mark.slow
-def test_import_leaves_obstore_alone() -> None:
-    """The extra is imported when a dataset of it is made, and not before."""
-    script = "import aioloader.datasets, sys; assert 'obstore' not in sys.modules"
-    ended = run(script)
-    assert not ended.returncode, ended.stderr
 
 
 @pytest.mark.slow

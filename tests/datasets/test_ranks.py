@@ -6,12 +6,12 @@ import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
-from aioloader._order.shares import Deal
 from aioloader._order.stream_states import merge_states
-from aioloader.datasets import ShardedStream, from_iterable
+from aioloader.datasets import ShardedStream, ShardFormat, ShardReader, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from datasets.ranks import STREAMS, Ranks, lines, numbers, trimmed
 from datasets.shards import parquet, read, sqlite
@@ -29,23 +29,6 @@ async def layout(stream: Any, ranks: int) -> list[list[str]]:
         return trimmed(found)
 
 
-@pytest.mark.parametrize("readers", range(1, 13))
-@pytest.mark.parametrize("ranks", range(1, 13))
-def test_who_reads_what(readers: int, ranks: int) -> None:
-    """Each position is one rank's, who knows the reader and the sample it is of."""
-    found: dict[int, tuple[int, int]] = {}
-    for rank in range(ranks):
-        deal = Deal(rank, ranks, readers)
-        hosted = deal.hosted()
-        assert len(hosted) * ranks == deal.stride * readers
-        for at in range(40):
-            place = at % len(hosted)
-            found[rank + at * ranks] = hosted[place], deal.wanted(at)[place]
-    assert sorted(found) == [*range(40 * ranks)]
-    for position, (reader, number) in found.items():
-        assert position == reader + number * readers
-
-
 @KINDS
 @SHARED
 async def test_one_order(kind: str, tmp_path: Path) -> None:
@@ -59,59 +42,32 @@ async def test_one_order(kind: str, tmp_path: Path) -> None:
         assert await layout(stream, ranks) == whole, ranks
 
 
-@KINDS
 @SHARED
-async def test_global_batches(kind: str, tmp_path: Path) -> None:
-    """They are the same sets, from the first one to the tail."""
-    stream = STREAMS[kind](tmp_path).readers(12)
-    for size, several in ((24, (1, 3, 4, 8)), (40, (1, 2, 5))):
-        found = []
-        for ranks in several:
-            async with Ranks(stream, ranks) as reading:
-                found.append(await reading.batches(size))
-        assert all(one == found[0] for one in found)
-
-
-async def test_as_many_readers_as_are_worth_it() -> None:
-    """With twenty-four, each of 1, 2, 3, 4, 6, 8 ranks reads every reader once."""
-    whole = await layout(numbers().readers(24), 1)
-    assert whole == [[f"{number}"] for number in range(61)]
-    for ranks in (2, 3, 4, 6, 8):
-        assert await layout(numbers().readers(24), ranks) == whole
-
-
-@SHARED
-@pytest.mark.parametrize("kind", sorted({*STREAMS} - {"lanes", "numbers", "columns"}))
-@pytest.mark.parametrize("then", [(3, 1), (8, 3)])
+@pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers", "errors"])
+@pytest.mark.parametrize(
+    ("readers", "several", "size"),
+    [
+        (12, (4, 3, 1), 24),
+        (12, (4, 8, 3), 24),
+        # the readers are those of the ranks it began with
+        (None, (4, 3, 8), 24),
+        (None, (4, 3, 4), 24),
+        (None, (1, 2, 3), 24),
+        # amid a round: not all readers have had as many turns
+        (12, (5, 3, 2), 30),
+        (12, (3, 5, 1), 30),
+    ],
+)
 async def test_goes_on_with_other_ranks(
-    kind: str, then: tuple[int, int], tmp_path: Path
+    kind: str,
+    readers: int | None,
+    several: tuple[int, int, int],
+    size: int,
+    tmp_path: Path,
 ) -> None:
-    """From four ranks, behind each batch, onto others, and once more."""
-    await check(STREAMS[kind](tmp_path).readers(12), (4, *then))
-
-
-@SHARED
-@pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers"])
-@pytest.mark.parametrize("chosen", [(4, 3, 8), (4, 3, 4), (1, 2, 3)])
-async def test_goes_on_without_a_choice(
-    kind: str, chosen: tuple[int, int, int], tmp_path: Path
-) -> None:
-    """The readers are those of the ranks it began with."""
-    await check(STREAMS[kind](tmp_path), chosen)
-
-
-@SHARED
-@pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers, shuffled"])
-@pytest.mark.parametrize("several", [(5, 3, 2), (3, 5, 1)])
-async def test_goes_on_amid_a_round(
-    kind: str, several: tuple[int, int, int], tmp_path: Path
-) -> None:
-    """Where not all readers have had as many turns, and some were read further."""
-    await check(STREAMS[kind](tmp_path).readers(12), several, 30)
-
-
-async def check(stream: Any, several: tuple[int, int, int], size: int = 24) -> None:
-    """See that nothing is lost or doubled when three numbers of ranks take turns."""
+    """After each batch, onto others, and once more: nothing is lost or doubled."""
+    stream = STREAMS[kind](tmp_path)
+    stream = stream if readers is None else stream.readers(readers)
     first, second, third = several
     async with Ranks(stream, first) as reading:
         whole = await reading.batches(size)
@@ -272,52 +228,18 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
 
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
     """Budgets add up to ``max_bytes``, whatever the number of readers."""
-    budgets: list[int] = []
-
-    class Lines:
-        """Shards that note their budget."""
-
-        async def shards(self, _stack: Any, _known: Any = None, /) -> list[int]:
-            return [*range(24)]
-
-        def describe(self) -> dict[str, Any]:
-            return {}
-
-        def summary(self, shards: Any) -> dict[str, Any]:
-            return {"count": len(shards)}
-
-        def open(self, shard: int, _position: Any, budget: int) -> Any:
-            budgets.append(budget)
-            return Empty()
-
-    stream: Any = ShardedStream(Lines(), max_bytes=2400, interleave=24)
+    reader: Any = create_autospec(ShardReader, instance=True)
+    reader.pull.return_value, reader.is_draining.return_value = [], False
+    made_by: Any = create_autospec(ShardFormat, instance=True)
+    made_by.shards.return_value, made_by.open.return_value = [*range(24)], reader
+    made_by.describe.return_value, made_by.summary.return_value = {}, {"count": 24}
+    stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
     for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
-        budgets.clear()
+        made_by.open.reset_mock()
         await read(stream.readers(count).shard(0, ranks))
+        budgets = [call.args[2] for call in made_by.open.call_args_list]
         assert sum(budgets) == 2400, count
         assert len(budgets) == 24 // ranks
-
-
-class Empty:
-    """An open shard without samples."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    async def pull(self, limit: int) -> list[Any]:
-        """Return nothing."""
-        return []
-
-    def position(self) -> dict[str, Any]:
-        """Return nowhere."""
-        return {}
-
-    def is_draining(self) -> bool:
-        """Return no."""
-        return False
-
-    async def aclose(self) -> None:
-        """Do nothing."""
 
 
 async def test_readers_begin_at_once() -> None:
@@ -340,11 +262,10 @@ async def test_failures_of_an_iterable_are_samples() -> None:
     """One reader tells each, as it does when it goes on from behind it."""
 
     class Shaky:
-        def __iter__(self) -> Any:
-            return Shakes()
+        """An iterator that goes on after it has failed."""
 
-    class Shakes:
-        at = -1
+        def __init__(self) -> None:
+            self.at = -1
 
         def __iter__(self) -> Any:
             return self
@@ -357,7 +278,7 @@ async def test_failures_of_an_iterable_are_samples() -> None:
                 raise OSError(f"no {self.at}")
             return self.at
 
-    stream = from_iterable(Shaky())
+    stream = from_iterable(Shaky)
     expected = [[f"no {n}" if n % 7 == 3 else f"{n}"] for n in range(20)]
     for readers, ranks in ((1, 1), (6, 1), (6, 3), (4, 4)):
         assert await layout(stream.readers(readers), ranks) == expected

@@ -88,7 +88,7 @@ def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
 
     def swap(number: int) -> bool:
         barrier.wait(10)
-        return sink._swap(tmp_path / "list.json", before, b"%d" % number)
+        return asyncio.run(sink.swap("list.json", before, b"%d" % number))
 
     with ThreadPoolExecutor(8) as pool:
         done = list(pool.map(swap, range(8)))
@@ -105,9 +105,7 @@ async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
             await stack.enter_async_context(writer)
         for writer in (first, second):
             await writer.write(rows[0])
-            body = writer._body
-            assert body is not None
-            await writer._send(body)
+            await writer._send()
         for row in rows[1:3]:
             await first.write(row)
         index = tmp_path / "shard-000000.tar.idx"

@@ -143,7 +143,7 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_spans": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_stream_batches": "a reason in 'is not an Arrow stream'",
-    "datasets/_batcher.py:read_file": "becomes a TruncatedReadError",
+    "datasets/_batcher.py:_read": "becomes a TruncatedReadError",
     "datasets/_json.py:": "a reason in 'the line at byte … is damaged'",
     "datasets/_mds/encodings.py:_array_decoder": "a reason in 'column …'",
     "datasets/_mds/encodings.py:_list": "a reason in 'the sample at byte …'",
@@ -154,7 +154,7 @@ INTERNAL = {
     "datasets/_tar/walk.py:TarParser._on_header": "a reason in 'is damaged at byte'",
     "datasets/_tar/walk.py:TarParser._on_second_zeros": "a reason there too",
     "datasets/_tar/walk.py:TarParser._on_padding": "a reason there too",
-    "datasets/_write/sinks.py:_ObjectUpload.abort": "caught where it is raised",
+    "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
     "datasets/sql.py:SQLRows._find": "cannot happen",
 }
 

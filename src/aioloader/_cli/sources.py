@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from aioloader._cli.usage import UsageError
 from aioloader._loader.loader import DataLoader
 from aioloader._order.permutation import keyed_order
-from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets.files import FileDataset

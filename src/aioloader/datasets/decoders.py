@@ -8,8 +8,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from aioloader.datasets._decode.fields import DECODERS, is_buffer
-from aioloader.datasets._decode.pictures import EXTENSIONS, SPECS, Picture
+from aioloader.datasets._decode import DECODERS, EXTENSIONS, SPECS, Picture, is_buffer
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import DecodeError
 

@@ -2,9 +2,8 @@
 
 Order is the order of the given paths, or sorted for a pattern. Memory holds the names
 (two buffers) and the reads in flight, no contents. Reads awaited together go to threads
-in
-chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against 24
-with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
+in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop, against
+24 with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
 """
 
 import asyncio
@@ -12,23 +11,21 @@ import os
 import re
 from collections.abc import Coroutine, Iterable
 from functools import partial
-from types import TracebackType
-from typing import Any, ClassVar, Self, SupportsIndex, TypeAlias
+from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._batcher import ReadBatcher
+from aioloader.datasets._batcher import Outcome, ReadBatcher
 from aioloader.datasets._options import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets.named import Named
+from aioloader.datasets.named import ReadDataset
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
     """Reads whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -55,9 +52,6 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         b'The asyncio package'
     """
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
-    __iter__: ClassVar[None] = None
-
     @names_options
     def __init__(
         self,
@@ -69,14 +63,14 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
         check_at_least(num_threads, 1, "num_threads")
         check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
         check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
+        super().__init__(partial(ReadBatcher, num_threads))
         self.root: str | None = None if root is None else os.fspath(root)
         self._pattern = ""
         if isinstance(paths, (str, bytes, os.PathLike)):
             self._pattern = os.fsdecode(paths)
-            self._paths = NameTable(_expand(self._pattern, self.root))
+            self._names = NameTable(_expand(self._pattern, self.root))
         else:
-            self._paths = NameTable(map(_fspath, paths))
-        self._batchers = PerLoop(partial(ReadBatcher, num_threads))
+            self._names = NameTable(map(_fspath, paths))
 
     @classmethod
     @names_options
@@ -98,12 +92,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
     @property
     def paths(self) -> NameTable:
         """The paths by index, relative to ``root`` if they were given so."""
-        return self._paths
-
-    @property
-    def names(self) -> NameTable:
-        """The paths, under the name that all datasets of named bytes have."""
-        return self._paths
+        return self._names
 
     def folders(self, root: str) -> list[str]:
         """Return the folders in ``root`` that the pattern goes through. Blocks.
@@ -116,9 +105,6 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
             return []
         with os.scandir(self._locate(root) or ".") as entries:
             return [e.name for e in entries if e.is_dir() and e.name[0] != "."]
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
     async def __getitem__(self, index: SupportsIndex) -> bytes:
         """Read one file.
@@ -136,27 +122,14 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
             TruncatedReadError: If it shrank during the read.
             DatasetError: If reading failed otherwise, for example on a directory.
         """
-        path = self._locate(self._paths[index])
-        outcome = await self._batchers.here().read(path)
+        path = self._locate(self._names[index])
+        outcome: Outcome = await self._readers.here().read(path)
         if isinstance(outcome, Exception):
             raise file_failure(path, outcome) from outcome
         return outcome
 
-    def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
-        return self
-
-    async def __aenter__(self) -> Self:
-        self._batchers.here().enter()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._batchers.here().exit()
+    async def _release(self) -> None:
+        await self._readers.here().aclose()
 
     def _locate(self, path: str) -> str:
         # A million `Path` objects would cost more than the reads.
@@ -164,7 +137,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], Named):
 
     def __repr__(self) -> str:
         root = "" if self.root is None else f", root={self.root!r}"
-        return f"FileDataset({self._paths!r}{root})"
+        return f"FileDataset({self._names!r}{root})"
 
 
 def _fspath(path: StrPath) -> str:

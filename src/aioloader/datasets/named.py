@@ -1,26 +1,30 @@
-"""Map-style datasets of named bytes: decoded, and labelled by folder.
+"""Map-style datasets of named bytes: read, decoded, and labelled by folder.
 
-Both are views of another dataset: they read through it, from several event loops too,
-and can be pickled if it can be.
+The last two are views of another dataset: they read through it, from several event
+loops too, and can be pickled if it can be.
 """
 
 import abc
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Self, SupportsIndex
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._decode.pictures import FOLDER_EXTENSIONS
+from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets.decoders import Decoder, Spec, extension_of
 from aioloader.protocols import HasLifespan
 
 
 class Named(HasLifespan):
     """A map-style dataset whose samples are bytes, each with a name like a path."""
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
 
     @property
     @abc.abstractmethod
@@ -78,6 +82,44 @@ class Named(HasLifespan):
         return []
 
 
+class ReadDataset(Named):
+    """Named bytes that each event loop reads by a reader of its own.
+
+    As an async context manager it releases the loop's reader at the last exit; a loader
+    does this.
+
+    Args:
+        make_reader: Makes a reader, which counts its ``users``.
+    """
+
+    def __init__(self, make_reader: Callable[[], Any]) -> None:
+        self._readers = PerLoop(make_reader)
+        self._names = NameTable(())
+
+    @property
+    def names(self) -> NameTable:
+        """The names by index, as all datasets of named bytes have them."""
+        return self._names
+
+    def lifespan(self) -> Self:
+        """Return itself, the context that a loader enters on each reading loop."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        self._readers.here().users += 1
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        reader = self._readers.here()
+        reader.users -= 1
+        if not reader.users:
+            await self._release()
+
+    @abc.abstractmethod
+    async def _release(self) -> None:
+        """Release what the reader of this loop holds."""
+
+
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
     """The samples of a dataset of bytes, decoded in threads.
 
@@ -85,8 +127,6 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         dataset: The dataset of bytes.
         decoder: Decodes them.
     """
-
-    __iter__: ClassVar[None] = None
 
     def __init__(self, dataset: Named, decoder: Decoder) -> None:
         self.dataset = dataset
@@ -148,8 +188,6 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         (['cat', 'dog'], [0, 0, 1])
     """
 
-    __iter__: ClassVar[None] = None
-
     def __init__(
         self,
         dataset: Named,
@@ -164,13 +202,24 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         found = _labelled(dataset.names, start, wanted)
         folders = {folder for folder, *_ in found}
         if classes is None:
-            _check_full(sorted({*folders, *dataset.folders(root)} - folders), wanted)
+            if empty := sorted({*dataset.folders(root)} - folders):
+                raise ValueError(
+                    f"no file with an extension of {', '.join(sorted(wanted))} in the "
+                    f"class folders {', '.join(map(repr, empty))}: without them other "
+                    f"classes would have other labels; remove the folders, or pass "
+                    f"classes"
+                )
             classes = sorted(folders)
         self.classes: list[str] = list(classes)
         self.class_to_idx: dict[str, int] = {
             name: label for label, name in enumerate(self.classes)
         }
-        _check_known(folders, self.class_to_idx)
+        if unknown := sorted(folders - self.class_to_idx.keys()):
+            raise ValueError(
+                f"files are in folders of no class: {', '.join(map(repr, unknown))}; "
+                f"there are {len(self.class_to_idx)} classes: "
+                f"{', '.join(map(repr, self.class_to_idx))}"
+            )
         self.targets: list[int] = [self.class_to_idx[folder] for folder, *_ in found]
         self._order = np.array([at for *_, at in found], np.int64)
         self._names = NameTable(dataset.names[at] for *_, at in found)
@@ -240,21 +289,3 @@ def _labelled(
         raise ValueError(f"none of {len(names):,} files has an extension of {shown}")
     found.sort()
     return found
-
-
-def _check_full(empty: Sequence[str], wanted: Collection[str]) -> None:
-    if empty:
-        raise ValueError(
-            f"no file with an extension of {', '.join(sorted(wanted))} in the class "
-            f"folders {', '.join(map(repr, empty))}: without them other classes would "
-            f"have other labels; remove the folders, or pass classes"
-        )
-
-
-def _check_known(folders: Collection[str], known: Collection[str]) -> None:
-    unknown = sorted(folder for folder in folders if folder not in known)
-    if unknown:
-        raise ValueError(
-            f"files are in folders of no class: {', '.join(map(repr, unknown))}; there "
-            f"are {len(known)} classes: {', '.join(map(repr, known))}"
-        )

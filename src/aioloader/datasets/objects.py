@@ -9,8 +9,7 @@ a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
@@ -18,11 +17,10 @@ from aioloader.datasets._options import check_is, names_options
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import StoreSource
-from aioloader.datasets.named import Named
+from aioloader.datasets.named import ReadDataset
 
 if TYPE_CHECKING:
     import os
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
+class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -64,9 +62,6 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         <2 names: 'train/a', 'train/b'>
     """
 
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
-    __iter__: ClassVar[None] = None
-
     @names_options
     def __init__(
         self,
@@ -87,16 +82,15 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         if keys is not None and prefix:
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
         self._source = StoreSource(store, hidden(store_options))
-        self._requests = policy_of(requests)
-        self._clients = PerLoop(partial(Client, self._requests))
+        policy = policy_of(requests)
+        super().__init__(partial(Client, policy))
         self._sizes: npt.NDArray[np.int64] | None = None
-        self._keys = NameTable(())  # for the repr, if listing fails
         if keys is None:
-            keys = list_blocking(self._source, prefix, self._requests)
+            keys = list_blocking(self._source, prefix, policy)
         if isinstance(keys, Listing):
-            self._keys, self._sizes = keys.keys, keys.sizes
+            self._names, self._sizes = keys.keys, keys.sizes
         else:
-            self._keys = NameTable(keys)
+            self._names = NameTable(keys)
 
     @classmethod
     @names_options
@@ -133,15 +127,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
     @property
     def keys(self) -> NameTable:
         """The keys by index, relative to the store."""
-        return self._keys
-
-    @property
-    def names(self) -> NameTable:
-        """The keys, under the name that all datasets of named bytes have."""
-        return self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        return self._names
 
     async def __getitem__(self, index: SupportsIndex) -> "Bytes":
         """Read one object.
@@ -160,30 +146,14 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
             TruncatedReadError: If the body differs in length from the announcement.
             DatasetError: If reading failed otherwise, after all retries.
         """
-        position = self._keys.position(index)
-        key = self._keys[position]
+        position = self._names.position(index)
+        key = self._names[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
-        stored = StoredObject(self._clients.here(), self._source, key)
-        return await stored.read_whole(size)
+        client: Client = self._readers.here()
+        return await StoredObject(client, self._source, key).read_whole(size)
 
-    def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
-        return self
-
-    async def __aenter__(self) -> Self:
-        self._clients.here().users += 1
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        client = self._clients.here()
-        client.users -= 1
-        if client.users == 0:
-            await self.aclose()
+    async def _release(self) -> None:
+        await self.aclose()
 
     async def aclose(self, seconds: float = 5.0) -> None:
         """Wait for this loop's requests in flight, and drop idle connections.
@@ -194,8 +164,8 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], Named):
         Args:
             seconds: How long requests may take before they are cancelled.
         """
-        await self._clients.here().flights.drain(seconds)
+        await self._readers.here().flights.drain(seconds)
         self._source.close()
 
     def __repr__(self) -> str:
-        return f"ObjectDataset({self._source.label!r}, {self._keys!r})"
+        return f"ObjectDataset({self._source.label!r}, {self._names!r})"

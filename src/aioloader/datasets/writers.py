@@ -7,35 +7,32 @@ flight.
 """
 
 import abc
+import array
 import asyncio
 import base64
 import json
 import re
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    Callable,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Self,
-    TypeAlias,
-    TypedDict,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
 
+import numpy as np
+
+from aioloader.datasets._decode import is_light
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._write.bodies import Body, ParquetBody, TarBody
 from aioloader.datasets._write.manifest import Manifest
-from aioloader.datasets._write.sinks import Upload, make_sink
+from aioloader.datasets._write.sinks import make_sink
+from aioloader.datasets._write.values import (
+    Output,
+    bytes_of,
+    copied,
+    members_of,
+    table_of,
+)
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
+_END = bytes(1024)  # two blocks, as a tar ends
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Rows taken from a plain iterable before other tasks get their turn.
 _TURN = 64
@@ -97,6 +95,7 @@ class ShardWriter(abc.ABC):
     """
 
     ending: ClassVar[str]
+    _due_bytes = 4 << 20  # worth a call in a thread
 
     @names_options
     def __init__(
@@ -124,11 +123,14 @@ class ShardWriter(abc.ABC):
         self._sink = make_sink(destination, hidden(store_options))
         self._manifest = Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
-        self._body: Body | None = None
-        self._upload: Upload | None = None
-        self._sent = 0
         self._turns = asyncio.Lock()
         self._is_open = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a shard; an unfinished one is discarded."""
+        self._waiting: list[Any] = []
+        self._waiting_bytes = self._sent_bytes = 0
 
     @property
     def shards(self) -> list[str]:
@@ -152,58 +154,41 @@ class ShardWriter(abc.ABC):
                     f"{self!r} is not open: use it in 'async with', and not after an "
                     f"error; open another one, which resumes"
                 )
-            body = self._body
-            if body is None:
-                body = self._body = self._make_body()
-            if body.is_light(sample):
-                encoded = body.encode(sample, self.next_sample)
-            else:
-                encoded = await in_thread(body.encode, sample, self.next_sample)
+            encoded, size = await self._encode(sample)
             self._is_open = False  # until this succeeds
-            body.append(encoded)
+            self._waiting.append(encoded)
+            self._waiting_bytes += size
             self.next_sample += 1
-            count = self.next_sample - self._manifest.num_samples
-            if body.size >= self._shard_bytes or count == self._shard_samples:
-                await self._finish(body)
-            elif body.is_due():
-                await self._send(body)
+            is_full = self._sent_bytes + self._waiting_bytes >= self._shard_bytes
+            if is_full or self._count == self._shard_samples:
+                await self._finish()
+            elif self._waiting_bytes >= self._due_bytes:
+                await self._send()
             self._is_open = True
 
-    @abc.abstractmethod
-    def _make_body(self) -> Body:
-        """Return an empty shard."""
+    @property
+    def _count(self) -> int:
+        """Number of samples of the unfinished shard."""
+        return self.next_sample - self._manifest.num_samples
 
-    def _schema(self) -> str:
-        """Return the schema of the shards as text."""
-        return ""
+    async def _send(self, *, is_end: bool = False) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        data = await in_thread(partial(self._pack, is_end=is_end), waiting)
+        del waiting
+        await self._sink.write(self._manifest.next_shard, data)
+        self._sent_bytes += len(data)
 
-    def _take_schema(self, text: str) -> None:  # noqa: B027  (tar has none)
-        """Take the schema of the existing shards."""
-
-    # -- shards -------------------------------------------------------------------
-
-    async def _send(self, body: Body, *, is_end: bool = False) -> Upload:
-        data = await in_thread(lambda: body.take(is_end=is_end))
-        if self._upload is None:
-            file = self._manifest.shard(len(self._manifest.shards))
-            self._upload = self._sink.begin(file)
-        await self._upload.write(data)
-        self._sent += len(data)
-        return self._upload
-
-    async def _finish(self, body: Body) -> None:
+    async def _finish(self) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
-        upload = await self._send(body, is_end=True)
-        count = self.next_sample - self._manifest.num_samples
-        manifest = self._manifest.and_then(count, self._sent, self._schema())
+        await self._send(is_end=True)
+        size, index = self._sent_bytes, self._index()
+        manifest = self._manifest.and_then(self._count, size, self._schema())
         await self._save(manifest)
-        index = body.index()
         if index is not None:  # only once no other writer is possible
-            await self._sink.put(f"{manifest.shards[-1].file}.idx", index)
-        await upload.complete()
+            await self._sink.put(f"{self._manifest.next_shard}.idx", index)
+        await self._sink.complete()
         self._manifest = manifest
-        self._body = self._upload = None
-        self._sent = 0
+        self._begin()
 
     async def _save(self, manifest: Manifest) -> None:
         data = manifest.dump()
@@ -214,8 +199,6 @@ class ShardWriter(abc.ABC):
             )
         self._saved = data
 
-    # -- as a context manager -----------------------------------------------------
-
     async def __aenter__(self) -> Self:
         """Find the shards already written.
 
@@ -224,18 +207,17 @@ class ShardWriter(abc.ABC):
                 not by a writer.
             DatasetError: If the store refuses.
         """
+        manifest = self._manifest
         try:
-            manifest = self._manifest
             there = await self._sink.open(manifest.name)
             self._saved = await self._sink.read(manifest.file)
             self._manifest = manifest.resumed(self._saved, there, self._sink.label)
-            self._take_schema(self._manifest.schema)
+            self._resume(self._manifest.schema)
             await self._save(self._manifest)
         except BaseException:
             await self._sink.aclose()
             raise
-        self._body = self._upload = None
-        self._sent = 0
+        self._begin()
         self.next_sample = self._manifest.num_samples
         self._is_open = True
         return self
@@ -247,23 +229,44 @@ class ShardWriter(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         """Finish the last shard; after an error, discard it."""
+        is_whole, self._is_open = self._is_open and exc is None, False
         try:
-            if exc is None and self._is_open and self._body is not None:
-                self._is_open = False
-                if self.next_sample > self._manifest.num_samples:
-                    await self._finish(self._body)
+            if is_whole and self._count:
+                await self._finish()
         finally:
-            self._is_open = False
-            try:
-                if self._upload is not None:
-                    await self._upload.abort()
-            finally:
-                await self._sink.aclose()
+            self._begin()
+            await self._sink.aclose()
 
     def __repr__(self) -> str:
         count = len(self._manifest.shards)
         place = f"{self._sink.label!r}, {self._manifest.name!r}"
         return f"{type(self).__name__}({place}, {count} shards)"
+
+    # -- the format ---------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the next sample as ``_pack`` takes it, and its approximate size.
+
+        Raises:
+            TypeError: If the sample, or a value, has an unsuitable type.
+            ValueError: If it could not be read back unchanged.
+        """
+
+    @abc.abstractmethod
+    def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
+        """Return samples as the next bytes of the shard; runs in a thread."""
+
+    def _index(self) -> bytes | None:
+        """Return the index of a shard that has been sent, if it is a separate file."""
+        return None
+
+    def _schema(self) -> str:
+        """Return the schema of the shards as text; only tables have one."""
+        return ""
+
+    def _resume(self, schema: str) -> None:  # noqa: B027  (tars have none)
+        """Take the schema of the existing shards, if there are."""
 
 
 class TarWriter(ShardWriter):
@@ -290,8 +293,33 @@ class TarWriter(ShardWriter):
 
     ending = "tar"
 
-    def _make_body(self) -> TarBody:
-        return TarBody()
+    def _begin(self) -> None:
+        super()._begin()
+        self._starts = array.array("Q")
+        self._key = ""
+
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[bytes, int]:
+        key = sample.get("__key__", f"{self.next_sample:09d}")
+        if key == self._key:
+            raise ValueError(
+                f"sample {self.next_sample:,} has the key {key!r}, like the one before:"
+                f" readers would take both for one sample"
+            )
+        if all(map(is_light, sample.values())):
+            members = members_of(key, sample)
+        else:
+            members = await in_thread(members_of, key, sample)
+        self._key = key
+        self._starts.append(self._sent_bytes + self._waiting_bytes)
+        return members, len(members)
+
+    def _pack(self, encoded: list[bytes], *, is_end: bool) -> bytes:
+        return b"".join([*encoded, _END] if is_end else encoded)
+
+    def _index(self) -> bytes:
+        """Return the samples' starts and the last one's end, as in ``_tar.index``."""
+        self._starts.append(self._sent_bytes - len(_END))
+        return np.asarray(self._starts).astype("<u8").tobytes()
 
 
 class ParquetWriter(ShardWriter):
@@ -331,21 +359,57 @@ class ParquetWriter(ShardWriter):
         check_at_least(row_group_bytes, 1, "row_group_bytes")
         self._given = schema
         self._compression = compression
-        self._row_group_bytes = row_group_bytes
-        self._body: ParquetBody | None = None
+        self._due_bytes = row_group_bytes
 
-    def _make_body(self) -> ParquetBody:
-        return ParquetBody(self._given, self._compression, self._row_group_bytes)
+    def _begin(self) -> None:
+        super()._begin()
+        self._output = Output()
+        self._file: Any = None
+
+    async def _encode(self, sample: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        number = self.next_sample
+        if not isinstance(sample, Mapping):
+            kind = type(sample).__name__
+            raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
+        if self._given is not None and sample.keys() - set(self._given.names):
+            unknown = sorted(sample.keys() - set(self._given.names))
+            raise ValueError(
+                f"row {number:,} has columns that the schema lacks: "
+                f"{', '.join(unknown)}; pass a schema that has all"
+            )
+        row = {name: copied(value) for name, value in sample.items()}
+        return row, sum(map(bytes_of, row.values()))
+
+    def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
+        """Return rows as a row group, and at the end the footer."""
+        if encoded:
+            self._write(encoded)
+        if is_end:
+            self._file.close()
+        return self._output.taken()
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+        import pyarrow.parquet as pq  # noqa: PLC0415
+
+        table = table_of(pa, rows, self._given)
+        self._given = table.schema
+        if self._file is None:
+            self._file = pq.ParquetWriter(
+                pa.PythonFile(self._output, "w"),
+                self._given,
+                compression=self._compression,
+            )
+        self._file.write_table(table, row_group_size=len(rows))
 
     def _schema(self) -> str:
-        assert self._body is not None
-        self._given = self._body.schema
-        return _text_of(self._given)
+        return base64.b64encode(self._given.serialize()).decode()
 
-    def _take_schema(self, text: str) -> None:
-        if not text:
+    def _resume(self, schema: str) -> None:
+        if not schema:
             return
-        found = _schema_of(text)
+        pa = _import_pyarrow()
+        found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
         if self._given is not None and not self._given.equals(found):
             raise StateMismatchError(
                 f"{self!r} was started with another schema: {found}",
@@ -420,12 +484,3 @@ def _import_pyarrow() -> Any:
             'writing Parquet needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
     return pa
-
-
-def _text_of(schema: Any) -> str:
-    return base64.b64encode(schema.serialize().to_pybytes()).decode()
-
-
-def _schema_of(text: str) -> Any:
-    pa = _import_pyarrow()
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))

@@ -6,7 +6,8 @@ once if it is async, and in a worker process.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -42,19 +43,13 @@ def check_dataset(dataset: Any, *, samples: int = 32) -> None:
     Raises:
         AssertionError: If not; says what differs. Errors of reading pass through.
     """
-    with torch.random.fork_rng(devices=[]), _without_replay_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # of streams that are resumed by reading them again
+        warnings.filterwarnings("ignore", ".*has no state_dict", UserWarning)
         if kind_of(dataset) is Kind.MAP:
             _check_map(dataset, samples)
         else:
             _check_iterable(dataset, samples)
-
-
-@contextlib.contextmanager
-def _without_replay_warnings() -> Iterator[None]:
-    """Ignore warnings about streams that are resumed by reading them again."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*has no state_dict", UserWarning)
-        yield
 
 
 def _check_map(dataset: Any, samples: int) -> None:
@@ -77,8 +72,8 @@ def _check_map(dataset: Any, samples: int) -> None:
 
 def _check_iterable(dataset: Any, samples: int) -> None:
     name = type(dataset).__name__
-    copied = _Copies(dataset)
-    loader = _loader(copied.one(), batch_size=None)
+    copied = _copies(dataset)
+    loader = _loader(copied(), batch_size=None)
     with contextlib.closing(loader):
         first = _some(loader, samples)
         second = _some(loader, samples)
@@ -92,12 +87,12 @@ def _check_iterable(dataset: Any, samples: int) -> None:
     if is_whole:
         _check_length(name, dataset, len(first))
     labels = [f"sample {place}" for place in range(len(first))]
-    found = _read(copied.one(), limit=samples)
+    found = _read(copied(), limit=samples)
     _compare(f"a copy of {name}", labels, first, found)
-    found = _read(copied.one(), num_workers=1, fetch="workers", limit=samples)
+    found = _read(copied(), num_workers=1, fetch="workers", limit=samples)
     _compare(f"{name} in a worker process", labels, first, found)
     assert_resumes_exactly(
-        lambda: _loader(copied.one(), batch_size=None),
+        lambda: _loader(copied(), batch_size=None),
         stops={1, len(first) // 2},
         limit=None if is_whole else samples,
         new_process=False,  # there is a worker process for that
@@ -113,21 +108,17 @@ def _check_length(name: str, dataset: Any, found: int) -> None:
             )
 
 
-class _Copies:
-    """Copies of a dataset in its initial state, made as for a worker."""
+def _copies(dataset: Any) -> Callable[[], Any]:
+    """Return a function that copies a dataset in its initial state, as for a worker."""
+    try:
+        return partial(cloudpickle.loads, cloudpickle.dumps(dataset))
+    except Exception as error:
+        raise _cannot_be_sent(dataset, error) from error
 
-    def __init__(self, dataset: Any) -> None:
-        try:
-            self._data = cloudpickle.dumps(dataset)
-        except Exception as error:
-            name = type(dataset).__name__
-            raise AssertionError(
-                f"{name} cannot be sent to a worker process: {error}"
-            ) from error
 
-    def one(self) -> Any:
-        """Return another copy."""
-        return cloudpickle.loads(self._data)
+def _cannot_be_sent(dataset: Any, error: Exception) -> AssertionError:
+    name = type(dataset).__name__
+    return AssertionError(f"{name} cannot be sent to a worker process: {error}")
 
 
 def _loader(dataset: Any, **options: Any) -> DataLoader[Any]:
@@ -143,10 +134,7 @@ def _read(dataset: Any, *, limit: int | None = None, **options: Any) -> list[Any
         with contextlib.closing(loader):
             found = _some(loader, limit)
     except WorkerStartError as error:
-        name = type(dataset).__name__
-        raise AssertionError(
-            f"{name} cannot be sent to a worker process: {error}"
-        ) from error
+        raise _cannot_be_sent(dataset, error) from error
     return [one for batch in found for one in batch] if is_batched else found
 
 

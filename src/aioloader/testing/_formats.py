@@ -6,8 +6,9 @@ budget, and closed at any stage.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AsyncExitStack
+from itertools import product
 from typing import Any
 
 import cloudpickle
@@ -56,11 +57,10 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
         assert any(whole), "there is not one sample in all shards"
         for number, (shard, expected) in enumerate(zip(shards, whole, strict=True)):
             where = f"shard {number}"
-            for budget in _BUDGETS:
-                for limit in _LIMITS:
-                    found = await _read(made_by, shard, limit=limit, budget=budget)
-                    what = f"{where}, pulled by {limit} with budget={budget}"
-                    _compare(what, expected, found)
+            for budget, limit in product(_BUDGETS, _LIMITS):
+                found = await _read(made_by, shard, limit=limit, budget=budget)
+                what = f"{where}, pulled by {limit} with budget={budget}"
+                _compare(what, expected, found)
             await _check_positions(made_by, shard, expected, where, samples)
             await _check_closing(made_by, shard, expected, where)
         await _check_alongside(made_by, shards, whole)
@@ -127,48 +127,34 @@ async def _check_closing(
     made_by: ShardFormat, shard: Shard, expected: list[Any], where: str
 ) -> None:
     """Close a reader at every stage, and after a pull that was cancelled."""
-
-    async def begin(reader: ShardReader) -> None:
-        reader.begin()
-        await asyncio.sleep(0)
-
-    async def pull(reader: ShardReader) -> None:
-        await reader.pull(1)
-
-    async def nothing(_reader: ShardReader) -> None:
-        pass
-
-    stages: dict[str, Callable[[ShardReader], Awaitable[None]]] = {
-        "opened": nothing,
-        "started": begin,
-        "pulled": pull,
-        **{f"cancelled after {one} turns": _cancelled(one) for one in _TURNS},
-    }
-    for stage, act in stages.items():
+    for stage in ("opened", "started", "pulled", *_TURNS):
         before = asyncio.all_tasks()
         reader = made_by.open(shard, {}, _BUDGETS[1])
-        await act(reader)
+        if stage == "started":
+            reader.begin()
+            await asyncio.sleep(0)
+        elif stage == "pulled":
+            await reader.pull(1)
+        elif isinstance(stage, int):
+            await _cancel_pull(reader, stage)
         assert isinstance(reader.is_draining(), bool), "is_draining must be a bool"
         await reader.aclose()
         await reader.aclose()
         left = asyncio.all_tasks() - before
-        assert not left, f"{where}: closed when {stage}, a reader leaves {left}"
-    _compare(
-        f"{where}, after others were closed", expected, await _read(made_by, shard)
-    )
+        when = f"cancelled after {stage} turns" if stage in _TURNS else stage
+        assert not left, f"{where}: closed when {when}, a reader leaves {left}"
+    found = await _read(made_by, shard)
+    _compare(f"{where}, after others were closed", expected, found)
 
 
-def _cancelled(turns: int) -> Callable[[ShardReader], Awaitable[None]]:
-    async def act(reader: ShardReader) -> None:
-        task = asyncio.ensure_future(reader.pull(1))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
-
-    return act
+async def _cancel_pull(reader: ShardReader, turns: int) -> None:
+    task = asyncio.ensure_future(reader.pull(1))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 async def _check_alongside(
@@ -177,16 +163,16 @@ async def _check_alongside(
     """Read all shards at once, and each while the others are half read."""
     readers = [made_by.open(shard, {}, _BUDGETS[1]) for shard in shards]
     found: list[list[Any]] = [[] for _ in readers]
+    going = dict(enumerate(readers))
     try:
         for reader in readers:
             reader.begin()
-        going = list(range(len(readers)))
         while going:
-            for at in list(going):
-                block = await _pulled(readers[at], 3)
+            for at, reader in list(going.items()):
+                block = await _pulled(reader, 3)
                 found[at] += map(_frozen, block)
                 if not len(block):
-                    going.remove(at)
+                    del going[at]
     finally:
         for reader in readers:
             await reader.aclose()
@@ -238,11 +224,9 @@ def check_parser(make: MakeParser, data: bytes) -> None:
     """
     expected = _parsed(make, data, len(data) or 1, 1 << 30)
     assert expected, "there is not one sample in the data"
-    for size in _SIZES:
-        for limit in _LIMITS:
-            found = _parsed(make, data, size, limit)
-            what = f"in pieces of {size:,} bytes, taken by {limit}"
-            _compare(what, expected, found)
+    for size, limit in product(_SIZES, _LIMITS):
+        found = _parsed(make, data, size, limit)
+        _compare(f"in pieces of {size:,} bytes, taken by {limit}", expected, found)
     _check_offsets(make, data, expected)
 
 

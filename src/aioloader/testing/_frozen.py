@@ -5,7 +5,7 @@ NaN.
 """
 
 import pickle
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,29 +22,38 @@ def frozen(value: Any) -> Hashable:
     objects by their parts; anything else by its pickle.
     """
     kind = type(value)
-    if kind in _ATOMS:
-        return kind, value
-    for base, freeze in _FREEZERS.items():
-        if isinstance(value, base):
-            return kind, freeze(value)
-    if hasattr(value, "__array_interface__"):  # a picture
-        return kind, _frozen_array(value)
-    if type(getattr(value, "__dict__", None)) is dict and not callable(value):
-        return kind, frozen(vars(value))
-    return kind, pickle.dumps(value)
+    part: Hashable
+    match value:
+        case _ if kind in _ATOMS:
+            part = value
+        case torch.Tensor():
+            part = _frozen_tensor(value)
+        case np.ndarray() | np.generic():
+            part = _frozen_array(value)
+        case Mapping():
+            part = tuple((frozen(key), frozen(one)) for key, one in value.items())
+        case list() | tuple():
+            part = tuple(map(frozen, value))
+        case set() | frozenset():
+            part = frozenset(map(frozen, value))
+        case _ if hasattr(value, "__array_interface__"):  # a picture
+            part = _frozen_array(value)
+        case _ if _is_plain(value):
+            part = frozen(vars(value))
+        case _:
+            part = pickle.dumps(value)
+    return kind, part
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is made of its attributes."""
+    return type(getattr(value, "__dict__", None)) is dict and not callable(value)
 
 
 def _frozen_tensor(tensor: torch.Tensor) -> Hashable:
     whole = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    data = (
-        whole.detach()
-        .cpu()
-        .reshape(-1)
-        .contiguous()
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
+    flat = whole.detach().cpu().reshape(-1).contiguous()
+    data = flat.view(torch.uint8).numpy().tobytes()
     return str(tensor.device), str(tensor.dtype), tuple(tensor.shape), data
 
 
@@ -53,27 +62,6 @@ def _frozen_array(value: Any) -> Hashable:
     if array.dtype.hasobject:
         return array.shape, frozen(array.tolist())
     return array.dtype.str, array.shape, array.tobytes()
-
-
-def _frozen_mapping(value: Mapping[Any, Any]) -> Hashable:
-    return tuple((frozen(key), frozen(one)) for key, one in value.items())
-
-
-def _frozen_sequence(value: Any) -> Hashable:
-    return tuple(map(frozen, value))
-
-
-def _frozen_set(value: Any) -> Hashable:
-    return frozenset(map(frozen, value))
-
-
-_FREEZERS: dict[Any, Callable[[Any], Hashable]] = {
-    torch.Tensor: _frozen_tensor,
-    (np.ndarray, np.generic): _frozen_array,
-    Mapping: _frozen_mapping,
-    (list, tuple): _frozen_sequence,
-    (set, frozenset): _frozen_set,
-}
 
 
 def shown(value: Any) -> str:

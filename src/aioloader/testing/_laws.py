@@ -165,7 +165,7 @@ class _Life:
         epoch = self.batches[-1]
         epoch.append(batch)
         k = len(epoch)
-        self._save(f"resumed after {_counted(k)}")
+        self._save(f"resumed after {k} batch{'es' * (k != 1)}")
         return k == self._limit
 
     def _save(self, where: str) -> None:
@@ -233,55 +233,47 @@ def _law(
 ) -> "Iterator[_Life | _NewProcess]":
     """Yield the loaders to iterate, and check their results."""
     torch.manual_seed(_FIRST)
-    epochs = _EPOCHS if limit is None else 1
-    first = _Life(make(), epochs, limit, None if stops is None else frozenset(stops))
+    number = _EPOCHS if limit is None else 1
+    first = _Life(make(), number, limit, None if stops is None else frozenset(stops))
     yield first
     epoch, *following = first.batches
     in_order = first.loader.in_order
     resumes: list[_Resume] = []
+
+    def resume(where: str, place: int, state: Any, epochs: list[list[Any]]) -> _Resume:
+        most = None if limit is None else len(epochs[0])
+        return _Resume(where, place, state, epochs, in_order, most)
+
     for where, k, state in first.states:
         rest = epoch[k:]
         if limit is not None and not rest:
             continue
-        most = None if limit is None else len(rest)
-        resume = _Resume(where, k, state, [rest, *following], in_order, most)
-        resumes.append(resume)
+        resumes.append(resume(where, k, state, [rest, *following]))
         half = (len(rest) + 1) // 2
-        once = yield from resume.check(make_other, half)
+        once = yield from resumes[-1].check(make_other, half)
         left = once.batches[0][half:]
         if half and (left or limit is None):
-            again = _Resume(
-                f"{where}, and again after {half} more",
-                k + half,
-                once.states[0][2],
-                [left, *following[:1]],
-                in_order,
-                None if limit is None else len(left),
-            )
-            yield from again.check(make_other)
+            again = f"{where}, and again after {half} more"
+            its_state, epochs = once.states[0][2], [left, *following[:1]]
+            yield from resume(again, k + half, its_state, epochs).check(make_other)
     if limit is None:
         where = "resumed after the end of the epoch"
-        end = _Resume(where, 0, first.end, following, in_order, None)
-        yield from end.check(make_other)
-        resumes = [*resumes, end]
+        resumes.append(resume(where, 0, first.end, following))
+        yield from resumes[-1].check(make_other)
     if new_process and resumes:
         chosen = {0, len(resumes) // 2, len(resumes) - 1}
         yield _NewProcess(make_other, [resumes[one] for one in sorted(chosen)])
 
 
+@dataclass
 class _NewProcess:
-    """States to resume from in a new process.
+    """States to resume from in a new process, by the loaders that ``make`` returns.
 
     Nothing is left there of the old one: no module's globals, no seeds of hashes.
-
-    Args:
-        make: Returns the loaders.
-        resumes: The states, and what must follow.
     """
 
-    def __init__(self, make: Make, resumes: list[_Resume]) -> None:
-        self._make = make
-        self._resumes = resumes
+    make: Make
+    resumes: list[_Resume]
 
     def run(self, *, is_async: bool) -> None:
         """Start it, and wait for its result.
@@ -291,7 +283,7 @@ class _NewProcess:
         """
         try:
             send_by_value_what_cannot_be_imported()
-            data = cloudpickle.dumps((self._make, self._resumes, is_async))
+            data = cloudpickle.dumps((self.make, self.resumes, is_async))
         except Exception as error:  # noqa: BLE001  (of the user's __reduce__)
             warn(
                 f"resuming in a new process was not checked: {error}; pass a function "
@@ -361,7 +353,3 @@ def _compare(
 
 def _at(batches: list[Any], at: int) -> str:
     return shown(batches[at]) if at < len(batches) else "none"
-
-
-def _counted(k: int) -> str:
-    return f"{k} batch" if k == 1 else f"{k} batches"

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import select
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from aioloader._workers.process.fork_server import fork_server_in_use
 
-_PATIENCE, _PAUSE = 10.0, 0.002
+_PATIENCE, _PAUSES = 20.0, (0.002, 0.05)
 # A finalizer may release objects that have finalizers.
 _COLLECTIONS = 4
 _PROCESSES = Path("/proc")
@@ -64,13 +63,10 @@ class Resources:
             gc.collect()
             if not self._left_over():
                 return
-        for thread in threading.enumerate():
-            if thread not in self.threads and thread.name.startswith("aioloader"):
-                thread.join(_PATIENCE)
-        _await_end(self.children)
-        until = time.monotonic() + _PATIENCE
+        until, pause = time.monotonic() + _PATIENCE, _PAUSES[0]
         while (left := self._left_over()) and time.monotonic() < until:
-            time.sleep(_PAUSE)  # threads that reap processes are about to end
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
         if left:
             raise AssertionError(f"left behind: {left}")
 
@@ -131,7 +127,8 @@ def _children() -> Iterator[int]:
     """Yield all processes below this one, except those that serve all of it."""
     multiprocessing.active_children()  # reaps ended ones
     below: dict[int, list[int]] = {}
-    for pid in _processes():
+    every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)
+    for pid in map(int, filter(str.isdecimal, every)):
         state = _state(pid)
         if state is not None:
             below.setdefault(state[1], []).append(pid)
@@ -149,31 +146,6 @@ def _children() -> Iterator[int]:
         yield from (pid for pid in found if pid not in shared)
 
 
-def _processes() -> Iterator[int]:
-    """Yield all processes of the machine."""
-    if _PROCESSES.exists():
-        yield from map(int, filter(str.isdecimal, os.listdir(_PROCESSES)))  # noqa: PTH208  (of many, often)
-
-
-def _await_end(known: frozenset[int]) -> None:
-    """Wait, for a limited time, until only ``known`` processes are below this one."""
-    until = time.monotonic() + _PATIENCE
-    while (left := until - time.monotonic()) > 0:
-        new = [pid for pid in _children() if pid not in known and not _is_dead(pid)]
-        if not new:
-            return
-        with contextlib.ExitStack() as stack:
-            poll = select.poll()
-            for pid in new:
-                with contextlib.suppress(ProcessLookupError):
-                    ended = os.pidfd_open(pid)
-                    stack.callback(os.close, ended)
-                    poll.register(ended, select.POLLIN)
-                    continue
-                left = 0  # it has ended meanwhile: look again
-            poll.poll(left * 1000)
-
-
 def _state(pid: int) -> tuple[str, int] | None:
     """Return the state of a process, as a letter, and its parent."""
     try:
@@ -185,21 +157,12 @@ def _state(pid: int) -> tuple[str, int] | None:
     return state.decode(), int(parent)
 
 
-def _is_dead(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
-    state = _state(pid)
-    return state is None or state[0] in {"Z", "X"}
-
-
 def _described(pid: int) -> str:
     state, parent = _state(pid) or ("gone", 0)
-    return f"{pid} ({_name(pid)}, {state}, child of {parent})"
-
-
-def _name(pid: int) -> str:
+    name = ""
     with contextlib.suppress(OSError):
-        return (_PROCESSES / str(pid) / "comm").read_text("utf-8", "replace").strip()
-    return ""
+        name = (_PROCESSES / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    return f"{pid} ({name}, {state}, child of {parent})"
 
 
 # -- shared memory ------------------------------------------------------------------

@@ -8,22 +8,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One finished shard.
-
-    Attributes:
-        file: Its name.
-        samples: Number of samples.
-        bytes: Its size.
-    """
+class Entry(NamedTuple):
+    """One finished shard: its name, number of samples, and size in bytes."""
 
     file: str
     samples: int
@@ -54,17 +47,18 @@ class Manifest:
         return f"{self.name}-shards.json"
 
     @property
+    def next_shard(self) -> str:
+        """Name of the shard after the finished ones."""
+        return f"{self.name}-{len(self.shards):06d}.{self.ending}"
+
+    @property
     def num_samples(self) -> int:
         """Number of samples in all shards."""
         return sum(entry.samples for entry in self.shards)
 
-    def shard(self, number: int) -> str:
-        """Return the name of a shard."""
-        return f"{self.name}-{number:06d}.{self.ending}"
-
     def and_then(self, samples: int, size: int, schema: str) -> "Manifest":
         """Return the manifest with one more shard."""
-        entry = Entry(self.shard(len(self.shards)), samples, size)
+        entry = Entry(self.next_shard, samples, size)
         return replace(self, shards=[*self.shards, entry], schema=schema)
 
     def dump(self) -> bytes:
@@ -74,7 +68,7 @@ class Manifest:
             "format": self.ending,
             "metadata": self.metadata,
             "schema": self.schema,
-            "shards": [vars(entry) for entry in self.shards],
+            "shards": [entry._asdict() for entry in self.shards],
         }
         return (json.dumps(content, indent=1) + "\n").encode()
 
@@ -98,8 +92,8 @@ class Manifest:
         if shards and shards[-1].file not in there:
             shards.pop()  # started, not finished
         for entry in shards:
-            if there.get(entry.file) != entry.bytes:
-                size = there.get(entry.file)
+            size = there.get(entry.file)
+            if size != entry.bytes:
                 state = "is gone" if size is None else f"has {size:,} bytes"
                 raise StateMismatchError(
                     f"{where} has {entry.file!r} with {entry.bytes:,} bytes, but that "
@@ -108,8 +102,7 @@ class Manifest:
                     found=size,
                 )
         pattern = re.compile(rf"{re.escape(self.name)}-\d{{6,}}\.{self.ending}")
-        others = {file for file in there if pattern.fullmatch(file)}
-        others -= {entry.file for entry in shards}
+        others = {*filter(pattern.fullmatch, there)} - {one.file for one in shards}
         if others:
             raise StateMismatchError(
                 f"{where} does not name {min(others)!r}, which is there: readers would "
@@ -125,11 +118,12 @@ class Manifest:
             content = json.loads(text)
             version = content["version"]
             shards = [Entry(**entry) for entry in content["shards"]]
-            found = content["format"], content["metadata"], content["schema"]
+            found = {name: content[name] for name in ("format", "metadata")}
+            schema = content["schema"]
         except (ValueError, TypeError, KeyError) as exc:
             raise StateMismatchError(
-                f"{where} is not a writer's list of shards: {exc!r}; write to "
-                f"another place, or under another name"
+                f"{where} is not a writer's list of shards: {exc!r}; write to another "
+                f"place, or under another name"
             ) from exc
         if version != _VERSION:
             raise StateMismatchError(
@@ -137,18 +131,13 @@ class Manifest:
                 expected=_VERSION,
                 found=version,
             )
-        mine = json.loads(json.dumps([self.ending, dict(self.metadata)]))
-        schemas = {self.schema, found[2]} - {""}
-        for what, old, new in (
-            ("format", found[0], mine[0]),
-            ("metadata", found[1], mine[1]),
-            ("schema", min(schemas, default=""), max(schemas, default="")),
-        ):
-            if old != new:
+        mine = json.loads(self.dump())
+        for what, old in found.items():
+            if old != mine[what]:
                 raise StateMismatchError(
                     f"{where} was started with another {what}; write to another place, "
                     f"or under another name",
                     expected=old,
-                    found=new,
+                    found=mine[what],
                 )
-        return replace(self, shards=shards, schema=max(schemas, default=""))
+        return replace(self, shards=shards, schema=schema)

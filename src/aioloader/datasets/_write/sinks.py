@@ -8,14 +8,15 @@ some days. Memory holds the parts in flight.
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from aioloader.datasets._stores.addresses import is_local, path_of
 from aioloader.datasets._stores.failures import Reason, failure_of
@@ -32,60 +33,17 @@ from aioloader.errors import StateMismatchError
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
 # Parts of an upload: S3 allows 10,000 of them, which makes 80 GB.
 _PART_BYTES, _PARTS = 8 << 20, 4
 _PARTIAL = ".partial"
 _DRAIN_SECONDS = 5.0
 
 
-class Upload(Protocol):
-    """One shard being written; invisible until it is completed."""
-
-    async def write(self, data: bytes) -> None:
-        """Add bytes."""
-
-    async def complete(self) -> None:
-        """Make it visible to readers."""
-
-    async def abort(self) -> None:
-        """Remove what was written."""
-
-
-class Sink(Protocol):
-    """A folder on disk or in a store.
-
-    Attributes:
-        label: Its address as it may be shown.
-    """
-
-    label: str
-
-    async def open(self, name: str) -> dict[str, int]:
-        """Return the names and sizes of existing files, including ``name``'s."""
-
-    async def read(self, file: str) -> bytes | None:
-        """Return a small file, or None."""
-
-    async def put(self, file: str, data: bytes) -> None:
-        """Write a small file at once, replacing the existing one."""
-
-    async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small file if it equals ``before``; return whether it did.
-
-        Of several concurrent writers one succeeds, where the file system has locks
-        (``flock``) or the store has conditional writes.
-        """
-
-    def begin(self, file: str) -> Upload:
-        """Start writing a shard."""
-
-    async def aclose(self) -> None:
-        """Release connections."""
-
-
 def make_sink(
     destination: "str | os.PathLike[str] | ObjectStore", options: Options
-) -> Sink:
+) -> "Sink":
     """Return the sink of an address, or of a store of obstore.
 
     Raises:
@@ -105,8 +63,18 @@ def make_sink(
 # -- directories ------------------------------------------------------------------
 
 
+def _threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Run a method in a thread; a caller that is cancelled waits for its end."""
+
+    @functools.wraps(method)
+    async def run(*args: Any) -> T:
+        return await in_thread(method, *args)
+
+    return run
+
+
 class FolderSink:
-    """A directory, created if missing.
+    """A directory, created if missing, to which one shard at a time is written.
 
     Args:
         folder: Its path.
@@ -118,12 +86,11 @@ class FolderSink:
     def __init__(self, folder: str) -> None:
         self.label = folder
         self._folder = Path(folder)
+        self._shard: _Partial | None = None
 
-    async def open(self, name: str) -> dict[str, int]:
-        """Make the directory, and remove leftovers of a killed writer."""
-        return await in_thread(self._open, name)
-
-    def _open(self, name: str) -> dict[str, int]:
+    @_threaded
+    def open(self, name: str) -> dict[str, int]:
+        """Return names and sizes of all files; leftovers of ``name`` are removed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         # Not those of a writer whose name starts with this one's.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
@@ -134,34 +101,100 @@ class FolderSink:
             (self._folder / file).unlink(missing_ok=True)
         return there
 
-    async def read(self, file: str) -> bytes | None:
+    @_threaded
+    def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
         with contextlib.suppress(FileNotFoundError):
             # An empty file was created by ``swap``.
-            return await in_thread((self._folder / file).read_bytes) or None
+            return (self._folder / file).read_bytes() or None
         return None
 
-    async def put(self, file: str, data: bytes) -> None:
-        """Write a small file, and replace the old one."""
-        await in_thread(self.begin(file).put, data)
+    @_threaded
+    def put(self, file: str, data: bytes) -> None:
+        """Write a small file at once, replacing the existing one."""
+        _replace(self._folder / file, data)
 
-    async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small file if it equals ``before``; return whether it did."""
-        return await in_thread(self._swap, self._folder / file, before, data)
+    @_threaded
+    def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
+        """Replace a small file if it equals ``before``; return whether it did.
 
-    def _swap(self, path: Path, before: bytes | None, data: bytes) -> bool:
-        with _locked(path) as file:
-            if (file.read() or None) != before:
+        Of several concurrent writers one succeeds, where the file system has locks
+        (``flock``).
+        """
+        with _locked(self._folder / file) as found:
+            if (found.read() or None) != before:
                 return False
-            self.begin(path.name).put(data)
+            _replace(self._folder / file, data)
             return True
 
-    def begin(self, file: str) -> "_FileUpload":
-        """Start writing a shard."""
-        return _FileUpload(self._folder, file)
+    @_threaded
+    def write(self, file: str, data: bytes) -> None:
+        """Add bytes to a shard; it is invisible until it is completed."""
+        if self._shard is None:
+            self._shard = _Partial(self._folder / file)
+        self._shard.append(data)
+
+    @_threaded
+    def complete(self) -> None:
+        """Make the shard visible to readers."""
+        assert self._shard is not None
+        self._shard.rename()
+        self._shard = None
 
     async def aclose(self) -> None:
-        """Do nothing."""
+        """Remove an incomplete shard."""
+        if self._shard is not None:
+            await in_thread(self._shard.remove)
+            self._shard = None
+
+
+class _Partial(FileIO):
+    """A file under a hidden name, until it is renamed to ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        # A unique name, so no other writer writes to it or renames it, even by mistake.
+        name = f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}"
+        self._hidden, self._path = path.with_name(name), path
+        super().__init__(self._hidden, "w")
+
+    def append(self, data: bytes) -> None:
+        """Write all of it."""
+        left = memoryview(data)
+        while left:
+            left = left[self.write(left) :]
+
+    def rename(self) -> None:
+        """Make sure that the bytes are on the disk, then rename the file."""
+        os.fsync(self.fileno())
+        self.close()
+        try:
+            self._hidden.replace(self._path)
+        except FileNotFoundError as error:
+            raise StateMismatchError(
+                f"another writer has removed {str(self._hidden)!r} meanwhile; run one "
+                "writer at a time, or give each a different name"
+            ) from error
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self) -> None:
+        """Close and remove the file."""
+        self.close()
+        self._hidden.unlink(missing_ok=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file, completely or not at all."""
+    file = _Partial(path)
+    try:
+        file.append(data)
+        file.rename()
+    except BaseException:
+        file.remove()
+        raise
 
 
 @contextlib.contextmanager
@@ -181,12 +214,11 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lock(file: BinaryIO, what: str) -> None:
-    """Lock or unlock a file, where possible; a lock ends with the process."""
-    try:
-        import fcntl  # noqa: PLC0415  (no such module on Windows)
-    except ImportError:
-        return
-    with contextlib.suppress(OSError):  # a file system without locks
+    """Lock or unlock a file; a lock ends with the process."""
+    # Windows has no such module, and some file systems have no locks.
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # noqa: PLC0415
+
         fcntl.flock(file, getattr(fcntl, what))
 
 
@@ -196,71 +228,11 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
     return False
 
 
-class _FileUpload:
-    """A file under a hidden name, until it is complete."""
-
-    def __init__(self, folder: Path, file: str) -> None:
-        self._folder, self._path = folder, folder / file
-        # A unique name, so no other writer writes to it or renames it, even by mistake.
-        self._partial = folder / f".{file}.{secrets.token_hex(4)}{_PARTIAL}"
-        self._file: FileIO | None = None
-
-    def put(self, data: bytes) -> None:
-        """Write all of it, in the calling thread."""
-        try:
-            self._write(data)
-            self._complete()
-        except BaseException:
-            self._abort()
-            raise
-
-    async def write(self, data: bytes) -> None:
-        """Add bytes, in a thread."""
-        await in_thread(self._write, data)
-
-    def _write(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = FileIO(self._partial, "w")
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-
-    async def complete(self) -> None:
-        """Make sure that the bytes are on the disk, then rename the file."""
-        await in_thread(self._complete)
-
-    def _complete(self) -> None:
-        assert self._file is not None
-        os.fsync(self._file.fileno())
-        self._file.close()
-        try:
-            self._partial.replace(self._path)
-        except FileNotFoundError as error:
-            raise StateMismatchError(
-                f"another writer has removed {str(self._partial)!r} meanwhile; run one "
-                "writer at a time, or give each a different name"
-            ) from error
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    async def abort(self) -> None:
-        """Remove the file."""
-        await in_thread(self._abort)
-
-    def _abort(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
-
-
 # -- stores -----------------------------------------------------------------------
 
 
 class StoreSink:
-    """A store, or the folder in it that a URL names.
+    """A store, or the folder in it that a URL names; otherwise like ``FolderSink``.
 
     Args:
         source: The store.
@@ -273,25 +245,42 @@ class StoreSink:
         self.label = source.label
         self._source = source
         self._flights: Flights | None = None
+        self._file = ""
+        self._upload: Any = None
 
     async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
         """Return the objects in the folder, not those below it."""
         self._flights = Flights()
         obstore = import_obstore()
-        listed = await self.request("list", "", obstore.list_with_delimiter_async)
+        listed = await self._request("list", "", obstore.list_with_delimiter_async)
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
 
     async def read(self, file: str) -> bytes | None:
         """Return a small object, or None."""
         return (await self._version(file))[0]
 
+    async def _version(self, file: str) -> tuple[bytes | None, Any]:
+        """Return a small object, and the mode that replaces only this version."""
+        get = functools.partial(import_obstore().get_async, path=file)
+        try:
+            got = await self._request("read", file, get)
+        except FileNotFoundError:
+            return None, "create"
+        data = bytes(await self._request("read", file, lambda _: got.bytes_async()))
+        tags = {name: got.meta.get(name) for name in ("e_tag", "version")}
+        return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
+
     async def put(self, file: str, data: bytes) -> None:
         """Write a small object, replacing the existing one."""
-        obstore = import_obstore()
-        await self.request("write", file, lambda s: obstore.put_async(s, file, data))
+        put = import_obstore().put_async
+        await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small object if it equals ``before``; return whether it did."""
+        """Replace a small object if it equals ``before``; return whether it did.
+
+        Of several concurrent writers one succeeds, where the store has conditional
+        writes.
+        """
         obstore = import_obstore()
         assert self._flights is not None
         found, mode = await self._version(file)
@@ -313,28 +302,42 @@ class StoreSink:
         await self.put(file, data)
         return True
 
-    async def _version(self, file: str) -> tuple[bytes | None, Any]:
-        """Return a small object, and the mode that replaces only this version."""
-        obstore = import_obstore()
-        try:
-            got = await self.request("read", file, lambda s: obstore.get_async(s, file))
-        except FileNotFoundError:
-            return None, "create"
-        data = bytes(await self.request("read", file, lambda _: got.bytes_async()))
-        tags = {name: got.meta.get(name) for name in ("e_tag", "version")}
-        return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
+    async def write(self, file: str, data: bytes) -> None:
+        """Add bytes to a shard; waits while the most parts allowed are in flight."""
 
-    def begin(self, file: str) -> "_ObjectUpload":
-        """Start uploading a shard."""
-        return _ObjectUpload(self, file)
+        def send(store: "ObjectStore") -> Any:
+            if self._upload is None:
+                self._file = file
+                self._upload = import_obstore().open_writer_async(
+                    store, file, buffer_size=_PART_BYTES, max_concurrency=_PARTS
+                )
+            return self._upload.write(data)
+
+        await self._request("write", file, send)
+
+    async def complete(self) -> None:
+        """Wait for all parts, and combine them into one object."""
+        await self._request("write", self._file, lambda _: self._upload.close())
+        self._upload = None
 
     async def aclose(self) -> None:
-        """Wait for requests to end, and drop idle connections."""
-        if self._flights is not None:
-            await self._flights.drain(_DRAIN_SECONDS)
-        self._source.close()
+        """Make the store discard the parts of an incomplete shard; end all requests.
 
-    async def request(self, verb: str, file: str, make: Any) -> Any:
+        Errors of the store are ignored.
+        """
+        try:
+            if self._upload is not None:
+                error = RuntimeError("aborted")
+                closing = self._upload.__aexit__(type(error), error, None)
+                self._upload = None
+                with contextlib.suppress(*obstore_errors()):
+                    await outlast(asyncio.ensure_future(closing))
+        finally:
+            if self._flights is not None:
+                await self._flights.drain(_DRAIN_SECONDS)
+            self._source.close()
+
+    async def _request(self, verb: str, file: str, make: Any) -> Any:
         """Return the result of a request.
 
         Args:
@@ -359,35 +362,4 @@ def _lacks_conditions(error: Exception) -> bool:
     return is_known or Reason(error).status == HTTPStatus.NOT_IMPLEMENTED
 
 
-class _ObjectUpload:
-    """An upload in parts, several in flight."""
-
-    def __init__(self, sink: StoreSink, file: str) -> None:
-        self._sink, self._file = sink, file
-        self._writer: Any = None
-
-    async def write(self, data: bytes) -> None:
-        """Add bytes; waits while the most parts allowed are in flight."""
-        await self._sink.request(
-            "write", self._file, lambda s: self._open(s).write(data)
-        )
-
-    def _open(self, store: "ObjectStore") -> Any:
-        if self._writer is None:
-            self._writer = import_obstore().open_writer_async(
-                store, self._file, buffer_size=_PART_BYTES, max_concurrency=_PARTS
-            )
-        return self._writer
-
-    async def complete(self) -> None:
-        """Wait for all parts, and combine them into one object."""
-        await self._sink.request("write", self._file, lambda s: self._open(s).close())
-
-    async def abort(self) -> None:
-        """Make the store discard the parts; errors of the store are ignored."""
-        if self._writer is None:
-            return
-        error = RuntimeError("aborted")
-        closing = self._writer.__aexit__(type(error), error, None)
-        with contextlib.suppress(*obstore_errors()):
-            await outlast(asyncio.ensure_future(closing))
+Sink: TypeAlias = FolderSink | StoreSink

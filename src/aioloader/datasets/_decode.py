@@ -1,12 +1,15 @@
-"""Pictures: bytes to Pillow images, arrays and tensors, and back.
+"""Bytes to values and back, by extension: pictures, numbers, text, arrays and tensors.
 
-The formats have WebDataset's names. torchvision decodes tensors if it is installed,
-Pillow everything else.
+Extensions and formats have WebDataset's names. torchvision decodes pictures to tensors
+if it is installed, Pillow all others. Pickles are left as they are: they run code.
 """
 
 import functools
 import io
+import json
+import operator
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ FOLDER_EXTENSIONS = frozenset({
     "bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp",
 })  # fmt: skip
 EXTENSIONS = FOLDER_EXTENSIONS | {"gif", "jfif", "jpe", "pbm", "pnm"}
+_JPEGS = frozenset({"jfif", "jpe", "jpeg", "jpg"})
 # Name: the type, whether its values are floats from 0 to 1, and the colours.
 SPECS = {
     "l": ("numpy", True, "L"),
@@ -128,33 +132,101 @@ def _is_plain(data: bytes) -> bool:
     return data.startswith(_JPEG)
 
 
+# -- other members ----------------------------------------------------------------
+
+_TEXT = frozenset({"txt", "text", "transcript"})
+_NUMBER = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
+_JSON = frozenset({"json", "jsn"})
+
+
+def _read_npy(data: bytes) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+def _read_npz(data: bytes) -> dict[str, Any]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _read_pth(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _read_text(data: bytes) -> str:
+    return data.decode()
+
+
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(_TEXT, _read_text),
+    **dict.fromkeys(_NUMBER, int),
+    **dict.fromkeys(_JSON, json.loads),
+    "npy": _read_npy,
+    "npz": _read_npz,
+    "pth": _read_pth,
+}
+
+
 # -- to bytes ---------------------------------------------------------------------
 
-_FORMATS = {
-    "jfif": "JPEG", "jpe": "JPEG", "jpg": "JPEG", "pbm": "PPM", "pgm": "PPM",
-    "pnm": "PPM", "tif": "TIFF",
-}  # fmt: skip
+
+def is_light(value: Any) -> bool:
+    """Return whether encoding ``value`` is quick."""
+    return isinstance(value, (bytes, str, int, bytearray, memoryview))
 
 
-def encode_picture(value: Any, extension: str) -> bytes:
-    """Return a picture as the bytes of a file.
+def is_buffer(value: Any) -> bool:
+    """Return whether ``value`` holds bytes, and is not an array of numbers."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return True
+    return type(value).__module__.partition(".")[0] == "obstore"
 
-    Args:
-        value: A Pillow image; an array ``(H, W[, C])`` or a tensor ``(C, H, W)`` of
-            uint8, or of floats from 0 to 1.
-        extension: One of ``EXTENSIONS``; JPEGs have quality 95.
+
+def encode(value: Any, extension: str) -> bytes:
+    """Return ``value`` as the bytes of a member; bytes and text are kept as they are.
+
+    JPEGs have quality 95.
 
     Raises:
-        ValueError: If it is not a picture.
+        TypeError: If the extension cannot hold its type.
+        ValueError: If the extension cannot hold its value.
     """
+    if isinstance(value, str):
+        return value.encode()
+    if is_buffer(value):
+        return bytes(value)
+    last = extension.rpartition(".")[2]
+    if last in _NUMBER:
+        return b"%d" % operator.index(value)
+    if last in _JSON:
+        return json.dumps(value, ensure_ascii=False).encode()
     data = io.BytesIO()
-    name = _FORMATS.get(extension, extension.upper())
-    options = {"quality": 95} if name == "JPEG" else {}
-    _image_of(value).save(data, name, **options)
+    if last in EXTENSIONS:
+        data.name = f"picture.{last}"  # Pillow takes the format from it
+        _image_of(value).save(data, **({"quality": 95} if last in _JPEGS else {}))
+    elif last == "npy":
+        np.save(data, np.asarray(value), allow_pickle=False)
+    elif last == "npz":
+        np.savez(data, **value)
+    elif last == "pth":
+        torch.save(value, data)
+    else:
+        raise TypeError(
+            f"a {type(value).__name__} cannot be stored as {extension!r}: give bytes, "
+            f"or use an extension for its type, such as 'json', 'npy', 'pth' or 'png'"
+        )
     return data.getvalue()
 
 
 def _image_of(value: Any) -> Any:
+    """Return a picture as an image of Pillow.
+
+    Args:
+        value: Such an image; an array ``(H, W[, C])`` or a tensor ``(C, H, W)`` of
+            uint8, or of floats from 0 to 1.
+
+    Raises:
+        ValueError: If it is not a picture.
+    """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
         value = value.transpose(1, 2, 0) if value.ndim == 3 else value
