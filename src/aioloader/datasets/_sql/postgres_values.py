@@ -20,7 +20,12 @@ Infinity: TypeAlias = Literal["error", "null"]
 
 # Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
-_EXACT = frozenset({"numeric", "money", "_numeric"})
+# Expressions for the nearest float of an exact number, by type.
+FLOATS = {
+    "numeric": "{}::float8",
+    "money": "{}::numeric::float8",
+    "_numeric": "{}::float8[]",
+}
 # Conditions by type. None is true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
@@ -59,7 +64,7 @@ class Values:
 
     def is_decimal(self, kind: str) -> bool:
         """Return whether values of a type are read as exact numbers."""
-        return kind in _EXACT and self.numeric == "decimal"
+        return kind in FLOATS and self.numeric == "decimal"
 
     def flag(self, types: Mapping[str, str]) -> str:
         """Return the expression that flags infinite dates; empty without dates."""
