@@ -48,13 +48,17 @@ class Address:
 
     def __init__(self, url: Any) -> None:
         url = url.value if isinstance(url, Sealed) else url
-        forms = "url must be sqlite:///path or postgresql://host/name"
         if not isinstance(url, str):
-            raise TypeError(f"{forms}, got {type(url).__name__}")
+            kind = type(url).__name__
+            raise TypeError(
+                f"url must be sqlite:///path or postgresql://host/name, got {kind}"
+            )
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
             shown = f"{scheme}://..." if separator and scheme.isalnum() else "no scheme"
-            raise ValueError(f"{forms}, got {shown}")
+            raise ValueError(
+                f"url must be sqlite:///path or postgresql://host/name, got {shown}"
+            )
         self.is_sqlite: bool = scheme == "sqlite"
         before, _, query = rest.partition("?")
         parameters = _named(query)

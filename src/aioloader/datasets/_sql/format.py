@@ -19,7 +19,7 @@ from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.reader import SQLReader
 from aioloader.datasets._sql.session import Session
-from aioloader.datasets._sql.source import Source, check_list
+from aioloader.datasets._sql.source import Source, is_list
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
 
@@ -137,7 +137,11 @@ def _checked(partitions: Any) -> int | list[Key]:
         ValueError: If there would be no range.
     """
     if not hasattr(partitions, "__index__"):
-        check_list(partitions, "partitions must be a number or a list of keys")
+        if not is_list(partitions):
+            kind = type(partitions).__name__
+            raise TypeError(
+                f"partitions must be a number or a list of keys, got {kind}"
+            )
         return [encoded(bound) for bound in partitions]
     if operator.index(partitions) < 1:
         raise ValueError(f"partitions must be at least 1, got {partitions}")

@@ -66,20 +66,6 @@ def encoded(value: Any) -> Key:
             return str(value)
 
 
-def not_unique(name: str, key: Any, place: str) -> ValueError:
-    """Return the error for a key that appears twice.
-
-    Args:
-        name: The key's column.
-        key: Its value.
-        place: Where a unique one can be made: a query or a view.
-    """
-    return ValueError(
-        f"key {name!r} is not unique: {key!r} appears twice; choose a unique column, "
-        f"or make one in a {place}"
-    )
-
-
 class KeyCheck:
     """Checks that keys are unique, and drops the row that was already read.
 
@@ -112,7 +98,11 @@ class KeyCheck:
         if twice < 0 and first == before and not self._is_again:
             twice = 0
         if twice >= 0:
-            raise not_unique(self._name, encoded(keys[twice].as_py()), "query")
+            key = encoded(keys[twice].as_py())
+            raise ValueError(
+                f"key {self._name!r} is not unique: {key!r} appears twice; choose a "
+                "unique column, or make one in a query"
+            )
         start = int(first == before)
         self._is_again, self.last = False, encoded(keys[-1].as_py())
         return batch.slice(start)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from aioloader.datasets._sql.keys import not_unique
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
     FLOATS,
@@ -120,9 +119,15 @@ class SQLiteLookup(Lookup):
 
     async def aclose(self) -> None:
         """Interrupt running queries, disconnect, and join the threads."""
+        pool, idle = self._pool, self._idle
         self._is_closed.set()
-        close = partial(self._close, self._pool, self._idle)
         self._begin()
+
+        def close() -> None:
+            pool.shutdown()
+            while idle:
+                idle.pop().close()
+
         await asyncio.to_thread(close)
 
     async def _run(self, function: Callable[[sqlite3.Connection], T]) -> T:
@@ -178,12 +183,6 @@ class SQLiteLookup(Lookup):
             for key, *values in cursor:
                 found[key] = dict(zip(names, values, strict=True))
         return found
-
-    @staticmethod
-    def _close(pool: ThreadPoolExecutor, idle: list[sqlite3.Connection]) -> None:
-        pool.shutdown()
-        while idle:
-            idle.pop().close()
 
 
 class PostgresLookup(Lookup):
@@ -322,7 +321,10 @@ def check_unique(keys: Keys, name: str) -> None:
     else:
         twice = []
     if twice:
-        raise not_unique(name, twice[0], "view")
+        raise ValueError(
+            f"key {name!r} is not unique: {twice[0]!r} appears twice; choose a unique "
+            "column, or make one in a view"
+        )
 
 
 def compact(pages: Sequence[Sequence[Any]]) -> Keys:

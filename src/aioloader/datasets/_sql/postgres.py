@@ -225,12 +225,16 @@ class Postgres(Session):
             name: self._cast(types[name], schema.field(name).type)
             for name in self._read
         }
-        self._refuse(connection, "IS NULL", "NULL")
+        self._check_null(connection)
         if self._key_type in _TEXTS and self._is_loose(connection):
             raise self._collation_error('"C"')
         if self._key_type in POINTS:
             casts[key] = "{}"
-            self._refuse(connection, "IN ('infinity', '-infinity')", "infinite")
+            infinite = f"WHERE {self._key} IN ('infinity', '-infinity') LIMIT 1"
+            if self._ask(connection, "1", infinite):
+                raise ValueError(
+                    f"key {key!r} is infinite in some rows; it must not be"
+                )
         self._selected = selection(self._read, [*casts.values()])
         # Types read as text (ranges) keep their infinity.
         is_text = {name: cast.startswith("{}::text") for name, cast in casts.items()}

@@ -7,7 +7,7 @@ names the row's key, or NULL if the user chooses that.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from aioloader.datasets._sql.source import Source, column
 from aioloader.errors import DatasetError
@@ -55,10 +55,10 @@ class Values:
     infinity: Infinity = "error"
 
     def __post_init__(self) -> None:
-        if self.numeric not in {"decimal", "float"}:
+        if self.numeric not in get_args(Numeric):
             text = f"numeric must be 'decimal' or 'float', got {self.numeric!r}"
             raise ValueError(text)
-        if self.infinity not in {"error", "null"}:
+        if self.infinity not in get_args(Infinity):
             text = f"infinity must be 'error' or 'null', got {self.infinity!r}"
             raise ValueError(text)
 

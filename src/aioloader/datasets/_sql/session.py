@@ -153,16 +153,15 @@ class Session(abc.ABC):
         sql = self.source.select(what, *more)
         return connection.fetch(sql, (*self.source.parameters, *values))
 
-    def _refuse(self, connection: "Connection", condition: str, what: str) -> None:
-        """Check that no key meets a condition.
+    def _check_null(self, connection: "Connection") -> None:
+        """Check that no key is NULL.
 
         Raises:
-            ValueError: If one does.
+            ValueError: If one is.
         """
-        if self._ask(connection, "1", f"WHERE {self._key} {condition} LIMIT 1"):
-            raise ValueError(
-                f"key {self.source.key!r} is {what} in some rows; it must not be"
-            )
+        if self._ask(connection, "1", f"WHERE {self._key} IS NULL LIMIT 1"):
+            name = self.source.key
+            raise ValueError(f"key {name!r} is NULL in some rows; it must not be")
 
     def _collation_error(self, exact: str) -> ValueError:
         """Return the error for a key whose collation equates different texts.

@@ -40,7 +40,9 @@ class Source:
     ) -> None:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
-        check_list(parameters, "parameters must be a list of values")
+        if not is_list(parameters):
+            kind = type(parameters).__name__
+            raise TypeError(f"parameters must be a list of values, got {kind}")
         for name, value in {"query": text, "key": key}.items():
             if not isinstance(value, str):
                 kind = type(value).__name__
@@ -132,14 +134,9 @@ class Source:
         return names
 
 
-def check_list(given: Any, words: str) -> None:
-    """Check that an argument is a list, and no text.
-
-    Raises:
-        TypeError: If it is not; the message has ``words``.
-    """
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise TypeError(f"{words}, got {type(given).__name__}")
+def is_list(given: Any) -> bool:
+    """Return whether an argument can be a list of values, which text cannot."""
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
 
 
 def quoted(name: str) -> str:

@@ -9,8 +9,8 @@ that of later rows. The driver takes types from the first rows of a batch.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._sql.connection import Connection, close_all
@@ -43,10 +43,11 @@ _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
 _CASTS = {"string": "CAST({} AS TEXT)", "binary": "CAST({} AS BLOB)"}
 # Arrow's type by words in a declaration.
 _WISHES = {
-    "int64": ("INT", "BOOL"),
-    "string": ("CHAR", "CLOB", "TEXT"),
-    "double": ("REAL", "FLOA", "DOUB", "DEC", "NUM"),
+    "int64": re.compile("INT|BOOL"),
+    "string": re.compile("CHAR|CLOB|TEXT"),
+    "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
 }
+_ENDS = ("min", "max")
 # Keys are even if no probe finds a density below this share of the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
@@ -58,8 +59,7 @@ class SQLite(Session):
 
     def __init__(self, address: "Address", source: "Source", values: "Values") -> None:
         super().__init__(address, source, values)
-        self._connections: list[Connection] = []
-        self._turns: Iterator[Connection] = iter(())
+        self._connections: dict[Connection, int] = {}  # with the number of scans
         self._types: dict[str, str] = {}  # names of Arrow types, by column
         self._row_bytes = 1  # about so many
         self._sorts = False  # each query sorts all rows: the key has no index
@@ -68,25 +68,28 @@ class SQLite(Session):
         """Take a snapshot, and divide the source in it."""
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
         for _ in range(min(count, _CONNECTIONS)):
-            self._connections.append(connection := Connection(self.address))
+            self._connections[connection := Connection(self.address)] = 0
             await connection.open()
             await connection.run(connection.execute, _LOCK_WAIT)
         await self._take_snapshot()
-        self._turns = cycle(self._connections)
         return await connection.run(self._divided, connection, partitions)
 
     async def join(self) -> Connection:
-        """Return one of the connections, in turns."""
+        """Return the connection with the fewest scans; one has the warmest cache."""
         if not self._connections:
             raise RuntimeError("the iteration is over")
-        return next(self._turns)
+        connection = min(self._connections, key=self._connections.__getitem__)
+        self._connections[connection] += 1
+        return connection
 
-    async def leave(self, connection: Connection, *, is_sound: bool) -> None:
-        """Do nothing: a query may run on there."""
+    async def leave(self, connection: Connection, *, is_sound: bool) -> None:  # noqa: ARG002
+        """Give a connection back; a query may run on there."""
+        if connection in self._connections:
+            self._connections[connection] -= 1
 
     async def aclose(self) -> None:
         """Disconnect."""
-        connections, self._connections = self._connections, []
+        connections, self._connections = self._connections, {}
         await close_all(connections)
 
     async def _take_snapshot(self) -> None:
@@ -94,7 +97,7 @@ class SQLite(Session):
 
         If commits are too frequent for that, all readers share one connection.
         """
-        connections, witness = self._connections, Connection(self.address)
+        connections, witness = [*self._connections], Connection(self.address)
         try:
             await witness.open()
             for _ in range(_TRIES):
@@ -106,9 +109,10 @@ class SQLite(Session):
                     await one.run(one.execute, "ROLLBACK")
         finally:
             await witness.aclose()
-        self._connections = connections[-1:]
-        await connections[-1].run(_start, connections[-1])
-        await close_all(connections[:-1])
+        *others, only = connections
+        self._connections = {only: 0}
+        await only.run(_start, only)
+        await close_all(others)
 
     # -- in the connection's thread -----------------------------------------------
 
@@ -224,30 +228,23 @@ class SQLite(Session):
         Raises:
             ValueError: If there is none, or it cannot be a key.
         """
-        self._refuse(connection, "IS NULL", "NULL")
+        self._check_null(connection)
         # Types are sorted one after the other, so both ends show all of them.
-        found = {
-            kind
-            for way in ("ASC", "DESC")
-            for (kind,) in self._ask(
-                connection,
-                f"typeof({self._key})",
-                f"ORDER BY {self._key} {way} LIMIT 1",
-            )
-        } or {"integer"}
+        ends = {self._end(connection, f"typeof({way}({self._key}))") for way in _ENDS}
+        found = ends - {"null"} or {"integer"}
         if len(found) > 1 or not found <= _KEY_TYPES.keys():
             raise ValueError(
                 f"key {self.source.key!r} is {' and '.join(sorted(found))}; all must "
                 "be integer, all text or all blob"
             )
         (self._key_type,) = found
-        # An empty part with the key itself provides its collation.
-        nothing = self.source.select(f"{self._key} AS k", "WHERE 1 = 0")
-        texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
-        sql = select("count(*)", f"({texts})")
-        is_text = self._key_type == "text"
-        if is_text and connection.fetch(sql, self.source.parameters) != [(3,)]:
-            raise self._collation_error("BINARY")
+        if self._key_type == "text":
+            # An empty part with the key itself provides its collation.
+            nothing = self.source.select(f"{self._key} AS k", "WHERE 1 = 0")
+            texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
+            distinct = select("count(*)", f"({texts})")
+            if connection.fetch(distinct, self.source.parameters) != [(3,)]:
+                raise self._collation_error("BINARY")
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
         """Return a batch with the planned types.
@@ -283,25 +280,21 @@ class SQLite(Session):
         For the former a few keys are looked at, for the latter all are read twice.
         """
         if self._key_type == "integer" and not self.source.is_query:
-            cuts = self._even_cuts(connection, partitions)
-            if cuts is not None:
-                return cuts
-        ((rows,),) = self._ask(connection, "count(*)")
-        cuts, before = [], 0
-        for rank in sorted(
-            {rows * n // partitions for n in range(1, partitions)} - {0}
-        ):
+            even = self._even_cuts(connection, partitions)
+            if even is not None:
+                return even
+        rows = self._end(connection, "count(*)")
+        ranks = sorted({rows * n // partitions for n in range(1, partitions)} - {0})
+        cuts: list[Key] = []
+        for before, rank in zip([0, *ranks], ranks, strict=False):
             since = self._bound(cuts[-1]) if cuts else None
             cuts.append(encoded(self._nth(connection, since, rank - before)))
-            before = rank
         return [*dict.fromkeys(cuts)]
 
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
         """Return cuts at even distances; None if the keys are not that even."""
         # Queried one by one: for both together, SQLite reads all rows instead of two.
-        first, last = (
-            self._ask(connection, f"{end}({self._key})")[0][0] for end in ("min", "max")
-        )
+        first, last = (self._end(connection, f"{way}({self._key})") for way in _ENDS)
         if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
             return None
         widths: list[int] = []
@@ -317,12 +310,16 @@ class SQLite(Session):
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
         """Return the key of a rank among those from ``since`` on, if there is one."""
-        where, values = (
-            ("", ()) if since is None else (f"WHERE {self._key} >= ?", (since,))
-        )
-        order = f"ORDER BY {self._key} LIMIT 1 OFFSET ?"
-        found = self._ask(connection, self._key, where, order, values=(*values, rank))
+        order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
+        if since is not None:
+            order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
+        found = self._ask(connection, self._key, order, values=values)
         return found[0][0] if found else None
+
+    def _end(self, connection: Connection, what: str) -> Any:
+        """Return the value of an expression for all rows."""
+        ((value,),) = self._ask(connection, what)
+        return value
 
 
 def _start(connection: Connection) -> None:
@@ -337,10 +334,7 @@ def _type_of(found: str, declared: str) -> str:
     for name, kind in (("blob", "binary"), ("text", "string"), ("real", "double")):
         if name in classes:
             return kind
-    wish = next(
-        (kind for kind, words in _WISHES.items() if any(w in declared for w in words)),
-        "",
-    )
+    wish = next((kind for kind, one in _WISHES.items() if one.search(declared)), "")
     if classes:
         return "double" if wish == "double" else "int64"
     return wish
