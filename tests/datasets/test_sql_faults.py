@@ -169,35 +169,24 @@ async def test_no_such_file(tmp_path: Path) -> None:
         await rows_of(SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id"))
 
 
-@pytest.mark.parametrize("partitions", [1, 4, [3]])
-async def test_no_such_table(database: Database, partitions: Any) -> None:
-    """Whatever is asked of it first."""
-    database.fill("t", 3)
-    made = SQLFormat(database.url, "nothere", key="id", partitions=partitions)
+@WAYS
+async def test_no_such_table(database: Database, make: Any) -> None:
+    """The database says it."""
     with pytest.raises(ObjectNotFoundError, match="nothere"):
-        await rows_of(made)
+        await read(make, database.url, "nothere")
 
 
+@WAYS
 @pytest.mark.parametrize("options", [{"key": "no"}, {"columns": ["id", "no"]}])
-async def test_no_such_column(database: Database, options: dict[str, Any]) -> None:
-    """The error names those that there are."""
+async def test_no_such_column(
+    database: Database, make: Any, options: dict[str, Any]
+) -> None:
+    """The error of a stream names those that there are."""
     database.fill("t", 3)
-    made = SQLFormat(database.url, "t", **{"key": "id", **options})
-    words = r"table 't' of .*: there is no column 'no'; there are id, value, name"
-    with pytest.raises(ValueError, match=words):
-        await rows_of(made)
-
-
-async def test_no_such_table_or_column_by_key(database: Database) -> None:
-    """Told when it is listed."""
-    database.fill("t", 3)
-    with pytest.raises(ObjectNotFoundError, match="cannot list the keys of table 'no'"):
-        await SQLRows.discover(database.url, "no", key="id")
-    with pytest.raises(DatasetError, match="no"):
-        await SQLRows.discover(database.url, "t", key="no")
-    async with SQLRows(database.url, "t", key="id", columns=["no"], keys=[1]) as rows:
-        with pytest.raises(DatasetError, match="no"):
-            await rows[0]
+    shown = r"table 't' of .*: there is no column 'no'; there are id, value, name"
+    words = "table 't' of .*no" if make is SQLRows else shown
+    with pytest.raises((DatasetError, ValueError), match=words):
+        await read(make, database.url, "t", **options)
 
 
 @pytest.mark.parametrize(

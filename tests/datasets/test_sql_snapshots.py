@@ -156,18 +156,6 @@ async def test_what_stops_reading_is_no_end(database: Database) -> None:
     await reader.aclose()
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5, 50])
-async def test_closing_early_leaves_nothing(database: Database, turns: int) -> None:
-    """Before, at and after the first rows."""
-    database.fill("t", 2000)
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=3)) as readers:
-        for reader in readers:
-            reader.begin()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-    assert await readers[0].pull(1) == []
-
-
 async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
     """A statement that would take minutes is cancelled."""
     postgresql.fill("t", 3)
