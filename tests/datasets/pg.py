@@ -129,6 +129,7 @@ class Database:
         kind: ``"sqlite"`` or ``"postgresql"``.
         url: Its URL.
         sign: The placeholder of a query's first parameter.
+        schema: Its schema, of PostgreSQL.
     """
 
     def __init__(self, where: "Path | Server") -> None:
@@ -137,9 +138,9 @@ class Database:
             self.kind, self.sign, self.url = "sqlite", "?", f"sqlite:///{where}"
             return
         self.kind, self.sign = "postgresql", "$1"
-        self._name = f"test{next(NUMBERS)}"
-        where.run(f"CREATE SCHEMA {self._name}")
-        self.url = where.url(self._name)
+        self.schema = f"test{next(NUMBERS)}"
+        where.run(f"CREATE SCHEMA {self.schema}")
+        self.url = where.url(self.schema)
 
     @property
     def label(self) -> str:
@@ -149,7 +150,7 @@ class Database:
     def run(self, *statements: str) -> list[Any]:
         """Run statements, and return the rows of the last one."""
         if isinstance(self._where, Server):
-            return self._where.run(*statements, schema=self._name)
+            return self._where.run(*statements, schema=self.schema)
         task = json.dumps([str(self._where), statements])
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", SCRIPT],
@@ -179,7 +180,7 @@ class Database:
     def close(self) -> None:
         """Drop it."""
         if isinstance(self._where, Server):
-            self._where.run(f"DROP SCHEMA {self._name} CASCADE")
+            self._where.run(f"DROP SCHEMA {self.schema} CASCADE")
 
 
 # Each module that imports the fixture has one of its own: they share a server.

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets import SQLDataset
 from aioloader.datasets._sql.reader import SQLReader
-from aioloader.datasets.sql import SQLRows
+from aioloader.datasets.sql import SQLFormat, SQLRows
 from datasets.pg import Database
 
 BUDGET = 1 << 20
@@ -50,6 +50,17 @@ async def parts_of(made: SQLFormat, limit: int = 100) -> list[list[dict[str, Any
 async def rows_of(made: SQLFormat, limit: int = 100) -> list[dict[str, Any]]:
     """Return all rows."""
     return [row for part in await parts_of(made, limit) for row in part]
+
+
+async def read(make: Any, url: str, table: str, **options: Any) -> list[Any]:
+    """Return all rows, by range or by key."""
+    options = {"key": "id", **options}
+    if make is SQLDataset:
+        stream: Any = SQLDataset(url, table, **options)
+        async with aiter(stream) as iterator:
+            return [row async for row in iterator]
+    async with await SQLRows.discover(url, table, **options) as rows:
+        return await rows.__getitems__(range(len(rows)))
 
 
 async def keys_of(made: SQLFormat, key: str = "id") -> list[Any]:

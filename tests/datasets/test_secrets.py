@@ -256,6 +256,7 @@ def test_databases_that_are_refused_tell_no_secret(make: Any) -> None:
     for where, table, options in wrong:
         with pytest.raises((TypeError, ValueError)) as caught:
             make(where, table, **options)
+        caught.value.__traceback__ = None
         assert MARKER not in everything_said(caught.value)
 
 

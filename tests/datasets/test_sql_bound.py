@@ -1,8 +1,6 @@
 """How much a reader of a database holds, and how soon it ends."""
 
 import asyncio
-import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -13,8 +11,6 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader.datasets import SQLDataset, SQLRows
-from aioloader.datasets._sql import links
-from aioloader.datasets._sql.address import address_of
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.reader import SQLReader
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -44,13 +40,13 @@ def fill(database: Database, small: int = 0) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return the rows of each batch read, and the bytes held with it."""
     seen: list[tuple[int, int]] = []
-    add = SQLReader._add
+    wait = SQLReader._wait_for_room
 
-    def counted(self: SQLReader, batch: Any) -> None:
-        add(self, batch)
-        seen.append((len(batch.rows), self._held))
+    async def counted(self: SQLReader, latest: int) -> None:
+        seen.append((len(self._ready[-1][0]), self._held))
+        await wait(self, latest)
 
-    monkeypatch.setattr(SQLReader, "_add", counted)
+    monkeypatch.setattr(SQLReader, "_wait_for_room", counted)
     return seen
 
 
@@ -112,23 +108,6 @@ async def test_a_lookup_that_never_ends_is_interrupted(sqlite: Database) -> None
     await rows.aclose()
     with pytest.raises(DatasetError, match="interrupted"):
         await reading
-
-
-async def test_a_scan_that_cannot_be_interrupted_is_left_to_its_thread(
-    sqlite: Database, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """The driver has no way; the iteration ends, and a warning says so."""
-    monkeypatch.setattr(links, "_PATIENCE", 0.0)
-    caplog.set_level(logging.WARNING)
-    link = links.Link(address_of(sqlite.url))
-    await link.open()
-    scan = asyncio.create_task(link.run(links.fetch, f"SELECT {counting('300000')}"))
-    await asyncio.sleep(0)
-    await link.aclose()
-    assert "runs on in its thread" in caplog.text
-    with contextlib.suppress(asyncio.CancelledError):
-        assert await scan == [(300_000,)]
-    await asyncio.to_thread(link._calls.join)
 
 
 _ENDLESS = """

@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import pickle
+import sqlite3
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aioloader.datasets import SQLDataset
 from aioloader.datasets._sql.address import Address
-from aioloader.datasets._sql.format import SQLFormat
+from aioloader.datasets.sql import SQLFormat, SQLRows
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -17,7 +20,7 @@ from aioloader.errors import (
 )
 from beside import beside
 from datasets.pg import PASSWORD, Database, Server, database, postgresql, server, sqlite
-from datasets.sql_reads import keys_of, opened, rest_of, rows_of
+from datasets.sql_reads import keys_of, listed, opened, read, rest_of, rows_of
 from datasets.test_secrets import everything_said
 
 __all__ = ["database", "postgresql", "server", "sqlite"]
@@ -36,52 +39,95 @@ def wide(postgresql: Database, count: int = 4000) -> None:
 
 # -- refusals ---------------------------------------------------------------------
 
+WAYS = pytest.mark.parametrize("make", [SQLDataset, SQLRows])
 
-@pytest.mark.parametrize("password", [f":{PASSWORD}x", f":{PASSWORD}", ""])
+
+@pytest.fixture
+def guest(postgresql: Database, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Return the URL of an account that needs a password, and a table's name."""
+    postgresql.fill("t", 3)
+    monkeypatch.setenv("PGPASSFILE", "/nonexistent")
+    monkeypatch.delenv("PGPASSWORD", raising=False)
+    return postgresql.url.replace("postgres@", "guest@"), f"{postgresql.schema}.t"
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("password", "words"),
+    [
+        (f":{PASSWORD}x", "password authentication failed for user"),
+        (f":{PASSWORD}", "permission denied for schema"),
+        ("", "password.*; check the user, PGPASSWORD or PGPASSFILE, and grants"),
+    ],
+)
 async def test_credentials(
-    server: Server,
-    postgresql: Database,
-    password: str,
-    monkeypatch: pytest.MonkeyPatch,
+    guest: tuple[str, str], make: Any, password: str, words: str
 ) -> None:
     """Wrong, right but without grants, and none: refused, and told without them."""
-    postgresql.fill("t", 3)
-    ((schema,),) = postgresql.run("SELECT current_schema()::text")
-    monkeypatch.setenv("PGPASSFILE", "/nonexistent")
-    url = postgresql.url.replace("postgres@", f"guest{password}@")
-    with pytest.raises(ObjectPermissionError) as caught:
-        await rows_of(SQLFormat(url, f"{schema}.t", key="id"))
-    words = {
-        f":{PASSWORD}x": "password authentication failed for user",
-        f":{PASSWORD}": "permission denied for schema",
-        "": "no password supplied",
-    }
-    assert caught.match(words[password])
+    url, table = guest
+    url = url.replace("guest@", f"guest{password}@")
+    with pytest.raises(ObjectPermissionError, match=words) as caught:
+        await read(make, url, table)
     assert PASSWORD not in everything_said(caught.value)
     assert caught.value.location == Address(url).label
 
 
-async def test_a_password_of_the_environment(
-    postgresql: Database, monkeypatch: pytest.MonkeyPatch
+@WAYS
+@pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
+@pytest.mark.parametrize(
+    ("line", "mode", "words"),
+    [
+        ("*:5432:postgres:guest:{}", 0o600, "permission denied"),
+        ("*:*:*:guest:{}", 0o644, "password"),
+        ("*:*:other:guest:{}", 0o600, "password"),
+    ],
+)
+async def test_a_password_file(
+    guest: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    line: str,
+    mode: int,
+    words: str,
 ) -> None:
-    """It is libpq that looks there."""
-    postgresql.fill("t", 3)
-    ((schema,),) = postgresql.run("SELECT current_schema()::text")
+    """The drivers read it; one that others may read is passed over."""
+    path = tmp_path / "pgpass"
+    path.write_text(line.format(PASSWORD))
+    path.chmod(mode)
+    monkeypatch.setenv("PGPASSFILE", str(path))
+    with pytest.raises(ObjectPermissionError, match=words) as caught:
+        await read(make, *guest)
+    assert PASSWORD not in everything_said(caught.value)
+
+
+@WAYS
+async def test_a_password_of_the_environment(
+    postgresql: Database,
+    guest: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+) -> None:
+    """The drivers look there; it is in no pickle."""
     postgresql.run(
-        f"GRANT USAGE ON SCHEMA {schema} TO guest", "GRANT SELECT ON t TO guest"
+        f"GRANT USAGE ON SCHEMA {postgresql.schema} TO guest",
+        "GRANT SELECT ON t TO guest",
     )
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    url = postgresql.url.replace("postgres@", "guest@")
-    made = SQLFormat(url, "t", key="id")
-    assert await keys_of(pickle.loads(pickle.dumps(made))) == [0, 1, 2]
+    assert [row["id"] for row in await read(make, *guest)] == [0, 1, 2]
+    made = SQLFormat(*guest, key="id")
     assert PASSWORD.encode() not in pickle.dumps(made)
+    assert await keys_of(pickle.loads(pickle.dumps(made))) == [0, 1, 2]
 
 
-def test_a_url_with_a_password_does_not_travel() -> None:
+@pytest.mark.parametrize(
+    "make", [SQLFormat, SQLDataset, lambda *a, **o: SQLRows(*a, keys=[1], **o)]
+)
+def test_a_url_with_a_password_does_not_travel(make: Any) -> None:
     """It would be written in clear; it is not shown either."""
     url = f"postgresql://me:{PASSWORD}@host:81/name?sslpassword={PASSWORD}"
-    made = SQLFormat(url, "t", key="id")
-    assert PASSWORD not in repr(made) + repr(vars(made)) + made.label
+    made = make(url, "t", key="id")
+    assert PASSWORD not in repr(made) + repr(vars(made))
     with pytest.raises(pickle.PicklingError, match="PGPASSWORD") as caught:
         pickle.dumps(made)
     assert PASSWORD not in everything_said(caught.value)
@@ -123,23 +169,24 @@ async def test_no_such_file(tmp_path: Path) -> None:
         await rows_of(SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id"))
 
 
-@pytest.mark.parametrize("partitions", [1, 4, [3]])
-async def test_no_such_table(database: Database, partitions: Any) -> None:
-    """Whatever is asked of it first."""
-    database.fill("t", 3)
-    made = SQLFormat(database.url, "nothere", key="id", partitions=partitions)
+@WAYS
+async def test_no_such_table(database: Database, make: Any) -> None:
+    """The database says it."""
     with pytest.raises(ObjectNotFoundError, match="nothere"):
-        await rows_of(made)
+        await read(make, database.url, "nothere")
 
 
+@WAYS
 @pytest.mark.parametrize("options", [{"key": "no"}, {"columns": ["id", "no"]}])
-async def test_no_such_column(database: Database, options: dict[str, Any]) -> None:
-    """The error names those that there are."""
+async def test_no_such_column(
+    database: Database, make: Any, options: dict[str, Any]
+) -> None:
+    """The error of a stream names those that there are."""
     database.fill("t", 3)
-    made = SQLFormat(database.url, "t", **{"key": "id", **options})
-    words = r"table 't' of .*: there is no column 'no'; there are id, value, name"
-    with pytest.raises(ValueError, match=words):
-        await rows_of(made)
+    shown = r"table 't' of .*: there is no column 'no'; there are id, value, name"
+    words = "table 't' of .*no" if make is SQLRows else shown
+    with pytest.raises((DatasetError, ValueError), match=words):
+        await read(make, database.url, "t", **options)
 
 
 @pytest.mark.parametrize(
@@ -183,19 +230,20 @@ NASTY = [
 ]
 
 
+@WAYS
 @pytest.mark.parametrize("name", NASTY)
-async def test_names_are_never_code(database: Database, name: str) -> None:
+async def test_names_are_never_code(database: Database, make: Any, name: str) -> None:
     """As table, key or column: they are names of nothing, and nothing happens."""
     database.fill("t", 3)
     cases: list[tuple[str, dict[str, Any]]] = [
-        (name, {"key": "id"}),
+        (name, {}),
         ("t", {"key": name}),
-        ("t", {"key": "id", "columns": [name]}),
+        ("t", {"columns": [name]}),
     ]
     for table, options in cases:
         with pytest.raises((DatasetError, ValueError)):
-            await rows_of(SQLFormat(database.url, table, **options))
-    assert await keys_of(SQLFormat(database.url, "t", key="id")) == [0, 1, 2]
+            await read(make, database.url, table, **options)
+    assert len(await read(make, database.url, "t")) == 3
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -242,6 +290,32 @@ def test_columns_are_a_list() -> None:
     """A string would be taken for its letters."""
     with pytest.raises(TypeError, match="columns must be a list of names, got 'id'"):
         SQLFormat("sqlite:///x.db", "t", key="id", columns="id")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"table": "SELECT 1"},
+            "table must be a table: name a query by creating a view",
+        ),
+        ({"connections": 0}, "connections must be at least 1, got 0"),
+        ({"url": "x.db"}, "url must be sqlite:///path"),
+    ],
+)
+def test_wrong_arguments_of_rows(arguments: dict[str, Any], words: str) -> None:
+    """They are refused when the dataset is made."""
+    given = {"url": "sqlite:///x.db", "table": "t", "key": "id", **arguments}
+    with pytest.raises(ValueError, match=words):
+        SQLRows(given.pop("url"), given.pop("table"), keys=[1], **given)
+    with pytest.raises(TypeError, match="columns must be a list"):
+        SQLRows("sqlite:///x.db", "t", key="id", columns="id", keys=[1])
+
+
+def test_uuids_stay_what_they_are() -> None:
+    """Only integers become an array."""
+    keys = [uuid.UUID(int=1), uuid.UUID(int=2)]
+    assert SQLRows("sqlite:///x.db", "t", key="id", keys=keys).keys == keys
 
 
 @pytest.mark.parametrize(
@@ -378,3 +452,44 @@ async def test_the_leader_s_connection_is_cut(
     assert {int(row["n"]) for row in second} == {1}
     (said,) = [record.getMessage() for record in caplog.records]
     assert "reading continues with a new one" in said
+
+
+@pytest.mark.slow
+async def test_a_restart_in_between(postgresql: Database, running: Server) -> None:
+    """Reads wait for the server to come back."""
+    postgresql.fill("t", 100)
+    async with listed(postgresql) as rows:
+        assert (await rows[0])["id"] == 0
+        await beside(running.stop)
+        reads = [asyncio.create_task(rows[at]) for at in range(20)]
+        await asyncio.sleep(0)
+        await beside(running.start)
+        assert [row["id"] for row in await asyncio.gather(*reads)] == [*range(20)]
+
+
+@pytest.mark.slow
+async def test_rows_of_a_server_that_stays_away(
+    postgresql: Database, running: Server
+) -> None:
+    """After the deadline an error says so."""
+    postgresql.fill("t", 100)
+    async with listed(postgresql, deadline=0.3) as rows:
+        await rows[0]
+        await beside(running.stop)
+        with pytest.raises(DatasetError, match=r"given up after \d+ tries"):
+            await rows[1]
+
+
+async def test_a_file_that_is_locked(sqlite: Database) -> None:
+    """A writer without a log locks it for a moment: that is waited for."""
+    sqlite.fill("t", 3)
+    sqlite.run("PRAGMA journal_mode = DELETE")
+    path = sqlite.url.removeprefix("sqlite:///")
+    writer = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    writer.execute("BEGIN EXCLUSIVE")
+    async with SQLRows(sqlite.url, "t", key="id", keys=[1]) as rows:
+        read = asyncio.create_task(rows[0])
+        await asyncio.sleep(0)
+        await asyncio.to_thread(writer.execute, "COMMIT")
+        assert (await read)["id"] == 1
+    writer.close()

@@ -2,20 +2,15 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioloader.datasets import SQLDataset, TextDataset
+from aioloader.datasets import SQLDataset
 from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.keys import Span
-from aioloader.datasets.sharded import ShardedStream
-from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.pg import Database, database, postgresql, server, sqlite
-from datasets.shards import names, read, source_state, text
-from datasets.sql_reads import opened, parts_of
+from datasets.shards import read, source_state
 from datasets.test_sql import in_order, make
 
 __all__ = ["database", "postgresql", "server", "sqlite"]
@@ -171,37 +166,9 @@ async def test_ranges_that_were_empty(database: Database) -> None:
     assert (await keys(again))[0] == [8, 9, 10]
 
 
-async def test_ranges_are_taken_over(database: Database) -> None:
-    """All that a format was told of them, void ones too."""
-    database.fill("t", 100)
-    made = SQLFormat(database.url, "t", key="id", partitions=3)
-    for count, cuts in ((2, [50]), (4, [-9, 50]), (8, [])):
-        async with opened(made, known={"count": count, "cuts": cuts}) as readers:
-            spans = [reader._span for reader in readers]
-        assert [span.start for span in spans if not span.is_void] == [None, *cuts]
-        assert spans.count(Span(is_void=True)) == count - len(cuts) - 1
-    assert len(await parts_of(made)) == 3
-
-
 async def test_a_state_is_small(database: Database) -> None:
     """Some hundred bytes, though much was read ahead; more only for more ranges."""
     database.fill("t", 5000)
     _, state = await keys(stream_of(database, interleave=3), 1000)
     del state["stream"]  # which does not grow
     assert len(json.dumps(state)) < 500
-
-
-async def test_a_state_of_something_else(sqlite: Database, tmp_path: Path) -> None:
-    """Eight files are not eight ranges, nor the other way round."""
-    sqlite.fill("t", 100)
-    lines: Any = text(tmp_path)
-    _, of_lines = await read(lines, 3)
-    _, of_rows = await read(stream_of(sqlite), 3)
-    for stream, state in ((stream_of(sqlite), of_lines), (lines, of_rows)):
-        with pytest.raises(
-            StateMismatchError, match=r"saved by .*Dataset, and this is"
-        ):
-            stream.load_state_dict(state)
-    assert isinstance(lines, TextDataset)
-    assert isinstance(lines, ShardedStream)
-    assert len(await names(lines)) == 52

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import pickle
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.errors import DatasetError
@@ -140,38 +138,6 @@ async def test_two_iterations_have_snapshots_of_their_own(database: Database) ->
 # -- memory, and ends -------------------------------------------------------------
 
 
-async def test_no_more_is_held_than_the_budget(database: Database) -> None:
-    """Blobs of 50 KB: some are read ahead, and no more until they are pulled."""
-    blob = "zeroblob(50000)" if database.kind == "sqlite" else "repeat('x', 50000)"
-    kind = "BLOB" if database.kind == "sqlite" else "TEXT"
-    database.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, body {kind})")
-    database.fill("n", 400)
-    database.run(f"INSERT INTO t SELECT id, {blob} FROM n")
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=1)) as readers:
-        reader = readers[0]
-        count = 0
-        while len(block := await reader.pull(3)):
-            count += len(block)
-            assert reader._held <= BUDGET + 200_000
-        assert count == 400
-
-
-async def test_a_pull_that_is_cancelled_loses_nothing(database: Database) -> None:
-    """Cancelled at any time; the next one has the rows."""
-    database.fill("t", 5000)
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=1)) as readers:
-        rows: list[Any] = []
-        for turns in range(30):
-            task = asyncio.create_task(readers[0].pull(50))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            for done in await asyncio.gather(task, return_exceptions=True):
-                rows += [] if isinstance(done, BaseException) else [*done]
-        rows += await rest_of(readers[0])
-    assert [row["id"] for row in rows] == [*range(5000)]
-
-
 async def test_what_stops_reading_is_no_end(database: Database) -> None:
     """Whoever cancels the task, or closes the connections below it."""
     database.fill("t", 2000)
@@ -188,18 +154,6 @@ async def test_what_stops_reading_is_no_end(database: Database) -> None:
     with pytest.raises(DatasetError, match="the iteration is over"):
         await rest_of(reader)
     await reader.aclose()
-
-
-@pytest.mark.parametrize("turns", [0, 1, 2, 5, 50])
-async def test_closing_early_leaves_nothing(database: Database, turns: int) -> None:
-    """Before, at and after the first rows."""
-    database.fill("t", 2000)
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=3)) as readers:
-        for reader in readers:
-            reader.begin()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-    assert await readers[0].pull(1) == []
 
 
 async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
@@ -247,41 +201,6 @@ async def test_a_format_travels(database: Database) -> None:
 
 
 # -- as a stream ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world_size", "interleave"), [(1, 3), (3, 8), (5, 1)])
-async def test_ranks_share_a_table(
-    database: Database, world_size: int, interleave: int
-) -> None:
-    """Each row goes to one rank, in batches of columns."""
-    database.fill("t", 1000)
-    made = SQLFormat(database.url, "t", key="id", partitions=8)
-    stream: Any = ShardedStream(made, interleave=interleave, shuffle=True)
-    found: list[int] = []
-    for rank in range(world_size):
-        async with aiter(stream.shard(rank, world_size)) as iterator:
-            while len(block := await iterator.pull(64)):
-                assert isinstance(block, Rows)
-                found += block.collate()["id"].tolist()
-    assert sorted(found) == [*range(1000)]
-
-
-@pytest.mark.parametrize("count", [1, 333, 700])
-async def test_streams_go_on(database: Database, count: int) -> None:
-    """From the state of an iterator, though rows were added behind each range."""
-    database.fill("t", 1000, key="n * 2")
-    made = SQLFormat(database.url, "t", key="id", partitions=[300, 777, 1400])
-    stream: Any = ShardedStream(made, interleave=2)
-    whole = [row["id"] async for row in stream]
-    rows: list[int] = []
-    async with aiter(stream) as iterator:
-        while len(rows) < count:
-            rows.append((await anext(iterator))["id"])
-        state = json.loads(json.dumps(iterator.state_dict()))
-    again: Any = ShardedStream(made, interleave=2)
-    again.load_state_dict(state)
-    rows += [row["id"] async for row in again]
-    assert rows == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -185,21 +185,6 @@ async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
     assert [row["x"] for row in rows] == ["7", "0.1", "x", None, "8"]
 
 
-async def test_blobs_grow(sqlite: Database) -> None:
-    """Narrow rows first, then wide ones: batches shrink, and nothing is lost."""
-    sqlite.fill("n", 3000)
-    sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x BLOB)")
-    sqlite.run(
-        "INSERT INTO t SELECT id, zeroblob(iif(id < 2000, 1, iif(id < 2500, 9000, 2))) "
-        "FROM n"
-    )
-    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
-    async with opened(made, budget=1 << 18) as readers:
-        rows = await rest_of(readers[0])
-    assert [row["id"] for row in rows] == [*range(3000)]
-    assert sum(len(row["x"]) for row in rows) == 2000 + 500 * 9000 + 500 * 2
-
-
 async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
     """Blobs are written in hexadecimals in a position."""
     sqlite.run("CREATE TABLE t (id BLOB PRIMARY KEY, n INTEGER)")
@@ -294,14 +279,3 @@ async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
     query = "SELECT id FROM t WHERE id <> $1"
     made = SQLFormat(postgresql.url, query, key="id", parameters=["x"], partitions=1)
     assert len(await resumed(made, 0, 1)) == 3
-
-
-async def test_going_on_at_a_row_that_is_gone(database: Database) -> None:
-    """Reading goes on with what follows it."""
-    database.fill("t", 10)
-    made = SQLFormat(database.url, "t", key="id", partitions=[9])
-    database.run("DELETE FROM t WHERE id IN (4, 5)")
-    async with AsyncExitStack() as stack:
-        reader = made.open((await made.shards(stack))[0], {"key": 4}, 9)
-        assert [row["id"] for row in await rest_of(reader)] == [6, 7, 8]
-        await reader.aclose()

@@ -19,7 +19,6 @@ __all__ = ["postgresql", "server"]
 
 # More digits than a float has; NaN, which Arrow's decimals have not.
 EXACT = ["12345678901234567890.123456789", "0.1", "NaN", "9007199254740993", "1e-40"]
-WHOLE = "q.id, q.x, ARRAY[q.x, NULL] AS xs, q.m"
 INFINITE = [
     ("date", "'infinity'"),
     ("timestamptz", "'-infinity'"),

@@ -155,7 +155,6 @@ INTERNAL = {
     "datasets/_tar/walk.py:TarParser._on_second_zeros": "a reason there too",
     "datasets/_tar/walk.py:TarParser._on_padding": "a reason there too",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
-    "datasets/sql.py:SQLRows._find": "cannot happen",
 }
 
 # Places that pass the words of another message on.

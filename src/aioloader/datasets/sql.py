@@ -11,18 +11,16 @@ import operator
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._options import check_at_least, names_options
-from aioloader.datasets._sql.address import address_of
-from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.failures import Retries, failure_of, may_pass
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
-    GivenPool,
     Keys,
     Lookup,
     PostgresLookup,
@@ -90,11 +88,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         numeric: Numeric = "decimal",
         infinity: Infinity = "error",
     ) -> None:
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of names, got {columns!r}")
         check_at_least(connections, 1, "connections")
-        wanted = None if columns is None else tuple(columns)
-        self._source = Source(table, key, wanted)
+        self._source = Source(table, key, columns)
         if self._source.is_query:
             raise ValueError("table must be a table: name a query by creating a view")
         is_url = isinstance(url, (str, Sealed))
@@ -102,7 +97,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         if self._pool is not None and not hasattr(url, "acquire"):
             kind = type(url).__name__
             raise TypeError(f"url must be a URL or a pool of asyncpg, got {kind}")
-        self._address = address_of(url if is_url else "postgresql:///")
+        self._address = Address(url if is_url else "postgresql:///")
         if self._pool is not None:
             self._address.label = "asyncpg.Pool"
         if not self._address.is_sqlite:
@@ -110,7 +105,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._connections = connections
         self._deadline = deadline
         self._values = Values(numeric, infinity)
-        self._lookups: PerLoop[_Here] = PerLoop(self._look)
+        self._lookups: PerLoop[Lookup] = PerLoop(self._new_lookup)
         self._keys: Keys = self._list() if keys is None else compact([list(keys)])
 
     @classmethod
@@ -129,19 +124,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     ) -> Self:
         """List a table without blocking the event loop, and return its dataset.
 
-        Args:
-            url: As for the class.
-            table: As for the class.
-            key: As for the class.
-            columns: As for the class.
-            connections: As for the class.
-            deadline: As for the class.
-            numeric: As for the class.
-            infinity: As for the class.
-
-        Raises:
-            ValueError: If an argument is wrong.
-            DatasetError: If the keys cannot be listed, or are not unique.
+        Arguments and errors are those of the class.
         """
         made = cls(
             url,
@@ -183,18 +166,9 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         return row
 
     async def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Row]:
-        """Read rows by one query.
+        """Read rows by one query, in the order of ``indices``, which may repeat.
 
-        Args:
-            indices: Positions in ``keys``; duplicates are allowed.
-
-        Returns:
-            The rows, in the order of ``indices``.
-
-        Raises:
-            IndexError: If one is out of range.
-            ObjectNotFoundError: If a row was deleted.
-            DatasetError: If they cannot be read.
+        Errors are those of ``__getitem__``.
         """
         keys = [self._key(index) for index in indices]
         found = await self._find(list(dict.fromkeys(keys)))
@@ -216,22 +190,15 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         self._lookups.here().users += 1
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        here = self._lookups.here()
-        here.users -= 1
-        if here.users == 0:
+    async def __aexit__(self, *exc: object) -> None:
+        lookup = self._lookups.here()
+        lookup.users -= 1
+        if lookup.users == 0:
             await self.aclose()
 
     async def aclose(self) -> None:
         """Close this loop's connections; the dataset stays usable."""
-        here = self._lookups.here()
-        lookup, here.lookup = here.lookup, self._new_lookup()
-        await lookup.aclose()
+        await self._lookups.here().aclose()
 
     # -- how ----------------------------------------------------------------------
 
@@ -271,47 +238,26 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
     async def _find(self, keys: list[Any]) -> dict[Any, Any]:
         """Return the rows that exist, by key, across lost connections."""
         self._check_loop()
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._deadline
-        for attempts, pause in enumerate(pauses(), 1):
+        address, lookup = self._address, self._lookups.here()
+        retries = Retries(self._deadline)
+        while True:
             try:
-                return await self._lookups.here().lookup.find(keys)
+                return await lookup.find(keys)
             except Exception as exc:  # noqa: BLE001  (reported without its traceback)
                 what = f"{len(keys)} rows of {self._source.label}"
-                failure = failure_of("read", what, self._address, exc)
-                may_pass = self._may_pass(exc)
-            if not may_pass or loop.time() + pause >= give_up:
-                raise given_up(failure, attempts)
+                failure = failure_of("read", what, address, exc)
+                is_lost = isinstance(exc, OSError) and not address.is_sqlite
+                is_passing = is_lost or may_pass(address, exc)
+            pause = retries.pause(failure) if is_passing else None
+            if pause is None:
+                raise failure
             await asyncio.sleep(pause)
-        raise AssertionError("pauses end")  # pragma: no cover
-
-    def _may_pass(self, exc: Exception) -> bool:
-        reason = reason_of(self._address, exc)
-        lost = isinstance(exc, OSError) and not self._address.is_sqlite
-        return reason.may_pass or (lost and not reason.is_missing)
-
-    def _look(self) -> "_Here":
-        return _Here(self._new_lookup())
 
     def _new_lookup(self) -> Lookup:
-        label = self._address.label
+        given = self._address, self._source, self._values, self._connections
         if self._address.is_sqlite:
-            return SQLiteLookup(self._address, self._source, self._connections)
-        if self._pool is not None:
-            return GivenPool(self._give_pool, self._source, self._values, label)
-        return PostgresLookup(self._make_pool, self._source, self._values, label)
-
-    async def _give_pool(self) -> "asyncpg.Pool":
-        assert self._pool is not None
-        return self._pool
-
-    async def _make_pool(self) -> "asyncpg.Pool":
-        return await import_asyncpg().create_pool(
-            self._address.for_asyncpg(),
-            password=self._address.password,
-            min_size=1,
-            max_size=self._connections,
-        )
+            return SQLiteLookup(*given)
+        return PostgresLookup(*given, pool=self._pool)
 
     def _check_loop(self) -> None:
         """Check that a pool is used only on its own loop.
@@ -342,22 +288,9 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lookups = PerLoop(self._look)
+        self._lookups = PerLoop(self._new_lookup)
         if not self._address.is_sqlite:
             import_asyncpg()
 
     def __repr__(self) -> str:
         return f"SQLRows({self._label}, {len(self):,} rows)"
-
-
-class _Here:
-    """The connections of one event loop.
-
-    Attributes:
-        lookup: The connections.
-        users: How often the dataset was entered.
-    """
-
-    def __init__(self, lookup: Lookup) -> None:
-        self.lookup = lookup
-        self.users = 0

@@ -1,15 +1,13 @@
 """Database addresses: a label that may be shown, and connection strings for drivers.
 
-A password is in no repr, error or pickle: only the loader's workers get it. URLs are
+A password is in no message, repr or pickle: only the loader's workers get it. URLs are
 parsed here, because libpq shows what it cannot parse.
 """
 
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlencode
 
-from aioloader.datasets._sql.password import find_password
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import TruncatedReadError
 
@@ -26,34 +24,8 @@ _DEFAULTS = {
     "keepalives_interval": "10",
     "keepalives_count": "3",
 }
-# asyncpg would pass these on to the server, which does not know them; the password
-# is passed separately.
-_NOT_ASYNCPG = frozenset({
-    *_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode", "password",
-    "dbname",
-})  # fmt: skip
-
-
-def address_of(url: Any) -> "Address":
-    """Return the parsed address of a URL, which may be sealed.
-
-    Raises:
-        ValueError: If it is not a database URL. No frame of its traceback has it.
-        TypeError: If it is not a string.
-    """
-    found = _parsed(url.value if isinstance(url, Sealed) else url)
-    del url
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _parsed(url: Any) -> "Address | Exception":
-    try:
-        return Address(url)
-    except (TypeError, ValueError) as error:
-        error.__cause__ = error.__context__ = None
-        return error.with_traceback(None)
+# asyncpg would pass these on to the server, which does not know them.
+_ONLY_LIBPQ = frozenset({*_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode"})
 
 
 class Address:
@@ -63,6 +35,7 @@ class Address:
         url: ``sqlite:///relative``, ``sqlite:////absolute`` or
             ``postgresql://user@host:port/name?parameters``; for a Unix socket
             ``postgresql:///name?host=/directory``. Parameters are libpq's or SQLite's.
+            May be sealed.
 
     Attributes:
         label: The address as it may be shown.
@@ -70,9 +43,11 @@ class Address:
 
     Raises:
         ValueError: If it is none of these.
+        TypeError: If it is not a string.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: Any) -> None:
+        url = url.value if isinstance(url, Sealed) else url
         if not isinstance(url, str):
             kind = type(url).__name__
             raise TypeError(
@@ -86,28 +61,21 @@ class Address:
             )
         self.is_sqlite: bool = scheme == "sqlite"
         before, _, query = rest.partition("?")
-        parameters = dict(_pairs(query))
+        parameters = _named(query)
         if self.is_sqlite:
             self._path = _sqlite_path(before)
             self.label: str = f"sqlite:///{self._path}"
         else:
             parameters = _server(before) | parameters
-            self.label = _server_label(parameters)
-        self._secrets = [name for name in _SECRETS if parameters.get(name)]
-        what = f"the {', '.join(self._secrets)} of {self.label!r}"
-        self._sealed = Sealed(parameters, what) if self._secrets else parameters
+            self.label = _server_label(**parameters)
+        secrets = ", ".join(name for name in _SECRETS if parameters.get(name))
+        what = f"the {secrets} of {self.label!r}"
+        self._sealed = Sealed(parameters, what) if secrets else parameters
 
     @property
     def _parameters(self) -> dict[str, str]:
         kept = self._sealed
         return kept.value if isinstance(kept, Sealed) else kept
-
-    # -- for drivers --------------------------------------------------------------
-
-    @property
-    def path(self) -> str:
-        """The absolute path of the file."""
-        return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_libpq(self) -> str:
         """Return keywords and values; they hold the password."""
@@ -115,16 +83,9 @@ class Address:
         return " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
 
     def for_asyncpg(self) -> str:
-        """Return a URL without the password."""
-        values = self._parameters.items()
-        kept = {k: quote(v, "") for k, v in values if v and k not in _NOT_ASYNCPG}
-        query = "&".join(f"{name}={value}" for name, value in kept.items())
-        return f"postgresql:///{quote(self._parameters.get('dbname', ''), '')}?{query}"
-
-    async def password(self) -> str | None:
-        """Return the password from the URL, the environment or the password file."""
-        known = self._parameters.get("password")
-        return known or await find_password(self._parameters)
+        """Return a URL; it holds the password."""
+        kept = {k: v for k, v in self._parameters.items() if v and k not in _ONLY_LIBPQ}
+        return f"postgresql://?{urlencode(kept, quote_via=quote)}"
 
     def for_sqlite(self) -> str:
         """Return a URI that opens the file for reading.
@@ -134,9 +95,13 @@ class Address:
         """
         if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
             raise FileNotFoundError("no such file")
-        parameters = {**self._parameters, "mode": "ro"}
-        query = "&".join(f"{k}={quote(v)}" for k, v in parameters.items())
+        query = urlencode({**self._parameters, "mode": "ro"}, quote_via=quote, safe="/")
         return f"file:{quote(self.path)}?{query}"
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the file."""
+        return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def check_pages(self, page: int) -> None:
         """Check that an SQLite file ends with a whole page.
@@ -156,14 +121,11 @@ class Address:
                 received=size,
             )
 
-    # -- for people ---------------------------------------------------------------
-
     def scrub(self, text: str) -> str:
         """Return ``text`` without any secret of this address."""
-        for name in self._secrets:
-            secret = self._parameters[name]
-            for form in (secret, quote(secret, "")):
-                text = text.replace(form, "***")
+        for name, value in self._parameters.items():
+            if name in _SECRETS and value:
+                text = text.replace(value, "***").replace(quote(value, ""), "***")
         return text
 
     def __repr__(self) -> str:
@@ -180,12 +142,10 @@ def _sqlite_path(text: str) -> str:
     return text[1:]
 
 
-def _server_label(shown: Mapping[str, str]) -> str:
-    host, port = shown.get("host", ""), shown.get("port", "")
-    name = shown.get("dbname", "")
+def _server_label(host: str = "", port: str = "", dbname: str = "", **_: str) -> str:
     if host.startswith(("/", "@")):
-        return f"postgresql:///{name}?host={host}" + (port and f"&port={port}")
-    return f"postgresql://{host}{port and ':'}{port}/{name}"
+        return f"postgresql:///{dbname}?host={host}" + (port and f"&port={port}")
+    return f"postgresql://{host}{port and ':'}{port}/{dbname}"
 
 
 def _server(text: str) -> dict[str, str]:
@@ -218,12 +178,14 @@ def _host_and_port(text: str) -> tuple[str, str]:
     return host, port
 
 
-def _pairs(query: str) -> Iterator[tuple[str, str]]:
+def _named(query: str) -> dict[str, str]:
+    found: dict[str, str] = {}
     for pair in query.split("&") if query else ():
         name, separator, value = pair.partition("=")
         if not (name.isidentifier() and separator):
             raise ValueError("url must have parameters such as ?name=value&name=value")
-        yield name, unquote(value)
+        found[name] = unquote(value)
+    return found
 
 
 def _quoted(value: str) -> str:

@@ -9,35 +9,25 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader.datasets._sql.address import address_of
+from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.failures import failure_of
 from aioloader.datasets._sql.keys import Key, Span, encoded
-from aioloader.datasets._sql.links import driver_of
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.reader import SQLReader
-from aioloader.datasets._sql.source import Source
+from aioloader.datasets._sql.session import Session
+from aioloader.datasets._sql.source import Source, is_list
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
 
 if TYPE_CHECKING:
     from aioloader.datasets._streams.shards import Position, Summary
 
-
-@dataclass(frozen=True)
-class SQLShard:
-    """A range of keys.
-
-    Attributes:
-        span: The range.
-        session: Its iteration.
-    """
-
-    span: Span
-    session: SQLite | Postgres
+# A range, and the iteration that reads it.
+SQLShard: TypeAlias = tuple[Span, Session]
 
 
 class SQLFormat:
@@ -49,24 +39,9 @@ class SQLFormat:
     Steps that read ahead (windows of ``shuffle``, an async ``map``, ``readers``
     in turn) go back some rows and count: exact if nothing was written among those.
 
-    Args:
-        url: ``sqlite:///path`` or ``postgresql://user@host/name``; for a Unix socket
-            ``postgresql:///name?host=/directory``. May be sealed.
-        query: A table, ``name`` or ``schema.name``, or a SELECT.
-        key: A column of integers, text, UUIDs, dates, times or bytes.
-        columns: The columns to read, in order; default: all.
-        parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
-            ``?`` for SQLite.
-        partitions: Number of ranges of the key; or the keys to cut at: the result of
-            ``plan`` on one rank gives all ranks the same ranges, whatever is written
-            before they start.
-        deadline: Seconds in which a lost connection must be restored.
-        numeric: Type for PostgreSQL's ``numeric``: ``"decimal"`` or ``"float"``.
-        infinity: Treatment of its infinite dates: ``"error"`` or ``"null"``.
-
-    Raises:
-        ImportError: If the driver is not installed.
-        ValueError: If an argument is wrong.
+    Arguments are those of ``SQLDataset``; the URL may be sealed, and ``partitions`` may
+    be the result of ``plan`` on another rank: all ranks then have the same ranges,
+    whatever is written before they start.
     """
 
     # A shard may have other rows when it is read again.
@@ -85,16 +60,10 @@ class SQLFormat:
         numeric: Numeric = "decimal",
         infinity: Infinity = "error",
     ) -> None:
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of names, got {columns!r}")
         if deadline < 0:
             raise ValueError(f"deadline must not be negative, got {deadline}")
-        if isinstance(parameters, (str, bytes)) or not isinstance(parameters, Iterable):
-            kind = type(parameters).__name__
-            raise TypeError(f"parameters must be a list of values, got {kind}")
-        wanted = None if columns is None else tuple(columns)
-        self._address = address_of(url)
-        self._source = Source(query, key, wanted, tuple(parameters))
+        self._address = Address(url)
+        self._source = Source(query, key, columns, parameters)
         self._partitions = _checked(partitions)
         self._deadline = deadline
         self._values = Values(numeric, infinity)
@@ -114,24 +83,23 @@ class SQLFormat:
             ValueError: If the key is unsuitable, or a column does not exist.
         """
         known = known or {}
-        partitions = known.get("cuts", self._partitions)
-        session = self._new_session()
+        kind = SQLite if self._address.is_sqlite else Postgres
+        session = kind(self._address, self._source, self._values)
         stack.push_async_callback(session.aclose)
         try:
-            spans = await session.begin(partitions)
+            spans = await session.begin(known.get("cuts", self._partitions))
         except ValueError as exc:
             raise ValueError(f"{self.label}: {exc}") from None
         except Exception as exc:  # noqa: BLE001  (reported without its traceback)
             failure = failure_of("open", self._source.label, self._address, exc)
         else:
             spans += [Span(is_void=True)] * (known.get("count", 0) - len(spans))
-            return [SQLShard(span, session) for span in spans]
+            return [(span, session) for span in spans]
         raise failure
 
     def summary(self, shards: Sequence[SQLShard]) -> "Summary":
         """Return the number of ranges, and the keys they are cut at."""
-        starts = [shard.span.start for shard in shards]
-        cuts = [start for start in starts if start is not None]
+        cuts = [span.start for span, _ in shards if span.start is not None]
         return {"count": len(shards), "cuts": cuts}
 
     def describe(self) -> dict[str, Any]:
@@ -146,18 +114,13 @@ class SQLFormat:
 
     def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
         """Return a reader of a range after the key in ``position``."""
-        last = position.get("key")
-        return SQLReader(shard.session, shard.span, last, budget, self._deadline)
+        span, session = shard
+        return SQLReader(session, span, position.get("key"), budget, self._deadline)
 
     @property
     def label(self) -> str:
         """The table or query and the database, without secrets."""
         return f"{self._source.label} of {self._address.label!r}"
-
-    def _new_session(self) -> SQLite | Postgres:
-        if self._address.is_sqlite:
-            return SQLite(self._address, self._source)
-        return Postgres(self._address, self._source, self._values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -174,7 +137,7 @@ def _checked(partitions: Any) -> int | list[Key]:
         ValueError: If there would be no range.
     """
     if not hasattr(partitions, "__index__"):
-        if isinstance(partitions, (str, bytes)) or not isinstance(partitions, Iterable):
+        if not is_list(partitions):
             kind = type(partitions).__name__
             raise TypeError(
                 f"partitions must be a number or a list of keys, got {kind}"

@@ -1,12 +1,12 @@
-"""Keys: their encoding in a state, and the check that they are unique and in order.
+"""Keys: their encoding in a state, ranges of them, and the check of their order.
 
 A key is a number, or its text as the database reads it; bytes are hexadecimal. The
 check works on whole columns: about a nanosecond per row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,20 +28,24 @@ class Span:
     stop: Key | None = None
     is_void: bool = False
 
+    def since(self, key: Key | None) -> Self:
+        """Return the part from a key on; None: all of it."""
+        return self if key is None else replace(self, start=key)
+
+    def bounds(self) -> list[tuple[str, str, Key]]:
+        """Return name, sign and key of each bound that there is."""
+        both = (("start", ">=", self.start), ("stop", "<", self.stop))
+        return [(name, sign, key) for name, sign, key in both if key is not None]
+
     def words(self, key: str) -> str:
         """Return the description for errors."""
-        bounds = [
-            f"{key} {sign} {bound!r}"
-            for sign, bound in ((">=", self.start), ("<", self.stop))
-            if bound is not None
-        ]
+        bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self.bounds()]
         return " and ".join(bounds) or f"every {key}"
 
 
-def spans_of(bounds: list[Key], count: int) -> list[Span]:
-    """Return the ranges between ``bounds``, padded to ``count`` with empty ones."""
-    edges = [None, *bounds, None]
-    spans = [Span(*pair) for pair in pairwise(edges)]
+def spans_of(cuts: list[Key], count: int) -> list[Span]:
+    """Return the ranges between ``cuts``, padded to ``count`` with empty ones."""
+    spans = [Span(*pair) for pair in pairwise([None, *cuts, None])]
     return spans + [Span(is_void=True)] * (count - len(spans))
 
 
@@ -62,30 +66,6 @@ def encoded(value: Any) -> Key:
             return str(value)
 
 
-def as_bytes(key: Key) -> bytes:
-    """Return the original bytes of an encoded key."""
-    return bytes.fromhex(str(key).removeprefix("\\x"))
-
-
-class NotUniqueError(ValueError):
-    """A key is not unique; becomes a ``DatasetError`` where rows are read."""
-
-
-def collation_error(name: str, exact: str) -> ValueError:
-    """Return the error for a key whose collation equates different texts.
-
-    Their order is arbitrary, so reading could not resume between them.
-
-    Args:
-        name: The key's column.
-        exact: A collation that tells all texts apart.
-    """
-    return ValueError(
-        f"the collation of key {name!r} equates different texts; make a key in a "
-        f"query: SELECT {name} COLLATE {exact} AS id, ..."
-    )
-
-
 class KeyCheck:
     """Checks that keys are unique, and drops the row that was already read.
 
@@ -96,8 +76,8 @@ class KeyCheck:
 
     def __init__(self, name: str, last: Key | None) -> None:
         self._name = name
-        self._is_again = last is not None
         self.last = last
+        self.restart()
 
     def restart(self) -> None:
         """Expect the last row once more."""
@@ -107,38 +87,22 @@ class KeyCheck:
         """Return the new rows of a batch, which must not be empty.
 
         Raises:
-            NotUniqueError: If a key comes twice.
-            ValueError: If a key is NULL.
+            ValueError: If a key comes twice, or is NULL.
         """
-        keys = _plain(batch.column(self._name))
-        first, before = encoded(batch.column(self._name)[0].as_py()), self.last
-        repeated = _repeated(keys)
-        if repeated is not None:
-            self._refuse(encoded(batch.column(self._name)[repeated].as_py()))
-        if first == before and not self._is_again:
-            self._refuse(first)
-        start = int(self._is_again and first == before)
-        self._is_again = False
-        self.last = encoded(batch.column(self._name)[-1].as_py())
+        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
+
+        keys = batch.column(self._name)
+        first, before = encoded(keys[0].as_py()), self.last
+        plain = getattr(keys, "storage", keys)  # of an extension type, such as UUIDs
+        twice = compute.index(compute.equal(plain[:-1], plain[1:]), True).as_py()
+        if twice < 0 and first == before and not self._is_again:
+            twice = 0
+        if twice >= 0:
+            key = encoded(keys[twice].as_py())
+            raise ValueError(
+                f"key {self._name!r} is not unique: {key!r} appears twice; choose a "
+                "unique column, or make one in a query"
+            )
+        start = int(first == before)
+        self._is_again, self.last = False, encoded(keys[-1].as_py())
         return batch.slice(start)
-
-    def _refuse(self, key: Key) -> None:
-        raise NotUniqueError(
-            f"key {self._name!r} is not unique: {key!r} appears twice; choose a unique "
-            "column, or make one in a query"
-        )
-
-
-def _plain(keys: "pa.Array") -> "pa.Array":
-    return getattr(keys, "storage", keys)
-
-
-def _repeated(keys: "pa.Array") -> int | None:
-    """Return the index of a key that equals the next one; None if there is none."""
-    from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
-
-    if len(keys) < 2:
-        return None
-    same = compute.equal(keys[:-1], keys[1:])
-    found: int = compute.index(same, True).as_py()
-    return None if found < 0 else found

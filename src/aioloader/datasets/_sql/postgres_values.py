@@ -7,7 +7,7 @@ names the row's key, or NULL if the user chooses that.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from aioloader.datasets._sql.source import Source, column
 from aioloader.errors import DatasetError
@@ -20,7 +20,12 @@ Infinity: TypeAlias = Literal["error", "null"]
 
 # Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
-_EXACT = frozenset({"numeric", "money", "_numeric"})
+# Expressions for the nearest float of an exact number, by type.
+FLOATS = {
+    "numeric": "{}::float8",
+    "money": "{}::numeric::float8",
+    "_numeric": "{}::float8[]",
+}
 # Conditions by type. None is true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
@@ -50,16 +55,16 @@ class Values:
     infinity: Infinity = "error"
 
     def __post_init__(self) -> None:
-        if self.numeric not in {"decimal", "float"}:
+        if self.numeric not in get_args(Numeric):
             text = f"numeric must be 'decimal' or 'float', got {self.numeric!r}"
             raise ValueError(text)
-        if self.infinity not in {"error", "null"}:
+        if self.infinity not in get_args(Infinity):
             text = f"infinity must be 'error' or 'null', got {self.infinity!r}"
             raise ValueError(text)
 
     def is_decimal(self, kind: str) -> bool:
         """Return whether values of a type are read as exact numbers."""
-        return kind in _EXACT and self.numeric == "decimal"
+        return kind in FLOATS and self.numeric == "decimal"
 
     def flag(self, types: Mapping[str, str]) -> str:
         """Return the expression that flags infinite dates; empty without dates."""

@@ -9,79 +9,25 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad, cut
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._sql.failures import failure_of, given_up, pauses, reason_of
+from aioloader.datasets._sql.failures import Retries, failure_of, may_pass
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.shards import NamesPositions, Position
-from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from aioloader._order.blocks import Block
-    from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.links import Batches, Connection, Link
-    from aioloader.datasets._sql.source import Source
+    from aioloader.datasets._sql.connection import Connection
+    from aioloader.datasets._sql.session import Batches, Session
+    from aioloader.errors import DatasetError
 
 _LOG = logging.getLogger("aioloader")
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22
-
-
-class Session(Protocol):
-    """One iteration over a source: a snapshot, and connections that read it.
-
-    Attributes:
-        address: The database.
-        source: The table or query.
-    """
-
-    address: "Address"
-    source: "Source"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns to deliver."""
-
-    async def join(self) -> "Link":
-        """Return a connection that reads the snapshot."""
-
-    async def leave(
-        self, link: "Link", batches: "Batches | None", *, is_sound: bool
-    ) -> None:
-        """Stop a scan and return its connection; if ``is_sound``, it may be reused."""
-
-    async def is_lost(self, link: "Link") -> bool:
-        """Return whether a connection is lost, after a failure."""
-
-    def scan(
-        self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
-    ) -> "Batches":
-        """Yield the rows of a range; in the connection's thread."""
-
-    def failures(self, batch: "pa.RecordBatch") -> dict[int, DatasetError]:
-        """Return the rows of a batch that cannot be read, with their errors."""
-
-
-@dataclass
-class _Batch:
-    """A batch that is ready.
-
-    Attributes:
-        rows: The rows to deliver.
-        keys: Their keys.
-        nbytes: Their size in memory.
-        taken: How many were delivered.
-    """
-
-    rows: "Block"
-    keys: "pa.Array"
-    nbytes: int
-    taken: int = 0
 
 
 class SQLReader(NamesPositions):
@@ -97,7 +43,7 @@ class SQLReader(NamesPositions):
 
     def __init__(
         self,
-        session: Session,
+        session: "Session",
         span: Span,
         last: Key | None,
         budget: int,
@@ -108,16 +54,17 @@ class SQLReader(NamesPositions):
         self._budget = budget
         self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
         self._deadline = deadline
-        self._last = self._last_read = last
-        # Of the last pull: keys, and the part of them that was returned.
-        self._pulled: tuple[pa.Array, int, int] | None = None
-        self._ready: deque[_Batch] = deque()
-        self._held = 0
+        self._start = self._last_read = last
+        # Batches that are ready: rows, their keys, bytes.
+        self._ready: deque[tuple[Block, pa.Array, int]] = deque()
+        self._held = 0  # bytes
+        self._taken = 0  # rows of the first batch
+        self._pulled: pa.Array | None = None  # keys of the last pull
         self._error: BaseException | None = None
         self._is_over = span.is_void
         self._task: asyncio.Task[DatasetError | None] | None = None
+        # Either a pull waits for a batch, or the task for room.
         self._changed = asyncio.Event()
-        self._has_room = asyncio.Event()
 
     def begin(self) -> None:
         """Start reading ahead."""
@@ -139,28 +86,27 @@ class SQLReader(NamesPositions):
                 return []
             self._changed.clear()
             await self._changed.wait()
-        batch = self._ready[0]
-        start = batch.taken
-        batch.taken = stop = min(start + limit, len(batch.rows))
-        self._pulled = batch.keys, start, stop
-        if stop == len(batch.rows):
+        rows, keys, nbytes = self._ready[0]
+        start, stop = self._taken, min(self._taken + limit, len(rows))
+        self._pulled, self._taken = keys[start:stop], stop
+        if stop == len(rows):
             self._ready.popleft()
-            self._held -= batch.nbytes
-            self._has_room.set()
-        return cut(batch.rows, start, stop)
+            self._taken = 0
+            self._held -= nbytes
+            self._changed.set()
+        return cut(rows, start, stop)
 
     def position(self) -> Position:
         """Return the key of the last row returned, if any."""
         if self._pulled is None:
-            return {} if self._last is None else {"key": self._last}
-        _, start, stop = self._pulled
-        return self.positions()(stop - start)
+            return {} if self._start is None else {"key": self._start}
+        return self.positions()(len(self._pulled))
 
     def positions(self) -> Callable[[int], Position]:
         """Return what maps a number of rows of the last pull to their key."""
         assert self._pulled is not None
-        keys, start, _ = self._pulled
-        return lambda count: {"key": encoded(keys[start + count - 1].as_py())}
+        keys = self._pulled
+        return lambda count: {"key": encoded(keys[count - 1].as_py())}
 
     def is_draining(self) -> bool:
         """Return whether all was read."""
@@ -188,93 +134,74 @@ class SQLReader(NamesPositions):
         self._is_over = True
         self._changed.set()
 
-    async def _read(self) -> DatasetError | None:
+    async def _read(self) -> "DatasetError | None":
         """Read to the end, across lost connections; return the error if that fails."""
-        loop = asyncio.get_running_loop()
-        attempts, give_up = 0, 0.0
-        waits = pauses()
+        retries = Retries(self._deadline)
         while True:
             before = self._last_read
-            lost = await self._attempt()
-            if lost is None or not lost.may_pass:
-                return None if lost is None else lost.error
-            if attempts == 0 or self._last_read != before:
-                attempts, give_up = 0, loop.time() + self._deadline
-                waits = pauses()
-            attempts += 1
-            pause = next(waits)
-            if loop.time() + pause >= give_up:
-                return given_up(lost.error, attempts)
-            if attempts == 1:
-                _LOG.warning("%s; retrying", lost.error)
+            failed = await self._attempt()
+            if failed is None:
+                return None
+            error, is_passing = failed
+            if self._last_read != before:
+                retries.restart()
+            pause = retries.pause(error) if is_passing else None
+            if pause is None:
+                return error
+            if retries.count == 1:
+                _LOG.warning("%s; retrying", error)
             await asyncio.sleep(pause)
 
-    async def _attempt(self) -> "_Lost | None":
-        """Read to the end with one connection; return the failure, if any."""
+    async def _attempt(self) -> "tuple[DatasetError, bool] | None":
+        """Read to the end with one connection.
+
+        Returns:
+            The failure, if any, and whether it may pass.
+        """
         session = self._session
-        link: Link | None = None
+        connection: Connection | None = None
         batches: Batches | None = None
         is_sound = False
         try:
-            link = await session.join()
-            batches = await link.run(
-                session.scan, self._span, self._last_read, self._batch_bytes
-            )
-            while batch := await link.run(self._next, batches):
-                self._add(batch)
-                await self._wait_for_room(batch.nbytes)
+            connection = await session.join()
+            start = self._span, self._last_read, self._batch_bytes
+            batches = session.scan(connection, *start)
+            while batch := await connection.run(self._next, batches):
+                _, keys, nbytes = batch
+                self._last_read = encoded(keys[-1].as_py())
+                self._ready.append(batch)
+                self._held += nbytes
+                self._changed.set()
+                await self._wait_for_room(nbytes)
             is_sound = True
         except Exception as exc:  # noqa: BLE001  (reported without its traceback)
-            may_pass = reason_of(session.address, exc).may_pass or (
-                link is not None and await session.is_lost(link)
-            )
-            error = failure_of("read", self._what(), session.address, exc)
-            return _Lost(error, may_pass)
+            is_lost = connection is not None and await session.is_lost(connection)
+            after = "" if self._last_read is None else f", after {self._last_read!r}"
+            place = f"{self._span.words(session.source.key)}{after}"
+            what = f"{session.source.label} ({place})"
+            error = failure_of("read", what, session.address, exc)
+            return error, is_lost or may_pass(session.address, exc)
         finally:
-            if link is not None:
-                await session.leave(link, batches, is_sound=is_sound)
+            if connection is not None:
+                if batches is not None:
+                    connection.post(batches.close)
+                await session.leave(connection, is_sound=is_sound)
         return None
 
-    def _next(self, _connection: "Connection", batches: "Batches") -> _Batch | None:
-        """Return the next rows; in the connection's thread."""
+    def _next(self, batches: "Batches") -> "tuple[Block, pa.Array, int] | None":
+        """Return the next batch; in the connection's thread."""
         batch = next(batches, None)
         if batch is None:
             return None
-        keys = batch.column(self._session.source.key)
         rows: Block = Rows(batch.select(list(self._session.names)))
-        failures = self._session.failures(batch)
-        if failures:
+        if failures := self._session.failures(batch):
             rows = list(rows)
             for at, error in failures.items():
                 rows[at] = Bad(error)
-        return _Batch(rows, keys, batch.nbytes)
-
-    def _add(self, batch: _Batch) -> None:
-        self._last_read = encoded(batch.keys[-1].as_py())
-        self._ready.append(batch)
-        self._held += batch.nbytes
-        self._changed.set()
+        return rows, batch.column(self._session.source.key), batch.nbytes
 
     async def _wait_for_room(self, latest: int) -> None:
         size = max(latest, self._batch_bytes)  # one row may exceed a batch
         while self._ready and self._held + size > self._budget:
-            self._has_room.clear()
-            await self._has_room.wait()
-
-    def _what(self) -> str:
-        source = self._session.source
-        after = "" if self._last_read is None else f", after {self._last_read!r}"
-        return f"{source.label} ({self._span.words(source.key)}{after})"
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """A failed attempt.
-
-    Attributes:
-        error: The error to raise if there is no retry.
-        may_pass: Whether to retry.
-    """
-
-    error: DatasetError
-    may_pass: bool
+            self._changed.clear()
+            await self._changed.wait()

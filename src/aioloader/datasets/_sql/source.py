@@ -4,8 +4,7 @@ Names are quoted, never trusted; a query is the user's own text and is put in br
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -13,40 +12,54 @@ _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
     re.IGNORECASE | re.DOTALL,
 )
-_NAME = re.compile(r'"((?:[^"]|"")+)"|([^."]+)')
+# A part of a dotted name, and the dot that another part follows.
+_PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
-@dataclass(frozen=True)
 class Source:
     """A table or query, and its wanted columns.
 
-    Attributes:
+    Args:
         text: Name of a table (``name``, ``schema.name``, quoted if it has a dot) or a
             query.
         key: The column to order and divide by.
         columns: The columns wanted, in order; None: all.
         parameters: Values of the query's placeholders.
+
+    Raises:
+        TypeError: If one is of a wrong type.
+        ValueError: If it is wrong otherwise.
     """
 
-    text: str
-    key: str
-    columns: tuple[str, ...] | None = None
-    parameters: tuple[Any, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, value in {"query": self.text, "key": self.key}.items():
+    def __init__(
+        self,
+        text: str,
+        key: str,
+        columns: Iterable[str] | None = None,
+        parameters: Iterable[Any] = (),
+    ) -> None:
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of names, got {columns!r}")
+        if not is_list(parameters):
+            kind = type(parameters).__name__
+            raise TypeError(f"parameters must be a list of values, got {kind}")
+        for name, value in {"query": text, "key": key}.items():
             if not isinstance(value, str):
                 kind = type(value).__name__
                 raise TypeError(f"{name} must be a string, got {kind}")
+        self.text, self.key = text, key
+        self.columns = None if columns is None else tuple(columns)
+        self.parameters = tuple(parameters)
         if self.parameters and not self.is_query:
             raise ValueError("parameters are for a query, and this is a table")
         if self.columns is not None and not self.columns:
             raise ValueError("columns must name at least one column")
-        if self.columns is not None and len({*self.columns}) < len(self.columns):
-            raise ValueError(f"columns must not repeat, got {', '.join(self.columns)}")
-        for name in (self.key, *(self.columns or ())):
+        names = self.columns or ()
+        if len({*names}) < len(names):
+            raise ValueError(f"columns must not repeat, got {', '.join(names)}")
+        for name in (key, *names):
             quoted(name)
-        self.table()
+        self.relation()
 
     @property
     def is_query(self) -> bool:
@@ -71,14 +84,22 @@ class Source:
         }
 
     def table(self) -> str:
-        """Return the quoted name; empty for a query.
+        """Return the quoted name of a table.
 
         Raises:
             ValueError: If it is not a valid name.
         """
-        if self.is_query:
-            return ""
-        return ".".join(quoted(part) for part in _parts(self.text))
+        parts: list[str] = []
+        at = 0
+        while match := _PART.match(self.text, at):
+            parts.append(match[1].replace('""', '"') if match[1] else match[2])
+            at = match.end()
+        if not parts or at < len(self.text):
+            raise ValueError(
+                f"{self.text!r} is not a table; write name, schema.name or "
+                '"any name"."with.dots"'
+            )
+        return ".".join(map(quoted, parts))
 
     def relation(self) -> str:
         """Return the FROM clause; its columns are those of ``q``."""
@@ -86,6 +107,36 @@ class Source:
             return f"{self.table()} AS q"
         # On a separate line, because the query may end in a comment.
         return f"(\n{self.text.rstrip().rstrip(';')}\n) AS q"
+
+    def select(self, what: str, *more: str) -> str:
+        """Return a query of the rows."""
+        return select(what, self.relation(), *more)
+
+    def names(
+        self, found: Sequence[str], hidden: Collection[str] = ()
+    ) -> Sequence[str]:
+        """Return the names of the columns to deliver.
+
+        Args:
+            found: The columns that there are.
+            hidden: Others, which are delivered only if they are wanted.
+
+        Raises:
+            ValueError: If one does not exist, or two have the same name.
+        """
+        shown = ", ".join(found)
+        if len(set(found)) < len(found):
+            raise ValueError(f"columns must have distinct names, got {shown}")
+        names = tuple(found) if self.columns is None else self.columns
+        for name in (*names, self.key):
+            if name not in found and name not in hidden:
+                raise ValueError(f"there is no column {name!r}; there are {shown}")
+        return names
+
+
+def is_list(given: Any) -> bool:
+    """Return whether an argument can be a list of values, which text cannot."""
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
 
 
 def quoted(name: str) -> str:
@@ -120,66 +171,3 @@ def selection(names: Sequence[str], casts: Sequence[str]) -> str:
     pairs = zip(names, casts, strict=True)
     parts = [f"{cast.format(column(name))} AS {quoted(name)}" for name, cast in pairs]
     return ", ".join(parts)
-
-
-def checked_names(
-    source: Source, found: Sequence[str], known: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """Return the names of the columns to deliver.
-
-    Args:
-        source: The table or query.
-        found: Its columns.
-        known: Its columns, including hidden ones.
-
-    Raises:
-        ValueError: If one does not exist, or two have the same name.
-    """
-    if len(set(found)) < len(found):
-        raise ValueError(f"columns must have distinct names, got {', '.join(found)}")
-    names = tuple(found) if source.columns is None else source.columns
-    missing = [name for name in (*names, source.key) if name not in (known or found)]
-    if missing:
-        raise ValueError(
-            f"there is no column {missing[0]!r}; there are {', '.join(found)}"
-        )
-    return names
-
-
-def any_null(source: Source) -> str:
-    """Return the query for a NULL key; a row means there is one."""
-    missing = f"{column(source.key)} IS NULL"
-    return select("1", source.relation(), "WHERE", missing, "LIMIT 1")
-
-
-def rising(source: Source, key_type: str, count: int, sign: str) -> str:
-    """Return the query for how many of ``count`` bounds do not rise.
-
-    The bounds are parameters after those of the query. An empty part with the key
-    itself provides its collation.
-    """
-    first = len(source.parameters) + 1
-    none = select(
-        f"{column(source.key)} AS k, 0 AS n", source.relation(), "WHERE 1 = 0"
-    )
-    given = [f"SELECT CAST({sign}{first + n} AS {key_type}), {n}" for n in range(count)]
-    bounds = " UNION ALL ".join((none, *given))
-    pairs = select("k, lag(k) OVER (ORDER BY n) AS before", f"({bounds}) AS b")
-    return select("count(*)", f"({pairs}) AS c", "WHERE k <= before")
-
-
-def _parts(text: str) -> list[str]:
-    """Return the parts of a dotted name."""
-    parts: list[str] = []
-    at = 0
-    while match := _NAME.match(text, at):
-        parts.append(match[1].replace('""', '"') if match[1] else match[2])
-        at = match.end()
-        if at == len(text):
-            return parts
-        if text[at] != ".":
-            break
-        at += 1
-    raise ValueError(
-        f'{text!r} is not a table; write name, schema.name or "any name"."with.dots"'
-    )

@@ -2,34 +2,28 @@
 
 Each holds a read transaction, started before any read, and checked to have started with
 no commit in between. In WAL mode writers continue meanwhile; without it they wait until
-the iteration ends. Types are those of the rows: the driver takes them from the first
-rows of a batch, and they must match those of the very first rows.
+the iteration ends. SQLite's values have types, its columns only preferences: a column
+has the type of its first thousand rows; if these are all NULL, the declared type or
+that of later rows. The driver takes types from the first rows of a batch.
 """
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._sql.keys import Key, KeyCheck, Span
-from aioloader.datasets._sql.links import (
-    Batches,
-    Connection,
-    Link,
-    close_all,
-    close_scan,
-    execute,
-    fetch,
-)
-from aioloader.datasets._sql.source import column, select
-from aioloader.datasets._sql.sqlite_plan import Plan, conformed, divided, planned
+from aioloader.datasets._sql.connection import Connection, close_all
+from aioloader.datasets._sql.keys import Key, KeyCheck, Span, encoded
+from aioloader.datasets._sql.session import Batches, Session
+from aioloader.datasets._sql.source import column, quoted, select, selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from aioloader.datasets._sql.address import Address
+    from aioloader.datasets._sql.postgres_values import Values
     from aioloader.datasets._sql.source import Source
-    from aioloader.errors import DatasetError
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
@@ -39,98 +33,109 @@ _MOST = 1 << 16
 _GROWTH = 8
 # Without WAL, a writer locks readers out during its commit.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
+_VERSION = "PRAGMA data_version"
+_ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
+_VIEW = '"aioloader view"'
+_FIRST_ROWS = 1000
+# Arrow's type of a key, by SQLite's.
+_KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
+# Without a cast, the type of a number among texts would depend on its position.
+_CASTS = {"string": "CAST({} AS TEXT)", "binary": "CAST({} AS BLOB)"}
+# Arrow's type by words in a declaration.
+_WISHES = {
+    "int64": re.compile("INT|BOOL"),
+    "string": re.compile("CHAR|CLOB|TEXT"),
+    "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
+}
+_ENDS = ("min", "max")
+# Keys are even if no probe finds a density below this share of the highest.
+_PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
-class SQLite:
-    """One iteration over a source in an SQLite file.
+class SQLite(Session):
+    """One iteration over a source in an SQLite file."""
 
-    Args:
-        address: The file's address.
-        source: The table or query.
-    """
+    _sign = "?"
 
-    def __init__(self, address: "Address", source: "Source") -> None:
-        self.address = address
-        self.source = source
-        self._links: list[Link] = []
-        self._users: dict[Link, int] = {}
-        self._plan: Plan | None = None
+    def __init__(self, address: "Address", source: "Source", values: "Values") -> None:
+        super().__init__(address, source, values)
+        self._connections: dict[Connection, int] = {}  # with the number of scans
+        self._types: dict[str, str] = {}  # names of Arrow types, by column
+        self._row_bytes = 1  # about so many
+        self._sorts = False  # each query sorts all rows: the key has no index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
         """Take a snapshot, and divide the source in it."""
-        wanted = partitions if isinstance(partitions, int) else len(partitions) + 1
-        self._links = [Link(self.address) for _ in range(min(wanted, _CONNECTIONS))]
-        for link in self._links:
-            await link.open()
-            await link.run(execute, _LOCK_WAIT)
+        count = partitions if isinstance(partitions, int) else len(partitions) + 1
+        for _ in range(min(count, _CONNECTIONS)):
+            self._connections[connection := Connection(self.address)] = 0
+            await connection.open()
+            await connection.run(connection.execute, _LOCK_WAIT)
         await self._take_snapshot()
-        await self._links[0].run(_check_pages, self.address)
-        self._users = dict.fromkeys(self._links, 0)
-        first = self._links[0]
-        self._plan = await first.run(planned, self.source)
-        return await first.run(divided, self.source, self._plan, partitions)
+        return await connection.run(self._divided, connection, partitions)
 
-    async def join(self) -> Link:
-        """Return the connection with the fewest users.
-
-        Raises:
-            RuntimeError: If the iteration is over.
-        """
-        if not self._links:
+    async def join(self) -> Connection:
+        """Return the connection with the fewest scans; one has the warmest cache."""
+        if not self._connections:
             raise RuntimeError("the iteration is over")
-        link = min(self._users, key=self._users.__getitem__)
-        self._users[link] += 1
-        return link
+        connection = min(self._connections, key=self._connections.__getitem__)
+        self._connections[connection] += 1
+        return connection
 
-    async def leave(
-        self,
-        link: Link,
-        batches: "Batches | None",
-        *,
-        is_sound: bool,
-    ) -> None:
-        """Stop a scan, and give its connection back; a query may run on there."""
-        self._users[link] -= 1
-        if batches is not None and is_sound:
-            await link.run(close_scan, batches)
-        elif batches is not None:
-            link.post(close_scan, batches)
+    async def leave(self, connection: Connection, *, is_sound: bool) -> None:  # noqa: ARG002
+        """Give a connection back; a query may run on there."""
+        if connection in self._connections:
+            self._connections[connection] -= 1
 
-    async def is_lost(self, link: Link) -> bool:  # noqa: ARG002  (none can be)
-        """Return False: a file has no connection to lose."""
-        return False
+    async def aclose(self) -> None:
+        """Disconnect."""
+        connections, self._connections = self._connections, {}
+        await close_all(connections)
+
+    async def _take_snapshot(self) -> None:
+        """Start all transactions in one state of the file.
+
+        If commits are too frequent for that, all readers share one connection.
+        """
+        connections, witness = [*self._connections], Connection(self.address)
+        try:
+            await witness.open()
+            for _ in range(_TRIES):
+                version = await witness.run(witness.fetch, _VERSION)
+                await asyncio.gather(*(one.run(_start, one) for one in connections))
+                if await witness.run(witness.fetch, _VERSION) == version:
+                    return
+                for one in connections:
+                    await one.run(one.execute, "ROLLBACK")
+        finally:
+            await witness.aclose()
+        *others, only = connections
+        self._connections = {only: 0}
+        await only.run(_start, only)
+        await close_all(others)
+
+    # -- in the connection's thread -----------------------------------------------
 
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Batches:
-        """Yield the rows of a range; in the connection's thread.
-
-        Args:
-            connection: Returned by ``join``.
-            span: The range.
-            last: Key of the last row read; None: start at the beginning.
-            batch_bytes: Approximate size of a batch.
-        """
-        plan = self._plan
-        assert plan is not None
+        """Yield the rows of a range; a query starts again with more rows a batch."""
         check = KeyCheck(self.source.key, last)
         # A query that sorts its rows starts with what the first rows suggest.
-        count = batch_bytes // plan.row_bytes if plan.sorts else 1
+        count = batch_bytes // self._row_bytes if self._sorts else 1
         while True:
-            start = span.start if check.last is None else check.last
-            statement = _statement(self.source, plan, start, span.stop)
             count = max(1, min(count, _MOST))
-            batches = _batches(connection, statement, count)
+            before = check.last
+            batches = self._batches(connection, span.since(before), count)
             with contextlib.closing(batches):
-                before = check.last
                 try:
                     for batch in batches:
-                        new = check.passed(conformed(plan, batch))
+                        new = check.passed(self._conformed(batch))
                         if new.num_rows:
                             yield new
                         row_bytes = max(1, batch.nbytes // batch.num_rows)
                         if not _fits(count, row_bytes, batch_bytes):
-                            most = _MOST if plan.sorts else _GROWTH * count
+                            most = _MOST if self._sorts else _GROWTH * count
                             count = min(batch_bytes // row_bytes, most)
                             break
                     else:
@@ -141,84 +146,198 @@ class SQLite:
                         raise
             check.restart()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns to deliver."""
-        assert self._plan is not None
-        return self._plan.names
+    def _batches(self, connection: Connection, span: Span, rows: int) -> Batches:
+        sql = self._statement(span, "?")
+        bounds = [self._bound(key) for *_, key in span.bounds()]
+        with connection.cursor() as cursor:
+            size = {"adbc.sqlite.query.batch_rows": str(rows)}
+            cursor.adbc_statement.set_options(**size)
+            cursor.execute(sql, (*self.source.parameters, *bounds) or None)
+            yield from cursor.fetch_record_batch()
 
-    def failures(
-        self,
-        batch: "pa.RecordBatch",  # noqa: ARG002  (none can be)
-    ) -> "dict[int, DatasetError]":
-        """Return the rows of a batch that cannot be read, with their errors."""
-        return {}
+    def _bound(self, key: Key) -> int | str | bytes:
+        if self._key_type == "blob":
+            return bytes.fromhex(str(key).removeprefix("\\x"))
+        return key
 
-    async def aclose(self) -> None:
-        """Disconnect."""
-        links, self._links = self._links, []
-        await close_all(links)
+    def _plan(self, connection: Connection) -> None:
+        ((page,),) = connection.fetch("PRAGMA page_size")
+        self.address.check_pages(page)
+        source, key = self.source, self.source.key
+        declared = self._declared(connection)
+        is_row_id = not source.is_query and key.lower() in _ROW_IDS
+        self.names = source.names([*declared], {key} if is_row_id else ())
+        if is_row_id:
+            declared.setdefault(key, "INTEGER")
+        self._find_types(connection, {name: declared[name] for name in self._read})
+        self._check_key(connection)
+        self._types[key] = _KEY_TYPES[self._key_type]
+        casts = [
+            "{}" if name == key else _CASTS.get(self._types[name], "{}")
+            for name in self._read
+        ]
+        self._selected = selection(self._read, casts)
+        sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
+        self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, source.parameters))
 
-    async def _take_snapshot(self) -> None:
-        """Start all transactions in one state of the file.
-
-        If commits are too frequent for that, all readers share one connection.
-        """
-        witness = Link(self.address)
+    def _declared(self, connection: Connection) -> dict[str, str]:
+        """Return the columns and their declared types."""
+        rows = self.source.select("*")
+        if self.source.parameters:  # a view cannot have parameters
+            with connection.cursor() as cursor:
+                cursor.execute(f"{rows} LIMIT 0", self.source.parameters)
+                return dict.fromkeys(cursor.fetch_record_batch().schema.names, "")
+        connection.execute(f"CREATE TEMP VIEW {_VIEW} AS {rows}")
         try:
-            await witness.open()
-            for _ in range(_TRIES):
-                version = await witness.run(fetch, "PRAGMA data_version")
-                await asyncio.gather(*(link.run(_start) for link in self._links))
-                if await witness.run(fetch, "PRAGMA data_version") == version:
-                    return
-                for link in self._links:
-                    await link.run(execute, "ROLLBACK")
+            found = connection.fetch(f"PRAGMA temp.table_info({_VIEW})")
         finally:
-            await witness.aclose()
-        only, *others = self._links
-        self._links = [only]
-        await only.run(_start)
-        await close_all(others)
+            connection.execute(f"DROP VIEW temp.{_VIEW}")
+        return {str(row[1]): str(row[2] or "").upper() for row in found}
 
+    def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
+        """Find the columns' Arrow types, and the bytes of a row."""
+        # Queried per row, so a blob's length does not require reading the blob.
+        facts = ", ".join(
+            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
+            for at, name in enumerate(declared)
+        )
+        asked = ", ".join(
+            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(declared))
+        )
+        rows = self.source.select(facts, f"LIMIT {_FIRST_ROWS}")
+        sql = select(asked, f"({rows})")
+        (row,) = connection.fetch(sql, self.source.parameters)
+        self._types = {
+            name: _type_of(str(row[2 * at] or ""), declared[name])
+            or self._later_type(connection, name, declared[name])
+            for at, name in enumerate(declared)
+        }
+        self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
-# -- in the connection's thread ---------------------------------------------------
+    def _later_type(self, connection: Connection, name: str, declared: str) -> str:
+        """Return the type of a column's first value after NULLs."""
+        there = f"WHERE {column(name)} IS NOT NULL LIMIT 1"
+        found = self._ask(connection, f"typeof({column(name)})", there)
+        # A view declares untyped columns as BLOB: used only if there is no value.
+        nothing = "binary" if "BLOB" in declared else "double"
+        return _type_of(found[0][0], "") if found else nothing
 
+    def _check_key(self, connection: Connection) -> None:
+        """Find the type of all keys.
 
-def _check_pages(connection: Connection, address: "Address") -> None:
-    ((page,),) = fetch(connection, "PRAGMA page_size")
-    address.check_pages(page)
+        Raises:
+            ValueError: If there is none, or it cannot be a key.
+        """
+        self._check_null(connection)
+        # Types are sorted one after the other, so both ends show all of them.
+        ends = {self._end(connection, f"typeof({way}({self._key}))") for way in _ENDS}
+        found = ends - {"null"} or {"integer"}
+        if len(found) > 1 or not found <= _KEY_TYPES.keys():
+            raise ValueError(
+                f"key {self.source.key!r} is {' and '.join(sorted(found))}; all must "
+                "be integer, all text or all blob"
+            )
+        (self._key_type,) = found
+        if self._key_type == "text":
+            # An empty part with the key itself provides its collation.
+            nothing = self.source.select(f"{self._key} AS k", "WHERE 1 = 0")
+            texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
+            distinct = select("count(*)", f"({texts})")
+            if connection.fetch(distinct, self.source.parameters) != [(3,)]:
+                raise self._collation_error("BINARY")
+
+    def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+        """Return a batch with the planned types.
+
+        Raises:
+            ValueError: If a column has values of another type.
+        """
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+        names = batch.schema.names
+        schema = pa.schema([(n, pa.type_for_alias(self._types[n])) for n in names])
+        if batch.schema == schema:
+            return batch
+        arrays: list[pa.Array] = []
+        for array, field in zip(batch.columns, schema, strict=True):
+            if array.type == field.type:
+                arrays.append(array)
+            elif array.null_count == len(array):
+                arrays.append(pa.nulls(len(array), field.type))
+            elif array.type == pa.int64() and field.type == pa.float64():
+                arrays.append(array.cast(field.type, safe=False))  # as SQLite does
+            else:
+                raise ValueError(
+                    f"column {field.name!r} is {field.type} in its first rows and "
+                    f"{array.type} later; write CAST({quoted(field.name)} AS ...) in a "
+                    "query"
+                )
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
+        """Return cuts at even distances if keys are that even, else at even ranks.
+
+        For the former a few keys are looked at, for the latter all are read twice.
+        """
+        if self._key_type == "integer" and not self.source.is_query:
+            even = self._even_cuts(connection, partitions)
+            if even is not None:
+                return even
+        rows = self._end(connection, "count(*)")
+        ranks = sorted({rows * n // partitions for n in range(1, partitions)} - {0})
+        cuts: list[Key] = []
+        for before, rank in zip([0, *ranks], ranks, strict=False):
+            since = self._bound(cuts[-1]) if cuts else None
+            cuts.append(encoded(self._nth(connection, since, rank - before)))
+        return [*dict.fromkeys(cuts)]
+
+    def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
+        """Return cuts at even distances; None if the keys are not that even."""
+        # Queried one by one: for both together, SQLite reads all rows instead of two.
+        first, last = (self._end(connection, f"{way}({self._key})") for way in _ENDS)
+        if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
+            return None
+        widths: list[int] = []
+        for n in range(_PROBES):
+            at = first + (last - first) * n // _PROBES
+            end = self._nth(connection, at, _PROBE_ROWS - 1)
+            widths.append((last if end is None else end) - at + 1)
+        if min(widths) < _EVEN * max(widths):
+            return None
+        return [
+            first + (last - first + 1) * n // partitions for n in range(1, partitions)
+        ]
+
+    def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
+        """Return the key of a rank among those from ``since`` on, if there is one."""
+        order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
+        if since is not None:
+            order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
+        found = self._ask(connection, self._key, order, values=values)
+        return found[0][0] if found else None
+
+    def _end(self, connection: Connection, what: str) -> Any:
+        """Return the value of an expression for all rows."""
+        ((value,),) = self._ask(connection, what)
+        return value
 
 
 def _start(connection: Connection) -> None:
     """Start a transaction; the first read takes its snapshot."""
-    execute(connection, "BEGIN")
-    fetch(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+    connection.execute("BEGIN")
+    connection.fetch("SELECT 1 FROM sqlite_master LIMIT 1")
 
 
-def _statement(
-    source: "Source", plan: Plan, start: Key | None, stop: Key | None
-) -> tuple[str, tuple[Any, ...]]:
-    """Return the query for a range, and its parameters."""
-    key = column(source.key)
-    bounds = [
-        (f"{key} {sign} ?", bound) for sign, bound in ((">=", start), ("<", stop))
-    ]
-    bounds = [(text, bound) for text, bound in bounds if bound is not None]
-    where = f"WHERE {' AND '.join(text for text, _ in bounds)}" if bounds else ""
-    sql = select(plan.selected, source.relation(), where, "ORDER BY", key)
-    values = [plan.value_of(bound) for _, bound in bounds if bound is not None]
-    return sql, (*source.parameters, *values)
-
-
-def _batches(
-    connection: Connection, statement: tuple[str, tuple[Any, ...]], rows: int
-) -> Batches:
-    sql, parameters = statement
-    with connection.cursor() as cursor:
-        cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(rows)})
-        cursor.execute(sql, parameters or None)
-        yield from cursor.fetch_record_batch()
+def _type_of(found: str, declared: str) -> str:
+    """Return the type for SQLite's types found; empty if only NULLs."""
+    classes = set(found.split(",")) - {"null", ""}
+    for name, kind in (("blob", "binary"), ("text", "string"), ("real", "double")):
+        if name in classes:
+            return kind
+    wish = next((kind for kind, one in _WISHES.items() if one.search(declared)), "")
+    if classes:
+        return "double" if wish == "double" else "int64"
+    return wish
 
 
 def _fits(rows: int, row_bytes: int, batch_bytes: int) -> bool:
