@@ -86,12 +86,11 @@ class Rows(Sequence[dict[str, Any]]):
         self._length = sum(stop - start for _, start, stop in self.parts)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Arrow's own pickles include the whole buffers of a slice.
-        parts = [
-            (_packed(_cut(part), protocol), part.stop - part.start)
-            for part in self.parts
-        ]
-        return _restored, (_schema_of(self).serialize().to_pybytes(), parts)
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+        schema = pa.schema(zip(self.names, self.kinds, strict=True))
+        parts = [_packed(_cut(part), protocol) for part in self.parts]
+        return _restored, (schema.serialize().to_pybytes(), parts)
 
     def __len__(self) -> int:
         return self._length
@@ -260,41 +259,40 @@ def _taken(column: Column, indices: "npt.NDArray[np.int64]") -> Column:
     return column.take(indices)
 
 
-def _schema_of(rows: Rows) -> "pa.Schema":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+def _packed(columns: list[Column], protocol: int) -> tuple[list[Any], Any]:
+    """Return the columns of numbers, and a stream of the others for a pickle.
 
-    return pa.schema(zip(rows.names, rows.kinds, strict=True))
-
-
-def _packed(columns: "list[Column]", protocol: int) -> tuple[list[Any], Any]:
-    """Return the columns of numbers, and a stream of the others for a pickle."""
+    Arrow's own pickles include the whole buffers of a slice.
+    """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     numbers = [one if isinstance(one, np.ndarray) else None for one in columns]
-    others = [one for one in columns if not isinstance(one, np.ndarray)]
+    others = {str(at): columns[at] for at, one in enumerate(numbers) if one is None}
     if not others:
         return numbers, None
-    batch = pa.RecordBatch.from_arrays(others, [str(at) for at in range(len(others))])
-    sink = pa.BufferOutputStream()
+    batch, sink = pa.record_batch(others), pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     data = sink.getvalue()
     return numbers, pickle.PickleBuffer(data) if protocol > 4 else data.to_pybytes()
 
 
-def _restored(
-    schema: bytes, parts: "Sequence[tuple[tuple[list[Any], Any], int]]"
-) -> Rows:
+def _unpacked(numbers: list[Any], data: Any) -> Part:
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    columns = numbers
+    if data is not None:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            others = iter(reader.read_next_batch().columns)
+        columns = [next(others) if one is None else one for one in numbers]
+    return Part(tuple(columns), 0, len(columns[0]))
+
+
+def _restored(schema: bytes, parts: Sequence[tuple[list[Any], Any]]) -> Rows:
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     found = pa.ipc.read_schema(pa.py_buffer(schema))
-    made: list[Part] = []
-    for (columns, data), rows in parts:
-        if data is not None:
-            with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-                others = iter(reader.read_next_batch().columns)
-            columns = [next(others) if one is None else one for one in columns]
-        made.append(Part(tuple(columns), 0, rows))
+    made = [_unpacked(*part) for part in parts]
     rows = Rows.__new__(Rows)
     rows.__setstate__((tuple(found.names), tuple(found.types), made))
     return rows
