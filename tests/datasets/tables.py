@@ -217,7 +217,7 @@ async def read_shard(
     found: list[Any] = []
     try:
         while True:
-            assert reader.position() == {"row": row + len(found)}
+            assert reader.position()["row"] == row + len(found)
             block = await reader.pull(limit)
             if not len(block):
                 assert reader.is_draining()

@@ -16,9 +16,8 @@ import pytest
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
-from aioloader.datasets import ParquetDataset
-from aioloader.datasets._arrow import parquet
-from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
+from aioloader.datasets._arrow import files, parquet
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -211,9 +210,9 @@ def test_without_pyarrow_it_says_what_to_install(
 ) -> None:
     """When a dataset is made, not when it is read."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for make in (ParquetFormat, ArrowFormat):
+    for make in (ParquetDataset, ArrowDataset, CSVDataset):
         with pytest.raises(ImportError, match=r'pip install "aioloader\[arrow\]"'):
-            make("a.parquet", Local())
+            make("a.parquet")
 
 
 async def test_nulls_are_replaced(tmp_path: Path) -> None:
@@ -348,7 +347,7 @@ async def test_a_footer_is_read_once_for_its_row_groups(
     put(numbered + "2", contents(numbered))
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6
-    monkeypatch.setattr(parquet, "_KEPT", 1)
+    monkeypatch.setattr(files, "_KEPT", 1)
     local.spans.clear()
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6 + 2

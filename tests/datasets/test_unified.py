@@ -372,7 +372,7 @@ async def test_any_two_files(tmp_path: Path, tables: list[pa.Table]) -> None:
         made = ParquetFormat(order, Local())
         async with AsyncExitStack() as stack:
             await made.shards(stack)
-        types = {field.name: field.type for field in made._wanted.table.schema}
+        types = {field.name: field.type for field in made._wanted.schema}
         assert types == {field.name: field.type for field in schema}
         whole = pa.concat_tables(
             [pq.read_table(path).select(schema.names) for path in order],

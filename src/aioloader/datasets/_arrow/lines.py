@@ -7,14 +7,14 @@ around it are read.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyarrow import csv
 
 from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # Bytes parsed at once: the search for quotes holds the interpreter lock.
 BLOCK = 1 << 18
@@ -61,14 +61,8 @@ class Dialect:
     def describe(self) -> dict[str, Any]:
         """Return all settings, JSON-serialisable."""
         nulls = None if self.null_values is None else list(self.null_values)
-        return {
-            "delimiter": self.delimiter,
-            "quote_char": self.quote_char,
-            "escape_char": self.escape_char,
-            "newlines_in_values": self.newlines_in_values,
-            "null_values": nulls,
-            "strings_can_be_null": self.strings_can_be_null,
-        }
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return {**settings, "null_values": nulls}
 
     def first_end(self, data: bytes) -> int:
         """Return where the first line ends, after its newline; 0: not in ``data``."""
@@ -115,9 +109,6 @@ class Dialect:
                 if all is text.
             include: The columns to return; empty: all.
         """
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-        from pyarrow import csv  # noqa: PLC0415  (an optional dependency)
-
         if data.startswith(BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
         nulls = {} if self.null_values is None else {"null_values": self.null_values}
@@ -169,6 +160,10 @@ class Dialect:
         begin = rb"(?:\A|(?<=[" + between + rb"\r\n]))"
         return re.compile(begin + quote + rb"(?:" + rb"|".join(inner) + rb")*+(" + quote
                           + rb"|\Z)")  # fmt: skip
+
+
+# Names of the settings.
+SETTINGS = tuple(one.name for one in fields(Dialect) if one.init)
 
 
 def _is_text(data: bytes) -> bool:

@@ -9,18 +9,16 @@ makes its own request: the plan changes time and memory, not results.
 import asyncio
 import bisect
 import io
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TypeAlias
 
 from typing_extensions import Buffer
 
 from aioloader.errors import DatasetError, TruncatedReadError
 
-Read: TypeAlias = Callable[[int, int], Awaitable[Buffer]]
 Span: TypeAlias = tuple[int, int]
 
 # Ranges nearer than this are read in one request: a round trip costs more.
@@ -38,6 +36,7 @@ class Range:
         body: Future of the bytes.
         is_asked: Whether they were requested.
         is_passed: Whether all was read once.
+        left: How many of the wanted bytes were not read yet.
     """
 
     start: int
@@ -51,6 +50,11 @@ class Range:
     def __post_init__(self) -> None:
         self.left = self.wanted
 
+    @property
+    def size(self) -> int:
+        """Length, in bytes."""
+        return self.stop - self.start
+
 
 def plan(spans: Iterable[Span], most: int) -> list[Range]:
     """Return the requests for ``spans`` of a file, in their order of use.
@@ -63,34 +67,62 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
         spans: Starts and stops, in any order; empty ones are left out.
         most: Most bytes of a request.
     """
-    ranges: list[tuple[float, Range]] = []
-    for start, stop, wanted in _grouped(spans, most):
-        count = -(-(stop - start) // most)
-        step = -(-(stop - start) // count)
-        for number in range(count):
-            first = start + number * step
-            last = min(stop, first + step)
-            ranges.append(
-                (
-                    number / count,
-                    Range(first, last, wanted if count == 1 else last - first),
-                )
-            )
-    ranges.sort(key=lambda found: (found[0], found[1].start))
-    return [found for _, found in ranges]
-
-
-def _grouped(spans: Iterable[Span], most: int) -> list[tuple[int, int, int]]:
-    """Join adjacent short spans; return each with its number of wanted bytes."""
-    groups: list[tuple[int, int, int]] = []
+    groups: list[Range] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
-        if groups:
-            first, last, wanted = groups[-1]
-            if start - last <= _GAP and stop - first <= most and start >= last:
-                groups[-1] = first, stop, wanted + stop - start
-                continue
-        groups.append((start, stop, stop - start))
-    return groups
+        last = groups[-1] if groups else None
+        is_near = last is not None and last.stop <= start <= last.stop + _GAP
+        if last is not None and is_near and stop - last.start <= most:
+            groups[-1] = Range(last.start, stop, last.wanted + stop - start)
+        else:
+            groups.append(Range(start, stop, stop - start))
+    ranges: list[tuple[float, int, Range]] = []
+    for group in groups:
+        step = -(-group.size // -(-group.size // most))
+        for start in range(group.start, group.stop, step):
+            stop = min(group.stop, start + step)
+            wanted = group.wanted if step == group.size else stop - start
+            found = Range(start, stop, wanted)
+            ranges.append(((start - group.start) / group.size, start, found))
+    return [found for *_, found in sorted(ranges, key=lambda one: one[:2])]
+
+
+class RangeFile(io.RawIOBase):
+    """A file object for pyarrow.
+
+    Args:
+        size: Its length.
+        read: Returns the bytes from a start to a stop.
+    """
+
+    def __init__(self, size: int, read: Callable[[int, int], Buffer]) -> None:
+        self._size = size
+        self._read = read
+        self._at = 0
+
+    def read(self, nbytes: int = -1) -> Buffer:
+        """Return the next bytes, fewer only at the end of the file."""
+        start = self._at
+        stop = self._size if nbytes < 0 else min(self._size, start + nbytes)
+        self._at = max(start, stop)
+        return self._read(start, stop)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        base = {io.SEEK_CUR: self._at, io.SEEK_END: self._size}
+        self._at = base.get(whence, 0) + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
 
 
 class Ranges:
@@ -109,9 +141,9 @@ class Ranges:
 
     def __init__(
         self,
-        read: Read,
+        read: Callable[[int, int], Awaitable[Buffer]],
         size: int,
-        plan: Sequence[Range],
+        plan: list[Range],
         *,
         budget: int,
         location: str,
@@ -123,13 +155,13 @@ class Ranges:
         self._budget = budget
         self._location = location
         self._plan = plan
-        self._in_order = in_order
         self._next = 0
-        self._behind = 0
         self._held = 0
         self._is_closed = False
         self._by_start = sorted(plan, key=lambda found: found.start)
         self._starts = [found.start for found in self._by_start]
+        self._skippable = iter(self._by_start if in_order else ())
+        self._oldest = next(self._skippable, None)
         self._tasks: set[asyncio.Task[Buffer]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -154,11 +186,10 @@ class Ranges:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ask_ahead(self) -> None:
-        while self._next < len(self._plan):
+        while not self.is_draining():
             found = self._plan[self._next]
             if not found.is_asked and not found.is_passed:
-                size = found.stop - found.start
-                if self._held and self._held + size > self._budget:
+                if self._held and self._held + found.size > self._budget:
                     break
                 self._ask(found)
             self._next += 1
@@ -170,18 +201,18 @@ class Ranges:
         if self._is_closed or self._loop is None:
             found.body.set_exception(self._closed())
             return
-        self._held += found.stop - found.start
-        task = self._loop.create_task(self._fetch(found))
+        self._held += found.size
+        task = self._loop.create_task(self._fetch(found.start, found.stop))
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, found.body))
 
-    async def _fetch(self, found: Range) -> Buffer:
-        data = await self._read(found.start, found.stop)
-        expected, received = found.stop - found.start, memoryview(data).nbytes
+    async def _fetch(self, start: int, stop: int) -> Buffer:
+        data = await self._read(start, stop)
+        expected, received = stop - start, memoryview(data).nbytes
         if received != expected:
             raise TruncatedReadError(
                 f"{self._location!r} gave {received:,} of {expected:,} bytes from byte "
-                f"{found.start:,} on",
+                f"{start:,} on",
                 location=self._location,
                 expected=expected,
                 received=received,
@@ -218,16 +249,16 @@ class Ranges:
             DatasetError: If it is closed meanwhile.
         """
         parts: list[memoryview] = []
-        if self._in_order:
-            self._release_before(start)
+        self._pass_before(start)
         while start < stop:
             found = self._find(start, stop)
             if not found.is_asked:
                 self._post(self._ask, found)
-            body = found.body.result()
-            end = min(stop, found.stop)
+            body, end = found.body.result(), min(stop, found.stop)
             parts.append(body[start - found.start : end - found.start])
-            self._count(found, end - start)
+            found.left -= end - start
+            if found.left <= 0:
+                self._pass(found)
             start = end
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -240,87 +271,21 @@ class Ranges:
             stop = min(stop, self._starts[place])
         return Range(start, stop, stop - start)
 
-    def _count(self, found: Range, nbytes: int) -> None:
-        """Release a range that was read; it could be requested once more."""
-        found.left -= nbytes
-        if found.left <= 0:
-            self._pass(found)
-
-    def _release_before(self, start: int) -> None:
-        """Release skipped ranges before ``start``."""
-        while self._behind < len(self._by_start):
-            found = self._by_start[self._behind]
-            if found.stop > start:
-                return
-            self._behind += 1
-            if found.is_asked:
-                self._pass(found)
-            found.is_passed = True
+    def _pass_before(self, start: int) -> None:
+        """Release the ranges before ``start`` if reads only move forward."""
+        while self._oldest is not None and self._oldest.stop <= start:
+            if self._oldest.is_asked:
+                self._pass(self._oldest)
+            self._oldest.is_passed = True
+            self._oldest = next(self._skippable, None)
 
     def _pass(self, found: Range) -> None:
+        """Release a range; a later read requests it once more."""
         found.is_passed = True
         found.body, found.is_asked, found.left = Future(), False, found.wanted
-        self._post(self._release, found.stop - found.start)
+        self._post(self._release, found.size)
 
     def _post(self, function: Callable[..., None], argument: object) -> None:
         if self._loop is None or self._loop.is_closed():
             raise DatasetError("the event loop is closed", location=self._location)
         self._loop.call_soon_threadsafe(function, argument)
-
-
-class RangeFile:
-    """A file object for pyarrow.
-
-    Args:
-        size: Its length.
-        read: Returns the bytes from a start to a stop.
-        known: Parts of the file that are known: start to bytes.
-    """
-
-    closed = False
-
-    def __init__(
-        self,
-        size: int,
-        read: Callable[[int, int], Buffer],
-        known: Mapping[int, bytes] = MappingProxyType({}),
-    ) -> None:
-        self._size = size
-        self._read = read
-        self._known = known
-        self._at = 0
-
-    def read(self, nbytes: int = -1) -> Buffer:
-        """Return the next bytes, fewer only at the end of the file."""
-        size, start = self._size, self._at
-        stop = size if nbytes is None or nbytes < 0 else min(size, start + nbytes)
-        self._at = max(start, stop)
-        for first, data in self._known.items():
-            if first <= start and stop <= first + len(data):
-                return memoryview(data)[start - first : stop - first]
-        return self._read(start, stop)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
-        base = {io.SEEK_CUR: self._at, io.SEEK_END: self._size}
-        self._at = base.get(whence, 0) + offset
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def close(self) -> None:
-        """Do nothing: the owner of the ranges closes them."""
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def writable(self) -> bool:
-        """Return False."""
-        return False
