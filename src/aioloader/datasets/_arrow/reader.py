@@ -324,16 +324,15 @@ class TableReader(KnowsVersion, CountsBytes):
         return samples
 
     def _check_end(self, expected: int | None, read: int, row: int, start: int) -> None:
-        text = ""
         if expected is not None and read != expected:
             text = f"{self._place} has {read:,} of {expected:,} rows announced"
-        elif start > row:
-            text = (
-                f"{self._place} has {row:,} rows and is to be read from row {start:,} "
-                "on; it is not the file that the state was saved for"
-            )
-        if text:
             raise DatasetError(text, location=self._location)
+        if start > row:
+            raise DatasetError(
+                f"{self._place} has {row:,} rows and is to be read from row {start:,} "
+                "on; it is not the file that the state was saved for",
+                location=self._location,
+            )
 
     def _failed(
         self, error: Exception, read: int, ranges: Ranges | None
