@@ -59,7 +59,7 @@ def test_a_plan_covers_what_is_wanted(spans: Any, most: int) -> None:
     assert len(requested) == len(set(requested))
     wanted = {byte for span in spans for byte in range(*span)}
     assert wanted <= set(requested)
-    assert sum(found.wanted for found in ranges) == len(wanted)
+    assert sum(found.left for found in ranges) == len(wanted)
 
 
 def test_a_plan_reads_columns_side_by_side() -> None:
@@ -67,7 +67,7 @@ def test_a_plan_reads_columns_side_by_side() -> None:
     large = 1 << 20
     spans = [(0, large), (2 * large, 3 * large), (5 * large, 5 * large + 10)]
     spans.append((5 * large + 50, 5 * large + 60))
-    found = [(one.start, one.stop, one.wanted) for one in plan(spans, large // 2)]
+    found = [(one.start, one.stop, one.left) for one in plan(spans, large // 2)]
     assert found == [
         (0, large // 2, large // 2),
         (2 * large, 5 * large // 2, large // 2),

@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from aioloader.datasets._arrow.files import End, Part, TableFormat
-from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, Range, batches, blocks
+from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, batches, blocks
 from aioloader.datasets._arrow.ranges import RangeFile, plan
 from aioloader.datasets._arrow.reader import Item, Mark, Opened, TableReader, part_of
 from aioloader.datasets._arrow.wanted import Wanted, checked
@@ -37,18 +37,6 @@ _PACKED = {
 }  # fmt: skip
 # About how much memory a schema of a few columns takes.
 _HEAD = 1 << 12
-
-
-class Head(NamedTuple):
-    """How a file begins.
-
-    Attributes:
-        start: Where the first line after the names starts, unpacked.
-        is_whole: Whether it can only be read from its beginning.
-    """
-
-    start: int
-    is_whole: bool
 
 
 class CSVFormat(TableFormat):
@@ -117,7 +105,7 @@ class CSVFormat(TableFormat):
     def _cut(self, shard: Part, count: int) -> list[Part]:
         address, start, stop = shard
         end = self._kept.get(address)
-        if end is None or end.facts.is_whole:
+        if end is None or self._is_whole(address):
             raise ValueError(
                 f"{self._opener.label(address)!r} is compressed, or may have newlines "
                 "in values, so it is one shard and cannot be cut for more readers; "
@@ -126,6 +114,11 @@ class CSVFormat(TableFormat):
         size = (stop or end.size) - start
         edges = [start + part_of(size, at, count)[0] for at in range(count)]
         return [(address, *pair) for pair in pairwise([*edges, stop])]
+
+    def _is_whole(self, address: str) -> bool:
+        """Return whether a file can only be read from its beginning."""
+        is_packed = _packing(self._opener.label(address)) is not None
+        return is_packed or self._dialect.newlines_in_values
 
     # -- beginnings of files --------------------------------------------------------
 
@@ -144,11 +137,11 @@ class CSVFormat(TableFormat):
             )
             least *= 16
         schema, start = found
-        head = Head(start, bool(packing) or self._dialect.newlines_in_values)
-        count = 1 if head.is_whole else max(1, -(-size // _RANGE))
+        count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE))
         edges = [part_of(size, at, count)[0] for at in range(count)]
         parts = [(part, size // count) for part in pairwise([*edges, 0])]
-        return End(version, self._shared(schema), parts, head, _HEAD)
+        # The fact is where the first line after the names starts, unpacked.
+        return End(version, self._shared(schema), parts, start, _HEAD)
 
     def _head_of(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
@@ -227,12 +220,13 @@ class CSVFormat(TableFormat):
         location, path = self._opener.label(address), self._opener.path(address)
         packing, (start, stop) = _packing(location), edges
         # A cut may be within the first line, or within empty lines before it.
-        first, is_first = max(start, end.facts.start), start <= end.facts.start
+        first, is_inside = max(start, end.facts), start > end.facts
         if "from" in position:
-            first, is_first = position["from"][0], True
-        span = Range(first, stop or None, is_first)
+            (first, *_), is_inside = position["from"], False
+        elif is_inside:
+            first -= 1  # a line may have started earlier
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        requests = plan([(0 if packing else span.begin, stop or end.size)], most)
+        requests = plan([(0 if packing else first, stop or end.size)], most)
         ranges = self._ranges(address, end, requests, window)
         parse = self._parser(end.schema, wanted)
 
@@ -240,8 +234,9 @@ class CSVFormat(TableFormat):
             file: Any = pa.OSFile(path) if path is not None else None
             if ranges is not None:
                 file = pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
-            with _at(file, span.begin, packing, location) as read:
-                for at, data in blocks(read, span, self._dialect, location):
+            args = stop or None, self._dialect, location
+            with _at(file, first, packing, location) as read:
+                for at, data in blocks(read, first, *args, is_inside=is_inside):
                     if packing is None:
                         yield Mark(at)
                     yield from batches(data, at, parse, self._dialect, location)

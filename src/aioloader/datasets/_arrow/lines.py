@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import csv
@@ -179,42 +179,29 @@ def _skip(_row: Any) -> str:
     return "skip"
 
 
-class Range(NamedTuple):
-    """A range of a file: the lines that start in it.
-
-    Attributes:
-        start: First byte.
-        stop: One past the last byte; None: no end.
-        is_first: Whether a line starts at the first byte; if not, the range is read
-            from the byte before it, because a line may have started earlier.
-    """
-
-    start: int
-    stop: int | None
-    is_first: bool
-
-    @property
-    def begin(self) -> int:
-        """The first byte to read."""
-        return self.start if self.is_first else self.start - 1
-
-
 def blocks(
-    read: Callable[[int], bytes], span: Range, dialect: Dialect, location: str
+    read: Callable[[int], bytes],
+    at: int,
+    stop: int | None,
+    dialect: Dialect,
+    location: str,
+    *,
+    is_inside: bool,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in a range of a file, and their positions.
 
     Args:
         read: Returns the next bytes of the range; none at the end.
-        span: The range.
+        at: Its first byte.
+        stop: One past its last byte; None: no end.
         dialect: How lines are written.
         location: Redacted address, for errors.
+        is_inside: Whether the first byte belongs to a line that started earlier.
 
     Raises:
         DatasetError: If the range or the file ends within quotes.
     """
-    at, data, is_last, stop = span.begin, b"", False, span.stop
-    is_inside = not span.is_first  # within a line
+    data, is_last = b"", False
     while not is_last:
         piece = read(max(BLOCK, len(data)))
         data, is_last = data + piece, not piece

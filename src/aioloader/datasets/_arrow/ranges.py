@@ -10,9 +10,8 @@ import asyncio
 import bisect
 import io
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from typing_extensions import Buffer
@@ -32,23 +31,16 @@ class Range:
     Attributes:
         start: First byte.
         stop: One past the last byte.
-        wanted: How many of its bytes will be read; then it is released.
-        body: Future of the bytes.
-        is_asked: Whether they were requested.
-        is_passed: Whether all was read once.
-        left: How many of the wanted bytes were not read yet.
+        left: How many of its bytes are still to be read; then it is released.
+        body: Future of the bytes, once requested and until released.
+        is_passed: Whether it was released, so that it is not requested ahead.
     """
 
     start: int
     stop: int
-    wanted: int
-    body: "Future[memoryview]" = field(default_factory=Future)
-    is_asked: bool = False
+    left: int
+    body: "Future[memoryview] | None" = None
     is_passed: bool = False
-    left: int = 0
-
-    def __post_init__(self) -> None:
-        self.left = self.wanted
 
     @property
     def size(self) -> int:
@@ -72,7 +64,7 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
         last = groups[-1] if groups else None
         is_near = last is not None and last.stop <= start <= last.stop + _GAP
         if last is not None and is_near and stop - last.start <= most:
-            groups[-1] = Range(last.start, stop, last.wanted + stop - start)
+            groups[-1] = Range(last.start, stop, last.left + stop - start)
         else:
             groups.append(Range(start, stop, stop - start))
     ranges: list[tuple[float, int, Range]] = []
@@ -80,8 +72,8 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
         step = -(-group.size // -(-group.size // most))
         for start in range(group.start, group.stop, step):
             stop = min(group.stop, start + step)
-            wanted = group.wanted if step == group.size else stop - start
-            found = Range(start, stop, wanted)
+            left = group.left if step == group.size else stop - start
+            found = Range(start, stop, left)
             ranges.append(((start - group.start) / group.size, start, found))
     return [found for *_, found in sorted(ranges, key=lambda one: one[:2])]
 
@@ -128,7 +120,8 @@ class RangeFile(io.RawIOBase):
 class Ranges:
     """The bytes of one file, requested ahead.
 
-    ``begin`` and ``aclose`` belong to the loop's thread, ``read`` to one other thread.
+    ``begin`` and ``aclose`` belong to the loop's thread, ``read`` to one other thread,
+    which starts after ``begin`` and alone decides what is requested.
 
     Args:
         read: Requests the bytes from a start to a stop.
@@ -162,7 +155,7 @@ class Ranges:
         self._starts = [found.start for found in self._by_start]
         self._skippable = iter(self._by_start if in_order else ())
         self._oldest = next(self._skippable, None)
-        self._tasks: set[asyncio.Task[Buffer]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- on the loop ----------------------------------------------------------------
@@ -174,70 +167,43 @@ class Ranges:
 
     def is_draining(self) -> bool:
         """Return whether the whole plan was requested."""
-        return self._next >= len(self._plan)
+        return self._is_closed or self._next >= len(self._plan)
 
     async def aclose(self) -> None:
         """Cancel the requests; a thread that waits for bytes fails."""
         self._is_closed = True
-        self._next = len(self._plan)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ask_ahead(self) -> None:
-        while not self.is_draining():
-            found = self._plan[self._next]
-            if not found.is_asked and not found.is_passed:
-                if self._held and self._held + found.size > self._budget:
-                    break
-                self._ask(found)
-            self._next += 1
-
-    def _ask(self, found: Range) -> None:
-        if found.is_asked:
+    def _start(self, start: int, stop: int, body: "Future[memoryview]") -> None:
+        if self._is_closed:
+            body.cancel()
             return
-        found.is_asked = True
-        if self._is_closed or self._loop is None:
-            found.body.set_exception(self._closed())
-            return
-        self._held += found.size
-        task = self._loop.create_task(self._fetch(found.start, found.stop))
+        task = asyncio.create_task(self._fetch(start, stop, body))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._settle, found.body))
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: body.cancel())  # unless it has a result
 
-    async def _fetch(self, start: int, stop: int) -> Buffer:
-        data = await self._read(start, stop)
-        expected, received = stop - start, memoryview(data).nbytes
-        if received != expected:
-            raise TruncatedReadError(
-                f"{self._location!r} gave {received:,} of {expected:,} bytes from byte "
-                f"{start:,} on",
-                location=self._location,
-                expected=expected,
-                received=received,
-            )
-        return data
-
-    def _settle(self, body: "Future[memoryview]", task: "asyncio.Task[Buffer]") -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            body.set_exception(self._closed())
-        elif (error := task.exception()) is not None:
-            if isinstance(error, Exception):
-                self.failure = self.failure or error
+    async def _fetch(self, start: int, stop: int, body: "Future[memoryview]") -> None:
+        try:
+            data = memoryview(await self._read(start, stop)).cast("B")
+        except Exception as error:  # noqa: BLE001  (raised where it is read)
+            self.failure = self.failure or error
             body.set_exception(error)
-        else:
-            body.set_result(memoryview(task.result()).cast("B"))
-
-    def _release(self, nbytes: int) -> None:
-        self._held -= nbytes
-        if not self._is_closed:
-            self._ask_ahead()
-
-    def _closed(self) -> DatasetError:
-        text = f"{self._location!r} was closed while being read"
-        return DatasetError(text, location=self._location)
+            return
+        if len(data) == stop - start:
+            body.set_result(data)
+            return
+        self.failure = self.failure or TruncatedReadError(
+            f"{self._location!r} gave {len(data):,} of {stop - start:,} bytes from "
+            f"byte {start:,} on",
+            location=self._location,
+            expected=stop - start,
+            received=len(data),
+        )
+        body.set_exception(self.failure)
 
     # -- in the thread --------------------------------------------------------------
 
@@ -249,13 +215,13 @@ class Ranges:
             DatasetError: If it is closed meanwhile.
         """
         parts: list[memoryview] = []
-        self._pass_before(start)
+        while self._oldest is not None and self._oldest.stop <= start:
+            self._pass(self._oldest)
+            self._oldest = next(self._skippable, None)
         while start < stop:
             found = self._find(start, stop)
-            if not found.is_asked:
-                self._post(self._ask, found)
-            body, end = found.body.result(), min(stop, found.stop)
-            parts.append(body[start - found.start : end - found.start])
+            data, end = self._wait_for(found), min(stop, found.stop)
+            parts.append(data[start - found.start : end - found.start])
             found.left -= end - start
             if found.left <= 0:
                 self._pass(found)
@@ -271,21 +237,34 @@ class Ranges:
             stop = min(stop, self._starts[place])
         return Range(start, stop, stop - start)
 
-    def _pass_before(self, start: int) -> None:
-        """Release the ranges before ``start`` if reads only move forward."""
-        while self._oldest is not None and self._oldest.stop <= start:
-            if self._oldest.is_asked:
-                self._pass(self._oldest)
-            self._oldest.is_passed = True
-            self._oldest = next(self._skippable, None)
+    def _wait_for(self, found: Range) -> memoryview:
+        try:
+            return (found.body or self._ask(found)).result()
+        except CancelledError:
+            text = f"{self._location!r} was closed while being read"
+            raise DatasetError(text, location=self._location) from None
+
+    def _ask_ahead(self) -> None:
+        while not self.is_draining():
+            found = self._plan[self._next]
+            if found.body is None and not found.is_passed:
+                if self._held and self._held + found.size > self._budget:
+                    break
+                self._ask(found)
+            self._next += 1
+
+    def _ask(self, found: Range) -> "Future[memoryview]":
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            raise DatasetError("the event loop is closed", location=self._location)
+        found.body = body = Future()
+        self._held += found.size
+        loop.call_soon_threadsafe(self._start, found.start, found.stop, body)
+        return body
 
     def _pass(self, found: Range) -> None:
         """Release a range; a later read requests it once more."""
-        found.is_passed = True
-        found.body, found.is_asked, found.left = Future(), False, found.wanted
-        self._post(self._release, found.size)
-
-    def _post(self, function: Callable[..., None], argument: object) -> None:
-        if self._loop is None or self._loop.is_closed():
-            raise DatasetError("the event loop is closed", location=self._location)
-        self._loop.call_soon_threadsafe(function, argument)
+        if found.body is not None:
+            self._held -= found.size
+        found.body, found.is_passed, found.left = None, True, found.size
+        self._ask_ahead()
