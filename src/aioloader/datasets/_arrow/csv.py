@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from aioloader.datasets._arrow.files import End, Part, TableFormat
 from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, batches, blocks
-from aioloader.datasets._arrow.ranges import RangeFile, plan
+from aioloader.datasets._arrow.ranges import RangeFile
 from aioloader.datasets._arrow.reader import Item, Mark, Opened, TableReader, part_of
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -226,8 +226,8 @@ class CSVFormat(TableFormat):
         elif is_inside:
             first -= 1  # a line may have started earlier
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        requests = plan([(0 if packing else first, stop or end.size)], most)
-        ranges = self._ranges(address, end, requests, window)
+        spans = [(0 if packing else first, stop or end.size)]
+        ranges = self._ranges(address, end, spans, most, window)
         parse = self._parser(end.schema, wanted)
 
         def items() -> "Iterator[Item]":

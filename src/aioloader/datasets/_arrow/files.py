@@ -8,7 +8,7 @@ import asyncio
 import copy
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from aioloader.datasets._arrow.hive import (
     values_of,
     with_columns,
 )
-from aioloader.datasets._arrow.ranges import Range, Ranges
+from aioloader.datasets._arrow.ranges import Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Opened, TableReader, shares
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
@@ -288,18 +288,31 @@ class TableFormat(CutsShards, WeighsShards):
         self,
         address: str,
         end: End,
-        plan: list[Range],
+        spans: Iterable[Span],
+        most: int,
         budget: int,
         *,
         in_order: bool = True,
     ) -> Ranges | None:
-        """Return the requests for parts of a file; None if it is local."""
+        """Return the requests for parts of a file; None if it is local.
+
+        Args:
+            address: The file.
+            end: Its end.
+            spans: The parts.
+            most: Most bytes of a request.
+            budget: Most bytes to hold.
+            in_order: Whether the parts are read one after the other.
+        """
         if self._opener.path(address) is not None:
             return None
-        read = partial(self._opener.read, address, version=end.version)
-        location = self._opener.label(address)
         return Ranges(
-            read, end.size, plan, budget=budget, location=location, in_order=in_order
+            partial(self._opener.read, address, version=end.version),
+            end.size,
+            plan(spans, most, in_order=in_order),
+            budget=budget,
+            location=self._opener.label(address),
+            in_order=in_order,
         )
 
     def _opened(self, address: str, end: End, wanted: Wanted, **options: Any) -> Opened:

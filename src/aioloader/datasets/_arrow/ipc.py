@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from aioloader._observe.warnings import warn
 from aioloader.datasets._arrow.files import TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import RangeFile, Span, plan
+from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.reader import Opened, TableReader, part_of, shares
 from aioloader.datasets._arrow.wanted import checked
 from aioloader.datasets._stores.versions import Version
@@ -178,9 +178,8 @@ class ArrowFormat(TableFormat):
             )
         chosen = layout.batches[numbers.start : numbers.stop] or layout.batches
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        spans = plan([*layout.dictionaries, *chosen], most)
-        spans.sort(key=lambda found: found.start)
-        ranges = self._ranges(address, end, spans, window)
+        spans = [*layout.dictionaries, *chosen]
+        ranges = self._ranges(address, end, spans, most, window)
         path = self._opener.path(address)
         names = wanted.present(end.schema)
         fields = [end.schema.get_field_index(name) for name in names]

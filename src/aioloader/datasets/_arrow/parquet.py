@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from aioloader.datasets._arrow.files import SKIPPED, TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
+from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span
 from aioloader.datasets._arrow.reader import (
     Opened,
     TableReader,
@@ -197,13 +197,8 @@ class ParquetFormat(TableFormat, OpensTogether):
         )
         is_quick = footer.is_sound and len(footer.leaves or names) <= _FEW
         group = find() if is_quick else await asyncio.to_thread(find)
-        ranges = self._ranges(
-            address,
-            end,
-            plan(group.spans, group.request(window)),
-            window,
-            in_order=False,
-        )
+        most = group.request(window)
+        ranges = self._ranges(address, end, group.spans, most, window, in_order=False)
         first, stop = part_of(group.rows, *part)
         path, buffer = self._opener.path(address), group.buffer(window)
 

@@ -48,16 +48,16 @@ class Range:
         return self.stop - self.start
 
 
-def plan(spans: Iterable[Span], most: int) -> list[Range]:
+def plan(spans: Iterable[Span], most: int, *, in_order: bool = False) -> list[Range]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
-    The spans are read in parallel, each from start to end, like columns: long ones are
-    cut, and the n-th parts of all come before the next parts. Adjacent short spans are
-    joined.
+    Long spans are cut, and adjacent short ones joined.
 
     Args:
         spans: Starts and stops, in any order; empty ones are left out.
         most: Most bytes of a request.
+        in_order: Whether they are read one after the other. Otherwise they are read in
+            parallel, like columns: the n-th parts of all come before the next parts.
     """
     groups: list[Range] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
@@ -74,7 +74,8 @@ def plan(spans: Iterable[Span], most: int) -> list[Range]:
             stop = min(group.stop, start + step)
             left = group.left if step == group.size else stop - start
             found = Range(start, stop, left)
-            ranges.append(((start - group.start) / group.size, start, found))
+            turn = 0 if in_order else (start - group.start) / group.size
+            ranges.append((turn, start, found))
     return [found for *_, found in sorted(ranges, key=lambda one: one[:2])]
 
 
