@@ -124,7 +124,7 @@ class Copies:
             # The copy may be replaced by another file's at any moment.
             if copy := self._copies.get(address):
                 with contextlib.suppress(FileNotFoundError):
-                    return await in_thread(_read, copy[0], start, stop)
+                    return (await in_thread(_read_local, copy[0], start, stop, None))[0]
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
@@ -170,12 +170,6 @@ class Copies:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._places,)
-
-
-def _read(path: str, start: int, stop: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
-        file.seek(start)
-        return file.read(stop - start)
 
 
 def _bounds(start: int, stop: int, size: int) -> tuple[int, int]:

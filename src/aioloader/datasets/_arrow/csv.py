@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from aioloader.datasets._arrow.files import End, Part, TableFormat
 from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, batches, blocks
-from aioloader.datasets._arrow.ranges import RangeFile
+from aioloader.datasets._arrow.ranges import file_of
 from aioloader.datasets._arrow.reader import Item, Mark, Opened, TableReader, part_of
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -231,9 +231,7 @@ class CSVFormat(TableFormat):
         parse = self._parser(end.schema, wanted)
 
         def items() -> "Iterator[Item]":
-            file: Any = pa.OSFile(path) if path is not None else None
-            if ranges is not None:
-                file = pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
+            file = file_of(path, ranges)
             args = stop or None, self._dialect, location
             with _at(file, first, packing, location) as read:
                 for at, data in blocks(read, first, *args, is_inside=is_inside):

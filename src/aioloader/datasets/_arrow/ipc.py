@@ -9,16 +9,16 @@ structure.
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from aioloader._observe.warnings import warn
 from aioloader.datasets._arrow.files import TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import RangeFile, Span
+from aioloader.datasets._arrow.ranges import Span, file_of
 from aioloader.datasets._arrow.reader import Opened, TableReader, part_of, shares
 from aioloader.datasets._arrow.wanted import checked
 from aioloader.datasets._stores.versions import Version
@@ -35,20 +35,6 @@ _CONTINUED = 0xFFFFFFFF
 # Small batches are read together, up to this many bytes.
 _SHARD = 4 << 20
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
-
-
-class Layout(NamedTuple):
-    """Positions in a file.
-
-    Attributes:
-        footer: The end of the file, from the footer on; empty for a stream.
-        dictionaries: Positions of the dictionaries.
-        batches: Positions of the record batches.
-    """
-
-    footer: bytes
-    dictionaries: list[Span]
-    batches: list[Span]
 
 
 class ArrowFormat(TableFormat):
@@ -107,8 +93,9 @@ class ArrowFormat(TableFormat):
         if not tail.endswith(_MAGIC):
             head = await self._stream_head(address, version, location)
             schema = await asyncio.to_thread(_schema_of, head, location)
-            layout = Layout(b"", [], [(0, version.size)])
-            return End(version, schema, [((0, 0), version.size)], layout, len(head))
+            none: list[Span] = []
+            whole, size = (b"", none, [(0, version.size)]), version.size
+            return End(version, schema, [((0, 0), size)], whole, len(head))
         length = _footer_length(tail, version.size, location)
         if length > len(tail):
             tail, _ = await self._opener.part(address, -length, 0, version)
@@ -128,8 +115,9 @@ class ArrowFormat(TableFormat):
                 f"{location!r} has a footer that cannot be read: {error}; it is damaged"
             )
             raise DatasetError(text, location=location) from error
-        layout, parts = Layout(footer, dictionaries, batches), _grouped(batches)
-        return End(version, self._shared(schema), parts, layout, len(footer))
+        # The footer, and where dictionaries and record batches are.
+        facts, parts = (footer, dictionaries, batches), _grouped(batches)
+        return End(version, self._shared(schema), parts, facts, len(footer))
 
     async def _stream_head(
         self, address: str, version: Version, location: str
@@ -168,29 +156,27 @@ class ArrowFormat(TableFormat):
         window: int,
     ) -> Opened:
         end, wanted = await self._end(address, position)
-        layout, location = end.facts, self._opener.label(address)
-        if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
+        footer, dictionaries, batches = end.facts
+        location = self._opener.label(address)
+        if numbers.stop > len(batches) or bool(numbers) != bool(footer):
             raise DatasetError(
-                f"{location!r} has {len(layout.batches)} record batches, of which "
+                f"{location!r} has {len(batches)} record batches, of which "
                 f"{numbers.start} to {numbers.stop} are wanted; it was rewritten "
                 "meanwhile",
                 location=location,
             )
-        chosen = layout.batches[numbers.start : numbers.stop] or layout.batches
+        spans = dictionaries + (batches[numbers.start : numbers.stop] or batches)
         most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        spans = [*layout.dictionaries, *chosen]
         ranges = self._ranges(address, end, spans, most, window)
+        if ranges is not None:
+            ranges.tail = footer
         path = self._opener.path(address)
         names = wanted.present(end.schema)
         fields = [end.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
 
         def items() -> "Iterator[pa.RecordBatch]":
-            file: Any = pa.OSFile(path) if path is not None else None
-            if ranges is not None:
-                read = _known_end(layout.footer, ranges.size, ranges.read)
-                file = pa.PythonFile(RangeFile(ranges.size, read), mode="r")
-            with contextlib.closing(file):
+            with contextlib.closing(file_of(path, ranges)) as file:
                 batches = (
                     _file_batches(file, options, numbers, part)
                     if numbers
@@ -284,19 +270,6 @@ def _spans(footer: bytes, field: int, size: int) -> list[Span]:
 
 
 # -- decoding, in the thread that iterates -----------------------------------------
-
-
-def _known_end(
-    end: bytes, size: int, read: "Callable[[int, int], Any]"
-) -> "Callable[[int, int], Any]":
-    """Return ``read`` of a file whose end is known."""
-    first = size - len(end)
-
-    def known(start: int, stop: int) -> Any:
-        is_known = end and start >= first
-        return end[start - first : stop - first] if is_known else read(start, stop)
-
-    return known
 
 
 def _file_batches(

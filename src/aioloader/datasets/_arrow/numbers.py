@@ -6,7 +6,7 @@ array of shape ``(rows, *shape)``, a view of Arrow's memory where that is possib
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,24 +20,22 @@ if TYPE_CHECKING:
 
 Values: TypeAlias = npt.NDArray[Any]
 Flags: TypeAlias = npt.NDArray[np.bool_]
+Dtype: TypeAlias = np.dtype[Any]
 
 
-class Fixed(NamedTuple):
-    """The dtype and shape of every row of a column."""
+def fixed_of(kind: "pa.DataType") -> Dtype | None:
+    """Return the dtype of rows of an Arrow type; None if not numbers of one shape.
 
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
-def fixed_of(kind: "pa.DataType") -> Fixed | None:
-    """Return dtype and shape for an Arrow type; None if not numbers of one shape."""
+    That of several numbers is numpy's of a sub-array, which has a base and a shape.
+    """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
     types = pa.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return fixed_of(kind.value_type)
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
-        return Fixed(np.dtype(kind.to_pandas_dtype()), ())
+        dtype: Dtype = np.dtype(kind.to_pandas_dtype())
+        return dtype
     shape: tuple[int, ...]
     if isinstance(kind, pa.FixedShapeTensorType):
         order = kind.permutation or range(len(kind.shape))
@@ -52,15 +50,15 @@ def fixed_of(kind: "pa.DataType") -> Fixed | None:
     inner = fixed_of(kind.value_type)
     if inner is None or inner.shape or not types.is_primitive(kind.value_type):
         return None
-    return Fixed(inner.dtype, shape)
+    return np.dtype((inner, shape))
 
 
-def view(array: "pa.Array", fixed: Fixed) -> Values:
+def view(array: "pa.Array", fixed: Dtype) -> Values:
     """Return the numbers of an array of plain encoding; undefined at NULLs."""
-    return _shaped(_flat(_leaf(array, fixed), fixed.dtype), array, fixed)
+    return _shaped(_flat(_leaf(array, fixed), fixed.base), array, fixed)
 
 
-def cells(array: "pa.Array", fixed: Fixed) -> Flags | None:
+def cells(array: "pa.Array", fixed: Dtype) -> Flags | None:
     """Return which numbers are not NULL, shaped like ``view``; None: all.
 
     The numbers of a row that is NULL itself count as valid.
@@ -82,12 +80,12 @@ def flags(array: "pa.Array") -> Flags | None:
     return valid
 
 
-def is_whole(array: "pa.Array", fixed: Fixed) -> bool:
+def is_whole(array: "pa.Array", fixed: Dtype) -> bool:
     """Return whether an array of numbers has no NULL, in rows or for rows."""
     return not array.null_count and not _leaf(array, fixed).null_count
 
 
-def first_hole(array: "pa.Array", fixed: Fixed) -> int | None:
+def first_hole(array: "pa.Array", fixed: Dtype) -> int | None:
     """Return the first row of numbers that is NULL, or has one; None: no row."""
     valid, inner = flags(array), cells(array, fixed)
     found = np.ones(len(array), np.bool_) if valid is None else valid
@@ -110,7 +108,7 @@ def array_of(values: Values, kind: "pa.DataType") -> "pa.Array":
     return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
 
 
-def _leaf(array: "pa.Array", fixed: Fixed) -> "pa.Array":
+def _leaf(array: "pa.Array", fixed: Dtype) -> "pa.Array":
     """Return the primitive array that holds the numbers."""
     if not fixed.shape:
         return array
@@ -119,7 +117,7 @@ def _leaf(array: "pa.Array", fixed: Fixed) -> "pa.Array":
     return storage.values.slice(storage.offset * size, len(storage) * size)
 
 
-def _flat(array: "pa.Array", dtype: np.dtype[Any]) -> Values:
+def _flat(array: "pa.Array", dtype: Dtype) -> Values:
     """Return the numbers of a primitive array, without a copy (except booleans)."""
     size, offset, buffer = len(array), array.offset, array.buffers()[1]
     if not size or buffer is None:
@@ -132,7 +130,7 @@ def _flat(array: "pa.Array", dtype: np.dtype[Any]) -> Values:
     return unpacked[:size].view(np.bool_)
 
 
-def _shaped(flat: Values, array: "pa.Array", fixed: Fixed) -> Values:
+def _shaped(flat: Values, array: "pa.Array", fixed: Dtype) -> Values:
     """Give the numbers of an array of lists or tensors its shape."""
     if not fixed.shape:
         return flat

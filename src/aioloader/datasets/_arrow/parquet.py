@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from aioloader.datasets._arrow.files import SKIPPED, TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span
+from aioloader.datasets._arrow.ranges import RangeFile, Span, file_of
 from aioloader.datasets._arrow.reader import (
     Opened,
     TableReader,
@@ -203,7 +203,7 @@ class ParquetFormat(TableFormat, OpensTogether):
         path, buffer = self._opener.path(address), group.buffer(window)
 
         def items() -> "Iterator[pa.RecordBatch]":
-            file = _file_of(path, ranges)
+            file = file_of(path, ranges)
             batches = _batches(file, footer.metadata, number, group, buffer, names)
             # Of all rows, those beyond are an error.
             return between(batches, first, stop) if part else batches
@@ -306,13 +306,6 @@ def _leaves(metadata: "pq.FileMetaData", names: list[str]) -> list[int]:
         for at in range(metadata.num_columns)
         if f"{schema.column(at).path}.".startswith(prefixes)
     ]
-
-
-def _file_of(path: str | None, ranges: Ranges | None) -> Any:
-    if path is not None:
-        return pa.OSFile(path)
-    assert ranges is not None
-    return pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
 
 
 def _batches(

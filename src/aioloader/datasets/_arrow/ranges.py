@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import pyarrow as pa
 from typing_extensions import Buffer
 
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -118,6 +119,14 @@ class RangeFile(io.RawIOBase):
         return True
 
 
+def file_of(path: str | None, ranges: "Ranges | None") -> "pa.NativeFile":
+    """Return the file of a path, or else of ranges."""
+    if path is not None:
+        return pa.OSFile(path)
+    assert ranges is not None
+    return pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
+
+
 class Ranges:
     """The bytes of one file, requested ahead.
 
@@ -131,6 +140,11 @@ class Ranges:
         budget: Most bytes to hold; one range may exceed it.
         location: Redacted address, for errors.
         in_order: Whether reads only move forward; then skipped ranges are released too.
+
+    Attributes:
+        size: Length of the file.
+        tail: Its end, which is not requested, if that is known.
+        failure: Raised by the first request that failed, if any.
     """
 
     def __init__(
@@ -144,6 +158,7 @@ class Ranges:
         in_order: bool = False,
     ) -> None:
         self.size = size
+        self.tail = b""
         self.failure: Exception | None = None
         self._read = read
         self._budget = budget
@@ -215,6 +230,8 @@ class Ranges:
             Exception: Raised by a request.
             DatasetError: If it is closed meanwhile.
         """
+        if self.tail and start >= (known := self.size - len(self.tail)):
+            return self.tail[start - known : stop - known]
         parts: list[memoryview] = []
         while self._oldest is not None and self._oldest.stop <= start:
             self._pass(self._oldest)
@@ -258,7 +275,8 @@ class Ranges:
         loop = self._loop
         if loop is None or loop.is_closed():
             raise DatasetError("the event loop is closed", location=self._location)
-        found.body = body = Future()
+        body: Future[memoryview] = Future()
+        found.body = body
         self._held += found.size
         loop.call_soon_threadsafe(self._start, found.start, found.stop, body)
         return body

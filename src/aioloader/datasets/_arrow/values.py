@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from aioloader.datasets._arrow.numbers import (
-    Fixed,
+    Dtype,
     Values,
     array_of,
     cells,
@@ -274,7 +274,7 @@ def _numpy_times(array: "pa.Array") -> list[Any]:
     is_point = types.is_timestamp(kind) or types.is_date(kind)
     unit = getattr(kind, "unit", "D" if types.is_date32(kind) else "ms")
     width = pa.int32() if kind.bit_width == 32 else pa.int64()
-    numbers = view(array.view(width), Fixed(np.dtype(width.to_pandas_dtype()), ()))
+    numbers = view(array.view(width), np.dtype(width.to_pandas_dtype()))
     times = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
     return _set_nulls(array, list(times))
 
@@ -343,8 +343,8 @@ def _unlisted(array: "pa.Array") -> "tuple[npt.NDArray[np.int64], pa.Array]":
     return lengths.to_numpy().astype(np.int64), plain(array.flatten())
 
 
-def _leaf_of(kind: "pa.DataType") -> Fixed | None:
-    """Return dtype and row shape of numbers in nested lists; None: no numbers."""
+def _leaf_of(kind: "pa.DataType") -> Dtype | None:
+    """Return the dtype of rows of empty nested lists; None: no lists of numbers."""
     levels = 0
     while _is_list(kind) and fixed_of(kind) is None:
         kind = kind.value_type
@@ -352,13 +352,13 @@ def _leaf_of(kind: "pa.DataType") -> Fixed | None:
     fixed = fixed_of(kind)
     if fixed is None or not levels:
         return None
-    return fixed._replace(shape=(0,) * (levels + len(fixed.shape)))
+    return np.dtype((fixed.base, (0,) * (levels + len(fixed.shape))))
 
 
-def _stacked(rows: list[Any], leaf: Fixed) -> Any:
+def _stacked(rows: list[Any], leaf: Dtype) -> Any:
     """Return arrays of one shape as one array, others unchanged."""
     if not rows:
-        return np.zeros((0, *leaf.shape), leaf.dtype)
+        return np.zeros((0, *leaf.shape), leaf.base)
     first = rows[0]
     alike = all(isinstance(r, np.ndarray) and r.shape == first.shape for r in rows)
     return np.stack(rows) if alike else rows
