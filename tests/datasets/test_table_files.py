@@ -1,6 +1,7 @@
 """Parquet and Arrow files alike: all rows, from any on, and no damage in silence."""
 
 import pickle
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from datasets.tables import (
     contents,
     every_type,
     expected,
+    flip,
     outcome,
     plain,
     put,
@@ -156,6 +158,35 @@ async def test_cut_files_are_errors(kind: str, is_remote: bool, tmp_path: Path) 
         assert isinstance(found, TruncatedReadError)
         assert found.location == path.name
         assert kind != "parquet" or f"{length:,} bytes" in str(found)
+
+
+@PLACES
+@KINDS
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+async def test_flipped_bits_are_errors_or_harmless(
+    version: str, kind: str, is_remote: bool, tmp_path: Path
+) -> None:
+    """Wherever they are: with Parquet's checksums no row is wrong.
+
+    Arrow has none: damage is an error where the data could not be read at all.
+    """
+    rng = random.Random(1)
+    table = NUMBERED if kind == "parquet" else every_type()
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        whole = contents(write_parquet(path, NUMBERED, data_page_version=version))
+    else:
+        whole = contents(write_arrow(path, table))
+    errors = 0
+    for _ in range(50):
+        put(path, whole)
+        flip(path, rng.randrange(len(whole)), rng.randrange(8))
+        columns = table.column_names  # a footer has no checksum, so names may differ
+        found = await outcome(path, Local(is_remote=is_remote), columns=columns)
+        is_error = isinstance(found, DatasetError)
+        errors += is_error
+        assert kind != "parquet" or is_error or plain(found) == expected(table)
+    assert errors > (30 if kind == "parquet" else 5)
 
 
 @KINDS
