@@ -158,7 +158,8 @@ class TableFormat(CutsShards, WeighsShards):
         address, *others = addresses
         schema, in_names = self._with_name(first.schema, address), self._in_names
         location = self._opener.label(address)
-        wanted = self._wanted.start(schema, location, in_names=bool(in_names))
+        wanted = copy.copy(self._wanted)
+        wanted.start(schema, location, in_names=bool(in_names))
         if wanted.filters is None or not in_names:
             return wanted, others
         known = [self._condition(one, first.schema) for one in others]

@@ -98,7 +98,7 @@ class Wanted:
     def start(
         self, first: "pa.Schema", location: str, *, in_names: bool = False
     ) -> Self:
-        """Return the same part of another table, which the first file starts.
+        """Start a table with the first file; on a copy, while others are reading.
 
         Args:
             first: The columns of the file.
@@ -115,21 +115,15 @@ class Wanted:
             read += [name for name in self.filters.names(among) if name not in names]
         for name in [] if given else self._nulls:
             _field_of(first, name, location)
-        made = copy.copy(self)
-        fields = {one.name: one for one in given or () if one.name in read}
-        vars(made).update(
-            names=tuple(read),
-            _delivered=list(names),
-            # Missing columns of chosen types are NULL.
-            _is_partial=given is not None or in_names,
-            _fields=fields,
-            _types={name: field.type for name, field in fields.items()},
-            _origins={},
-            _seen=deque(maxlen=_SEEN),
-            _schema=None,
-        )
-        made.add(first, location)
-        return made
+        self.names, self._delivered = tuple(read), list(names)
+        # Missing columns of chosen types are NULL.
+        self._is_partial = given is not None or in_names
+        self._fields = {one.name: one for one in given or () if one.name in read}
+        self._types = {name: field.type for name, field in self._fields.items()}
+        self._origins, self._schema = {}, None
+        self._seen = deque(maxlen=_SEEN)
+        self.add(first, location)
+        return self
 
     def add(self, schema: "pa.Schema", location: str, *, is_late: bool = False) -> None:
         """Unify the columns of a file with those of the previous files.
@@ -192,7 +186,7 @@ class Wanted:
             DatasetError: If it does not.
         """
         if not self.names:
-            return self.start(schema, location).settle()
+            return copy.copy(self).start(schema, location).settle()
         self.add(schema, location, is_late=True)
         return self
 
