@@ -195,6 +195,14 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other or (one != one and other != other)  # noqa: PLR0124
 
 
+def write_arrow(path: Path, table: pa.Table, rows: int = 20) -> str:
+    """Write record batches of so many rows; what it is, its ending tells."""
+    make = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
+    with make(path, table.schema) as writer:
+        writer.write_table(table, rows)
+    return str(path)
+
+
 def write_parquet(path: Path, table: pa.Table, **options: Any) -> str:
     """Write a file of row groups of 20 rows."""
     options = {"row_group_size": 20, "write_page_checksum": True} | options
@@ -217,7 +225,7 @@ async def read_shard(
     found: list[Any] = []
     try:
         while True:
-            assert reader.position() == {"row": row + len(found)}
+            assert reader.position()["row"] == row + len(found)
             block = await reader.pull(limit)
             if not len(block):
                 assert reader.is_draining()
@@ -226,6 +234,17 @@ async def read_shard(
             found += list(block)
     finally:
         await reader.aclose()
+
+
+async def outcome(
+    path: str | Path, local: Local, **options: Any
+) -> list[Any] | DatasetError:
+    """Return the rows of a file, of which kind its ending tells, or the error."""
+    made = ParquetFormat if str(path).endswith(".parquet") else ArrowFormat
+    try:
+        return await read_all(made(str(path), local, **options))
+    except DatasetError as error:
+        return error
 
 
 async def read_all(made: Format, **options: Any) -> list[Any]:

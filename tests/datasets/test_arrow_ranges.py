@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioloader.datasets._arrow.ranges import RangeFile, Ranges, plan
+from aioloader.datasets._arrow.ranges import Ranges, plan
 from aioloader.errors import DatasetError
 
 SIZE = 3000
@@ -59,22 +59,7 @@ def test_a_plan_covers_what_is_wanted(spans: Any, most: int) -> None:
     assert len(requested) == len(set(requested))
     wanted = {byte for span in spans for byte in range(*span)}
     assert wanted <= set(requested)
-    assert sum(found.wanted for found in ranges) == len(wanted)
-
-
-def test_a_plan_reads_columns_side_by_side() -> None:
-    """The second parts of all come after the first parts; short ones are joined."""
-    large = 1 << 20
-    spans = [(0, large), (2 * large, 3 * large), (5 * large, 5 * large + 10)]
-    spans.append((5 * large + 50, 5 * large + 60))
-    found = [(one.start, one.stop, one.wanted) for one in plan(spans, large // 2)]
-    assert found == [
-        (0, large // 2, large // 2),
-        (2 * large, 5 * large // 2, large // 2),
-        (5 * large, 5 * large + 60, 20),
-        (large // 2, large, large // 2),
-        (5 * large // 2, 3 * large, large // 2),
-    ]
+    assert sum(found.left for found in ranges) == len(wanted)
 
 
 @settings(max_examples=20)
@@ -110,28 +95,6 @@ async def test_reads_give_the_bytes(
     assert ranges.is_draining()
 
 
-async def test_what_was_read_makes_room() -> None:
-    """No more than the budget is asked for ahead; what is skipped is let go too."""
-    for in_order in (False, True):
-        store = Store()
-        planned = plan([(at, at + 100) for at in range(0, SIZE, 200_000)], 100)
-        planned = plan([(0, 1000)], 100)
-        ranges = Ranges(
-            store.read, SIZE, planned, budget=250, location="", in_order=in_order
-        )
-        ranges.begin()
-        loop = asyncio.get_running_loop()
-        with thread() as pool:
-            for start in range(0, 1000, 100):
-                await asyncio.sleep(0)
-                asked = [span for span in store.spans if span[0] > start]
-                assert len(asked) <= 2
-                stop = start + (50 if in_order else 100)
-                await loop.run_in_executor(pool, ranges.read, start, stop)
-        assert len(store.spans) == 10
-        await ranges.aclose()
-
-
 async def test_closing_lets_a_reader_go() -> None:
     """One that waits, and one that comes late."""
     never = asyncio.Event()
@@ -153,21 +116,6 @@ async def test_closing_lets_a_reader_go() -> None:
             await loop.run_in_executor(pool, ranges.read, 20, 30)
 
 
-async def test_a_failure_is_kept() -> None:
-    """It comes out of the read, and tells why afterwards."""
-
-    async def read(_start: int, _stop: int) -> bytes:
-        raise DatasetError("gone", location="there")
-
-    ranges = Ranges(read, SIZE, [], budget=10, location="")
-    ranges.begin()
-    loop = asyncio.get_running_loop()
-    with thread() as pool, pytest.raises(DatasetError, match="gone"):
-        await loop.run_in_executor(pool, ranges.read, 0, 10)
-    assert isinstance(ranges.failure, DatasetError)
-    await ranges.aclose()
-
-
 def test_a_loop_that_is_gone_is_an_error() -> None:
     """And no wait for ever."""
     ranges = Ranges(Store().read, SIZE, [], budget=10, location="there")
@@ -179,26 +127,3 @@ def test_a_loop_that_is_gone_is_an_error() -> None:
         runner.run(begin())
     with pytest.raises(DatasetError, match="event loop is closed"):
         ranges.read(0, 10)
-
-
-def test_a_file_of_ranges() -> None:
-    """It moves as files do; what is known is not read again."""
-    read: list[tuple[int, int]] = []
-
-    def note(start: int, stop: int) -> bytes:
-        read.append((start, stop))
-        return DATA[start:stop]
-
-    file = RangeFile(SIZE, note, {2000: DATA[2000:]})
-    assert file.readable()
-    assert file.seekable()
-    assert not file.writable()
-    assert file.read(10) == DATA[:10]
-    assert (file.tell(), file.seek(5, 1), file.seek(-10, 2)) == (10, 15, SIZE - 10)
-    assert file.read() == DATA[-10:]
-    assert file.read(5) == b""
-    assert file.seek(1990) == 1990
-    assert file.read(20) == DATA[1990:2010]
-    assert read == [(0, 10), (1990, 2010)]
-    file.close()
-    assert not file.closed

@@ -346,3 +346,31 @@ async def test_garbage_after_the_lines(tmp_path: Path) -> None:
             async for row in iterator:
                 rows.append(row["a"])  # noqa: PERF401  (kept when one fails)
     assert rows == [1] * 9
+
+
+@pytest.mark.parametrize("filters", [None, [("n", ">", 40_000)]], ids=["all", "some"])
+async def test_resuming_reads_no_more_than_a_block_before(
+    filters: Any, tmp_path: Path
+) -> None:
+    """Whether all its rows are wanted or not."""
+    text = "".join(f"{n},{'x' * 30}\n" for n in range(100_000))
+    paths = written(tmp_path, "n,s\n" + text)
+    local = Local(is_remote=True)
+    form = CSVFormat(paths, local, dialect=Dialect(), filters=filters)
+    (shard,) = await shards(form)
+    reader = form.open(shard, {}, 1 << 20)
+    whole = await read_shard(form, shard, limit=5000)
+    stop, count = len(whole) * 9 // 10, 0
+    while count < stop:
+        count += len(await reader.pull(stop - count))
+    position = json.loads(json.dumps(reader.position()))
+    await reader.aclose()
+    local.spans.clear()
+    reader = form.open(shard, position, 1 << 20)
+    rest: list[Any] = []
+    while len(block := await reader.pull(5000)):
+        rest += block
+    await reader.aclose()
+    assert rest == whole[stop:]
+    share = 0.1 if filters is None else 0.06
+    assert sum(b - a for a, b in local.spans) < share * len(text) + lines.BLOCK * 1.1

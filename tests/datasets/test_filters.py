@@ -13,7 +13,7 @@ from pyarrow import compute as pc
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
-from aioloader.datasets import ArrowDataset, ParquetDataset
+from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError
@@ -82,16 +82,6 @@ async def test_what_is_skipped_is_not_requested(numbered: str) -> None:
     count = len(local.spans)
     assert await read_shard(made, found[2]) == []
     assert len(local.spans) == count
-
-
-async def test_begins_at_every_row(numbered: str) -> None:
-    """Positions count what is left."""
-    made = ParquetFormat(numbered, Local(), filters=pc.field("text") < "5")
-    await shards(made)
-    whole = await read_shard(made, (numbered, 1))
-    assert len(whole) == 14
-    for row in range(len(whole) + 1):
-        assert await read_shard(made, (numbered, 1), row=row) == whole[row:]
 
 
 async def test_a_stream_goes_on_where_it_was(numbered: str) -> None:
@@ -227,16 +217,6 @@ async def test_filters_that_do_not_suit(numbered: str) -> None:
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
         with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):
             await shards(ParquetFormat(numbered, Local(), filters=filters))
-
-
-async def test_arrow_files_are_filtered_too(tmp_path: Path) -> None:
-    """Row by row."""
-    table = pa.table({"n": range(50), "id": range(50)})
-    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
-        file.write_table(table, max_chunksize=7)
-    made = ArrowDataset(str(tmp_path / "a.arrow"), ["id"], filters=N > 40)
-    rows, _ = await read(made)
-    assert [row["id"] for row in rows] == [*range(41, 50)]
 
 
 TERMS = st.tuples(

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import io
-import pickle
 import sys
 import threading
 import traceback
@@ -16,17 +15,14 @@ import pytest
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
-from aioloader.datasets import ParquetDataset
-from aioloader.datasets._arrow import parquet
-from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
+from aioloader.datasets._arrow import files, parquet
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tables import (
     Local,
     contents,
     every_type,
-    expected,
     plain,
     put,
     read_all,
@@ -49,29 +45,6 @@ def numbered(tmp_path: Path) -> str:
 # -- what is read ------------------------------------------------------------------
 
 
-@PLACES
-@pytest.mark.parametrize("budget", [1, 1 << 16, 1 << 26])
-async def test_reads_what_pyarrow_reads(
-    is_remote: bool, budget: int, tmp_path: Path
-) -> None:
-    """Every type, whatever the budget and the limit."""
-    path = write(tmp_path / "a.parquet", every_type(), data_page_size=256)
-    made = ParquetFormat(path, Local(is_remote=is_remote))
-    assert await shards(made) == [[path, 0], [path, 1], [path, 2]]
-    for limit in (1, 7, 64):
-        rows = await read_all(made, budget=budget, limit=limit)
-        assert plain(rows) == expected(pq.read_table(path))
-
-
-@PLACES
-async def test_begins_at_every_row(is_remote: bool, numbered: str) -> None:
-    """And at the end, where nothing is left."""
-    made = ParquetFormat(numbered, Local(is_remote=is_remote))
-    for row in range(21):
-        rows = await read_shard(made, (numbered, 1), row=row)
-        assert [value["n"] for value in rows] == list(range(20 + row, 40))
-
-
 @pytest.mark.parametrize("options", [
     {"data_page_version": "2.0"},
     {"compression": "zstd", "use_dictionary": False},
@@ -87,16 +60,6 @@ async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> No
     for is_remote in (False, True):
         made = ParquetFormat(path, Local(is_remote=is_remote))
         assert plain(await read_all(made)) == table.to_pylist()
-
-
-async def test_rows_come_in_columns(numbered: str) -> None:
-    """Blocks are columns, which collate to tensors."""
-    made = ParquetFormat(numbered, Local())
-    reader = made.open((numbered, 2), {}, 1 << 20)
-    block = await reader.pull(4)
-    assert isinstance(block, Rows)
-    assert block.collate()["n"].tolist() == [40, 41, 42, 43]
-    await reader.aclose()
 
 
 async def test_files_in_order_with_empty_ones(numbered: str, tmp_path: Path) -> None:
@@ -150,43 +113,12 @@ async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
     assert sum(stop - start for start, stop in spans) == sum(b - a for a, b in wanted)
 
 
-@PLACES
-async def test_wide_tables(is_remote: bool, tmp_path: Path) -> None:
-    """A footer of more than a request, and columns that are found in it."""
-    table = pa.table({f"column {at}": [at, at] for at in range(1000)})
-    path = write(tmp_path / "a.parquet", table)
-    names = ["column 999", "column 7"]
-    made = ParquetFormat(path, Local(is_remote=is_remote), columns=names)
-    assert await read_all(made) == [{"column 999": 999, "column 7": 7}] * 2
-
-
 async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) -> None:
     """In any order: those of the first file are read."""
     table = pa.table({"more": [0.5], "text": ["last"], "n": [50]})
     other = write(tmp_path / "more.parquet", table)
     rows = await read_all(ParquetFormat([numbered, other], Local()))
     assert plain(rows[-1]) == {"n": 50, "text": "last"}
-
-
-@pytest.mark.parametrize(("columns", "message"), [
-    ({"n": ["1"], "text": ["1"]},
-     "'n' of 'other.parquet' is of type string, and it is int64 in 'numbered.parquet'"),
-    ({"text": ["1"]}, "'other.parquet' has no column 'n'; its columns are 'text'"),
-])  # fmt: skip
-async def test_missing_and_other_columns_are_named(
-    columns: Any, message: str, numbered: str, tmp_path: Path
-) -> None:
-    """Before anything is read; and when a file has changed meanwhile."""
-    other = write(tmp_path / "other.parquet", pa.table(columns))
-    made = ParquetFormat([numbered, other], Local())
-    with pytest.raises(DatasetError, match=message) as caught:
-        await shards(made)
-    assert caught.value.location == "other.parquet"
-    write(Path(other), pq.read_table(numbered))
-    await shards(made)
-    write(Path(other), pa.table(columns))
-    with pytest.raises(DatasetError, match=message):
-        await read_shard(pickle.loads(pickle.dumps(made)), (other, 0))
 
 
 async def test_wrong_columns_are_errors(numbered: str) -> None:
@@ -211,23 +143,9 @@ def test_without_pyarrow_it_says_what_to_install(
 ) -> None:
     """When a dataset is made, not when it is read."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for make in (ParquetFormat, ArrowFormat):
+    for make in (ParquetDataset, ArrowDataset, CSVDataset):
         with pytest.raises(ImportError, match=r'pip install "aioloader\[arrow\]"'):
-            make("a.parquet", Local())
-
-
-async def test_nulls_are_replaced(tmp_path: Path) -> None:
-    """Then a batch is a tensor."""
-    columns = {
-        "a": pa.array([1, None, 3], pa.int8()),
-        "b": pa.array(["x", None, None]),
-        "c": pa.array(["x", None, "x"]).dictionary_encode(),
-    }
-    path = write(tmp_path / "a.parquet", pa.table(columns))
-    nulls = {"a": -1, "b": "", "c": "none"}
-    (one, two, three) = await read_all(ParquetFormat(path, Local(), nulls=nulls))
-    assert (one, two) == ({"a": 1, "b": "x", "c": "x"}, nulls)
-    assert three == {"a": 3, "b": "", "c": "x"}
+            make("a.parquet")
 
 
 # -- reading ahead -----------------------------------------------------------------
@@ -348,22 +266,11 @@ async def test_a_footer_is_read_once_for_its_row_groups(
     put(numbered + "2", contents(numbered))
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6
-    monkeypatch.setattr(parquet, "_KEPT", 1)
+    monkeypatch.setattr(files, "_KEPT", 1)
     local.spans.clear()
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6 + 2
     assert local.closed == 2
-
-
-async def test_pickles(numbered: str) -> None:
-    """To be read in a worker, which need not list the shards again."""
-    made = ParquetFormat(numbered, Local(), columns=["text"])
-    await shards(made)
-    copy = pickle.loads(pickle.dumps(made))
-    assert await read_shard(copy, (numbered, 2)) == [
-        {"text": f"{n}"} for n in range(40, 50)
-    ]
-    assert repr(copy) == f"ParquetFormat({numbered!r})"
 
 
 @pytest.mark.parametrize(("columns", "is_quick"), [(["n"], True), (None, False)])

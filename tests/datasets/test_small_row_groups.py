@@ -32,9 +32,10 @@ def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
     found: list[list[list[Block]]] = []
     step_all = reader._step_all
 
-    def noted(shards: Sequence[Any], nbytes: int) -> list[list[Block]]:
-        found.append(step_all(shards, nbytes))
-        return found[-1]
+    def noted(shards: Sequence[Any], nbytes: int) -> Any:
+        steps = step_all(shards, nbytes)
+        found.append([[block for block, _ in blocks] for blocks in steps])
+        return steps
 
     monkeypatch.setattr(reader, "_step_all", noted)
     return found

@@ -1,11 +1,9 @@
 """Arrow data of other libraries as a stream: tables, datasets, queries, frames, Ray."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from aioloader.datasets._arrow.memory import FragmentFormat, MemoryFormat, StreamCursor
-from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._options import OrderOptions, names_options
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
@@ -14,7 +12,7 @@ from aioloader.datasets.streams import Stream
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    from aioloader._order.shares import Share
+    from aioloader.datasets._arrow.wanted import Wanted
 
 Row = dict[str, Any]
 
@@ -59,6 +57,12 @@ def from_arrow(
         raise ImportError(
             'from_arrow needs pyarrow: pip install "aioloader[arrow]"'
         ) from exc
+    from aioloader.datasets._arrow.memory import (  # noqa: PLC0415  (needs pyarrow)
+        FragmentFormat,
+        MemoryFormat,
+    )
+    from aioloader.datasets._arrow.wanted import Wanted  # noqa: PLC0415  (likewise)
+
     wanted = Wanted(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
@@ -66,24 +70,24 @@ def from_arrow(
         return _Shards(MemoryFormat(source, wanted), **order)
     if _is_dataset(source):
         return _Shards(FragmentFormat(source, wanted), **order)
+    kind = type(source).__name__
     if order:
         raise TypeError(
             f"{', '.join(order)} of from_arrow apply to tables and pyarrow.dataset, "
-            f"not to {type(source).__name__!r}; use steps of the stream, such as "
-            f".shuffle(size)"
+            f"not to {kind!r}; use steps of the stream, such as .shuffle(size)"
         )
     if isinstance(source, pa.RecordBatchReader) or hasattr(source, "__next__"):
         raise TypeError(
-            f"from_arrow got a {type(source).__name__!r}, which can be read only once; "
-            "pass the function that made it"
+            f"from_arrow got a {kind!r}, which can be read only once; pass the "
+            "function that made it"
         )
     splits = source if isinstance(source, (list, tuple)) else [source]
     if splits and all(hasattr(one, "iter_batches") for one in splits):
-        return _Ray(list(splits), wanted)
+        return _Streamed(None, wanted, splits)
     if not (callable(source) or hasattr(source, "__arrow_c_stream__")):
         raise TypeError(
-            f"from_arrow needs Arrow data, got {type(source).__name__!r}: it has no "
-            "__arrow_c_stream__ and is not a function that returns such an object"
+            f"from_arrow needs Arrow data, got {kind!r}: it has no __arrow_c_stream__ "
+            "and is not a function that returns such an object"
         )
     return _Streamed(source, wanted)
 
@@ -107,52 +111,53 @@ class _Shards(ShardedStream[Row]):
 
 
 class _Streamed(Stream[Row]):
-    """A stream that each reader restarts in every epoch."""
+    """A stream that each reader restarts in every epoch, or one of Ray Data.
 
-    def __init__(self, source: Any, wanted: Wanted) -> None:
+    Args:
+        source: The data, or the function that returns it.
+        wanted: The columns and rows to read.
+        splits: Iterators of Ray Data instead, one for each reader.
+    """
+
+    def __init__(
+        self, source: Any, wanted: "Wanted", splits: Iterable[Any] = ()
+    ) -> None:
         super().__init__()
         self._source = source
         self._wanted = wanted
+        self._splits = [*splits]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's rows."""
-        share = reading.share
-        return StreamCursor(self._make(share), self._wanted, share, state, repr(self))
-
-    def _make(self, _share: "Share") -> Callable[[], Any]:
-        source = self._source
-        is_data = hasattr(source, "__arrow_c_stream__")
-        make: Callable[[], Any] = (lambda: source) if is_data else source
-        return make
-
-    def describe(self) -> State:
-        """Return the source and how it is read."""
-        return {
-            "kind": "from_arrow",
-            **self._wanted.describe(),
-            "function": name_of(self._source),
-        }
-
-    def __repr__(self) -> str:
-        return f"from_arrow({name_of(self._source)})"
-
-
-class _Ray(_Streamed):
-    """Iterators of Ray Data, one for each reader."""
-
-    async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's iterator.
+        """Return a cursor over this reader's rows.
 
         Raises:
-            ValueError: If there are not as many iterators as readers.
-            StateMismatchError: If the state is within an epoch.
+            ValueError: If there are not as many iterators of Ray Data as readers.
+            StateMismatchError: If the state is within an epoch of them.
         """
-        share, count = reading.share, len(self._source)
-        if count != share.readers:
+        from aioloader.datasets._arrow.memory import (  # noqa: PLC0415  (needs pyarrow)
+            StreamCursor,
+        )
+
+        share, source = reading.share, self._source
+        if self._splits:
+            self._check_splits(share.readers, state)
+            source = self._splits[share.reader]
+            share = replace(share, reader=0, readers=1)
+
+        def make() -> Any:
+            if self._splits:
+                return source.iter_batches(batch_format="pyarrow", batch_size=None)
+            return source if hasattr(source, "__arrow_c_stream__") else source()
+
+        return StreamCursor(make, self._wanted, share, state, repr(self))
+
+    def _check_splits(self, readers: int, state: State) -> None:
+        count = len(self._splits)
+        if count != readers:
             raise ValueError(
-                f"{self!r} has {count} iterators of Ray Data for {share.readers} "
-                "readers (ranks x workers): each reads its own; pass all that "
-                f"dataset.streaming_split({share.readers}) returns"
+                f"{self!r} has {count} iterators of Ray Data for {readers} readers "
+                "(ranks x workers): each reads its own; pass all that "
+                f"dataset.streaming_split({readers}) returns"
             )
         if "read" in state:  # also of a partly read block
             raise StateMismatchError(
@@ -163,16 +168,15 @@ class _Ray(_Streamed):
                 expected=0,
                 found=state["read"],
             )
-        alone = replace(share, reader=0, readers=1)
-        iterator = self._source[share.reader]
-        make = lambda: iterator.iter_batches(  # noqa: E731  (one of them)
-            batch_format="pyarrow", batch_size=None
-        )
-        return StreamCursor(make, self._wanted, alone, {}, repr(self))
 
     def describe(self) -> State:
         """Return the source and how it is read."""
-        return {**super().describe(), "function": "", "splits": len(self._source)}
+        function = "" if self._splits else name_of(self._source)
+        splits = {"splits": len(self._splits)} if self._splits else {}
+        described = self._wanted.describe()
+        return {"kind": "from_arrow", **described, "function": function, **splits}
 
     def __repr__(self) -> str:
-        return f"from_arrow(<{len(self._source)} iterators of Ray Data>)"
+        if self._splits:
+            return f"from_arrow(<{len(self._splits)} iterators of Ray Data>)"
+        return f"from_arrow({name_of(self._source)})"

@@ -5,16 +5,12 @@ makes
 rows: each batch is cut from the columns, and becomes one tensor per column.
 """
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from aioloader.datasets._arrow.csv import CSVFormat
-from aioloader.datasets._arrow.files import TableFormat
-from aioloader.datasets._arrow.ipc import ArrowFormat
-from aioloader.datasets._arrow.lines import Dialect
-from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
@@ -29,11 +25,22 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-class _TableFiles(StoredStream[Row]):
-    """The part that both kinds of files share."""
+def _imported(module: str) -> Any:
+    """Import a module of formats, which takes long because of pyarrow."""
+    try:
+        importlib.import_module("pyarrow")
+        return importlib.import_module(f"aioloader.datasets._arrow.{module}")
+    except ImportError as exc:
+        raise ImportError(
+            'Parquet and Arrow files need pyarrow: pip install "aioloader[arrow]"'
+        ) from exc
 
-    _format: ClassVar[type[TableFormat[Any]]]
-    # Arguments of the format alone.
+
+class _TableFiles(StoredStream[Row]):
+    """The part that Parquet and Arrow files share."""
+
+    # Module and class of the format, and arguments of it alone.
+    _format: ClassVar[tuple[str, str]]
     _of_format: Mapping[str, Any] = MappingProxyType({})
 
     @names_options
@@ -47,8 +54,9 @@ class _TableFiles(StoredStream[Row]):
         filters: Any = None,
         **options: Unpack[StreamOptions],
     ) -> None:
+        module, name = self._format
         made_by = partial(
-            self._format,
+            getattr(_imported(module), name),
             columns=columns,
             nulls=nulls,
             schema=schema,
@@ -90,7 +98,7 @@ class ParquetDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    _format = ParquetFormat
+    _format = "parquet", "ParquetFormat"
 
 
 class ArrowDataset(_TableFiles):
@@ -113,7 +121,7 @@ class ArrowDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    _format = ArrowFormat
+    _format = "ipc", "ArrowFormat"
 
     @names_options
     def __init__(
@@ -184,7 +192,7 @@ class CSVDataset(StoredStream[Row]):
         strings_can_be_null: bool = False,
         **options: Unpack[StreamOptions],
     ) -> None:
-        dialect = Dialect(
+        dialect = _imported("lines").Dialect(
             delimiter,
             quote_char,
             escape_char,
@@ -193,7 +201,7 @@ class CSVDataset(StoredStream[Row]):
             strings_can_be_null,
         )
         made_by = partial(
-            CSVFormat,
+            _imported("csv").CSVFormat,
             dialect=dialect,
             column_names=column_names,
             column_types=column_types,

@@ -1,79 +1,49 @@
-"""Local copies of files whose server has no ranges.
+"""Files to read tables from: local ones, objects, and local copies of objects.
 
-Tables are read from their ends, so they need ranges. A copy is a temporary file; the
-least recently used ones are removed when there are many, and all after the last
-iteration.
+Tables are read from their ends, so they need ranges. A file whose server has none is
+copied to a temporary file; the least recently used copies are removed when there are
+many, and all after the last iteration.
 """
 
+import asyncio
 import contextlib
 import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Bytes, NoRangesError
+from aioloader.datasets._stores.bytes import NoRangesError
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
+from aioloader.errors import TruncatedReadError
+
+if TYPE_CHECKING:
+    from aioloader.datasets._stores.places import Places
 
 # Most bytes on disk, and copies that are kept even beyond that.
 _MOST_BYTES, _LEAST_COPIES = 1 << 30, 16
 _BUDGET = 16 << 20
 
 
-class Opener(Protocol):
-    """Opens addresses."""
-
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        """Return the addresses that ``patterns`` match, in order."""
-
-    def label(self, address: str) -> str:
-        """Return an address as it may be shown."""
-
-    def name(self, address: str) -> str:
-        """Return the name of a file, as it was given or listed."""
-
-    def path(self, address: str) -> str | None:
-        """Return the path of a local file, or None."""
-
-    def open(self, address: str, start: int, budget: int, /) -> Bytes:
-        """Return the bytes of a file from ``start`` on."""
-
-    async def version(self, address: str) -> Version:
-        """Return the version of a file."""
-
-    async def read(
-        self, address: str, start: int, stop: int, version: Version
-    ) -> Buffer:
-        """Return bytes of a file that is not local, at a version."""
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same, read through a cache."""
-
-    async def aclose(self) -> None:
-        """Wait for requests in flight, and drop connections."""
-
-
 class Copies:
     """Opens addresses, with copies of files that cannot be read by ranges.
 
     Args:
-        opener: Opens the original addresses.
+        places: Opens the original addresses.
     """
 
-    def __init__(self, opener: Opener) -> None:
-        self._opener = opener
+    def __init__(self, places: "Places") -> None:
+        self._places = places
         self._users = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._copies: OrderedDict[str, tuple[str, Version]] = OrderedDict()
         self._lock = threading.Lock()  # copies start in threads
-        self.expand = opener.expand
-        self.label, self.name = opener.label, opener.name
+        self.expand, self.label, self.name = places.expand, places.label, places.name
 
     def enter(self) -> None:
         """Keep copies until ``aclose`` was called once for each call of this."""
@@ -84,18 +54,14 @@ class Copies:
         if address in self._copies:
             self._copies.move_to_end(address)
             return self._copies[address][0]
-        return self._opener.path(address)
-
-    def local(self, address: str) -> str | None:
-        """Return the path of a local file that is no copy, or None."""
-        return self._opener.path(address)
+        return self._places.path(address)
 
     async def version(self, address: str) -> Version:
         """Return the version of a file, or of its copy; copies it if needed."""
         if copy := self._copies.get(address):
             return copy[1]
         try:
-            return await self._opener.version(address)
+            return await self._places.version(address)
         except NoRangesError:
             return await self._copy(address)
 
@@ -107,7 +73,7 @@ class Copies:
         Raises:
             DatasetError: If it is not.
         """
-        path, copy = self._opener.path(address), self._copies.get(address)
+        path, copy = self._places.path(address), self._copies.get(address)
         if copy is not None:
             found = copy[1]
         elif path is None:
@@ -121,25 +87,48 @@ class Copies:
                 raise file_failure(path, error) from error
         Known(version).check(self.label(address), found)
 
+    async def part(
+        self, address: str, start: int, stop: int = 0, version: Version | None = None
+    ) -> tuple[bytes, Version]:
+        """Return some bytes of a file, and its version.
+
+        Args:
+            address: The file.
+            start: First byte; if negative, it counts from the end.
+            stop: One past the last byte; 0: the end of the file.
+            version: What it must be, if known.
+
+        Raises:
+            DatasetError: If it cannot be read, or is not of ``version``.
+        """
+        if (path := self._places.path(address)) is not None:
+            return await asyncio.to_thread(_read_local, path, start, stop, version)
+        version = version or await self.version(address)
+        start, stop = _bounds(start, stop, version.size)
+        data = b""
+        if start < stop:
+            data = bytes(memoryview(await self.read(address, start, stop, version)))
+        return _checked(data, stop - start, self.label(address)), version
+
     async def read(
         self, address: str, start: int, stop: int, version: Version
     ) -> Buffer:
-        """Return bytes of a file, or of its copy."""
+        """Return bytes of an object, or of its copy."""
         while True:
             if address not in self._copies:
                 try:
-                    return await self._opener.read(address, start, stop, version)
+                    return await self._places.read(address, start, stop, version)
                 except NoRangesError:
                     await self._copy(address)
             self.check(address, version)
             # The copy may be replaced by another file's at any moment.
             if copy := self._copies.get(address):
                 with contextlib.suppress(FileNotFoundError):
-                    return await in_thread(_read, copy[0], start, stop)
+                    return (await in_thread(_read_local, copy[0], start, stop, None))[0]
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
-        return type(self)(self._opener.cached(cache))
+        return type(self)(self._places.cached(cache))
 
     async def aclose(self) -> None:
         """Stop pending work; remove the copies after the last iteration."""
@@ -149,10 +138,10 @@ class Copies:
             self._folder = None
             self._copies.clear()
             await in_thread(folder.cleanup)
-        await self._opener.aclose()
+        await self._places.aclose()
 
     async def _copy(self, address: str) -> Version:
-        source = self._opener.open(address, 0, _BUDGET)
+        source = self._places.open(address, 0, _BUDGET)
         file = await in_thread(self._new_file)
         try:
             while memoryview(piece := await source.read()):
@@ -180,10 +169,35 @@ class Copies:
             os.unlink(path)  # noqa: PTH108  (open handles stay valid)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opener,)
+        return type(self), (self._places,)
 
 
-def _read(path: str, start: int, stop: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-        file.seek(start)
-        return file.read(stop - start)
+def _bounds(start: int, stop: int, size: int) -> tuple[int, int]:
+    return max(0, start + size) if start < 0 else start, stop or size
+
+
+def _read_local(
+    path: str, start: int, stop: int, version: Version | None
+) -> tuple[bytes, Version]:
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
+            found = version_of_file(file.fileno())
+            start, stop = _bounds(start, stop, found.size)
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError as error:
+        raise file_failure(path, error) from error
+    Known(version).check(path, found)
+    return _checked(data, stop - start, path), found
+
+
+def _checked(data: bytes, expected: int, location: str) -> bytes:
+    if len(data) != expected:
+        raise TruncatedReadError(
+            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was rewritten "
+            "meanwhile",
+            location=location,
+            expected=expected,
+            received=len(data),
+        )
+    return data

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from aioloader.datasets._arrow.ranges import RangeFile
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyarrow import dataset as ds
-    from pyarrow import parquet as pq
+
+# What pyarrow raises where a condition does not fit the columns.
+_MISFITS = (ValueError, TypeError, NotImplementedError)
 
 
 class Filters:
@@ -27,7 +30,7 @@ class Filters:
     """
 
     def __init__(self, filters: Any) -> None:
-        from pyarrow import compute, parquet  # noqa: PLC0415  (an optional dependency)
+        from pyarrow import compute, parquet  # noqa: PLC0415  (slow to import)
 
         if not isinstance(filters, compute.Expression):
             try:
@@ -61,7 +64,7 @@ class Filters:
         table = schema.empty_table()
         try:
             table.filter(self.expression)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except _MISFITS as error:
             raise ValueError(
                 f"filters={self.expression} do not fit the columns "
                 f"{', '.join(schema.names[:20])}: {error}"
@@ -73,7 +76,7 @@ class Filters:
             return []
         try:
             table.drop_columns(list(among)).filter(self.expression)
-        except (ValueError, TypeError, NotImplementedError):
+        except _MISFITS:
             if len(among) == 1:
                 return list(among)
             half = len(among) // 2
@@ -94,7 +97,7 @@ class Filters:
             schema: The columns of one of them.
             known: What is true of all rows of each.
         """
-        from pyarrow import dataset, fs  # noqa: PLC0415  (an optional dependency)
+        from pyarrow import dataset, fs  # noqa: PLC0415  (slow to import)
 
         made, nowhere = dataset.ParquetFileFormat(), fs.LocalFileSystem()
         found = [
@@ -108,32 +111,39 @@ class Filters:
         self,
         size: int,
         tail: bytes,
-        metadata: "pq.FileMetaData",
         schema: "pa.Schema",
         known: "ds.Expression | None",
-    ) -> Iterable[int]:
+    ) -> Iterable[int] | None:
         """Return the row groups of a Parquet file that may have matching rows.
 
         Args:
             size: Length of the file, in bytes.
-            tail: Its end, with the footer in it.
-            metadata: Metadata in the footer.
+            tail: Its footer, to the end.
             schema: Its columns, with those in its name.
             known: What is true of all its rows.
-        """
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-        from pyarrow import dataset  # noqa: PLC0415  (an optional dependency)
 
-        file = RangeFile(size, _no_more, {size - len(tail): tail})
+        Returns:
+            Their numbers; None if all may.
+        """
+        from pyarrow import dataset  # noqa: PLC0415  (slow to import)
+
+        first = size - len(tail)
+
+        def read(start: int, stop: int) -> bytes:
+            # pyarrow reads more than the footer, and does not look at it.
+            before = bytes(max(0, min(stop, first) - start))
+            return before + tail[max(0, start - first) : max(0, stop - first)]
+
+        file = RangeFile(size, read)
         made = dataset.ParquetFileFormat().make_fragment(
             pa.PythonFile(file, mode="r"), None, known
         )
         try:
             found = made.subset(self.expression, schema=schema)
             return [group.id for group in found.row_groups]
-        except (ValueError, TypeError, NotImplementedError, OSError):
+        except (*_MISFITS, OSError):
             # A column is of another type here, or missing: rows will be tested.
-            return range(metadata.num_row_groups)
+            return None
 
     def __repr__(self) -> str:
         return str(self.expression)
@@ -148,7 +158,3 @@ def _ordered(filters: Any) -> Any:
     if isinstance(filters, (set, frozenset)):
         return sorted(filters, key=lambda value: (str(type(value)), repr(value)))
     return filters
-
-
-def _no_more(_start: int, _stop: int) -> bytes:
-    return b""

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote
 
+import pyarrow as pa
+from pyarrow import compute as pc
+
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyarrow import dataset as ds
 
 # Column to value; None: NULL.
@@ -32,8 +34,6 @@ def columns_of(names: Iterable[str], known: "Iterable[pa.Field]") -> "pa.Schema"
         known: Types that the user has chosen. Others are as in pyarrow: int32 where all
             values are such numbers, or else text.
     """
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     found: dict[str, set[str | None]] = {}
     for name in names:
         for key, value in values_of(name).items():
@@ -63,9 +63,6 @@ def condition_of(
         columns: The columns in the names of all files.
         own: The columns that a file itself has, whatever its name says.
     """
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-    from pyarrow import compute as pc  # noqa: PLC0415  (an optional dependency)
-
     known, values = None, values_of(name)
     for field in columns:
         if field.name not in values or field.name in own.names:
@@ -82,8 +79,6 @@ def condition_of(
 
 
 def _type(values: Iterable[str | None]) -> "pa.DataType":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     numbers = [value for value in values if value is not None]
     try:
         pa.array(numbers, pa.string()).cast(pa.int32())

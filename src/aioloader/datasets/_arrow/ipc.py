@@ -9,35 +9,24 @@ structure.
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from aioloader._observe.warnings import warn
-from aioloader.datasets._arrow.copies import Opener
-from aioloader.datasets._arrow.files import (
-    Part,
-    TableFormat,
-    read_head,
-    read_tail,
-)
-from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
-from aioloader.datasets._arrow.reader import Place, Slice, Source, TableReader, shares
-from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._arrow.files import TAIL, End, Part, TableFormat
+from aioloader.datasets._arrow.ranges import Span, file_of
+from aioloader.datasets._arrow.reader import Opened, TableReader, part_of, shares
+from aioloader.datasets._arrow.wanted import checked
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from aioloader.datasets._streams.shards import Position
-
-# An address, and the first of its record batches and one past the last. For a stream
-# their number is not known: (0, 0).
-# Then, optionally, a part of its only record batch, and the number of parts.
-Batches: TypeAlias = tuple[Any, ...]
 
 _MAGIC = b"ARROW1"
 # Length of the footer, and the magic number after it.
@@ -48,35 +37,16 @@ _SHARD = 4 << 20
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
 
 
-class Layout(NamedTuple):
-    """Positions in a file.
-
-    Attributes:
-        schema: Its columns.
-        version: The version of the file.
-        footer: The end of the file, from the footer on; empty for a stream.
-        dictionaries: Positions of the dictionaries.
-        batches: Positions of the record batches.
-    """
-
-    schema: "pa.Schema"
-    version: Version
-    footer: bytes
-    dictionaries: list[Span]
-    batches: list[Span]
-
-    @property
-    def size(self) -> int:
-        """Length, in bytes."""
-        return self.version.size
-
-
-class ArrowFormat(TableFormat[Layout]):
+class ArrowFormat(TableFormat):
     """Record batches of Arrow IPC files and streams (also known as Feather).
+
+    A shard is an address, the first of its record batches and one past the last: (0, 0)
+    for a stream, whose number is not known. Then, optionally, a part of its only record
+    batch, and the number of parts.
 
     Args:
         addresses: As for ``TableFormat``.
-        opener: As for ``TableFormat``.
+        places: As for ``TableFormat``.
         missing_end: What a stream without its end mark is.
         wanted: As for ``TableFormat``.
     """
@@ -84,21 +54,21 @@ class ArrowFormat(TableFormat[Layout]):
     def __init__(
         self,
         addresses: Any,
-        opener: Opener,
+        places: Any,
         *,
         missing_end: MissingEnd = "error",
         **wanted: Any,
     ) -> None:
-        super().__init__(addresses, opener, **wanted)
+        super().__init__(addresses, places, **wanted)
         self._missing_end = missing_end
 
-    def open(self, shard: Batches, position: "Position", budget: int) -> TableReader:
+    def open(self, shard: Part, position: "Position", budget: int) -> TableReader:
         """Return a reader of some record batches."""
         address, first, stop, *part = shard
         unit = f"record batches {first} to {stop - 1}" if stop else ""
-        place = Place(self._opener.label(address), unit, Slice(*part))
-        opening = partial(self._open, address, range(first, stop), place, position)
-        return TableReader(opening, place, position.get("row", 0), budget)
+        opening = partial(self._open, address, range(first, stop), part, position)
+        label = self._opener.label(address)
+        return TableReader(opening, label, unit, position, budget)
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
         address, first, stop = shard
@@ -108,42 +78,53 @@ class ArrowFormat(TableFormat[Layout]):
                 "cannot be cut for more readers; write it as an Arrow file"
             )
         if count <= stop - first:
-            edges = [first]
-            for share in shares(stop - first, count):
-                edges.append(edges[-1] + share)
-            return [(address, *pair) for pair in pairwise(edges)]
+            edges = [part_of(stop - first, at, count)[0] for at in range(count + 1)]
+            return [(address, first + a, first + b) for a, b in pairwise(edges)]
         return [
             (address, number, number + 1, part, parts)
             for number, parts in enumerate(shares(count, stop - first), first)
             for part in range(parts)
         ]
 
-    def _parts_of(self, end: Layout) -> Iterable[tuple[Part, int]]:
-        for first, last in _grouped(end.batches) if end.footer else [(0, 0)]:
-            nbytes = sum(stop - start for start, stop in end.batches[first:last])
-            yield (first, last), nbytes or end.size
+    # -- ends of files --------------------------------------------------------------
 
-    async def _read_end(self, address: str, location: str) -> Layout:
-        tail = await read_tail(self._opener, address)
-        if not tail.data.endswith(_MAGIC):
-            head = await self._stream_head(address, tail.version)
+    async def _read_end(self, address: str, location: str) -> End:
+        tail, version = await self._opener.part(address, -TAIL)
+        if not tail.endswith(_MAGIC):
+            head = await self._stream_head(address, version, location)
             schema = await asyncio.to_thread(_schema_of, head, location)
-            return Layout(schema, tail.version, b"", [], [(0, tail.size)])
-        length = _footer_length(tail.data, tail.size, location)
-        if length > len(tail.data):
-            tail = await read_tail(self._opener, address, length, tail.version)
-        footer = tail.data[-length:]
-        return await asyncio.to_thread(_file_layout, footer, tail.version, location)
+            none: list[Span] = []
+            whole, size = (b"", none, [(0, version.size)]), version.size
+            return End(version, schema, [((0, 0), size)], whole, len(head))
+        length = _footer_length(tail, version.size, location)
+        if length > len(tail):
+            tail, _ = await self._opener.part(address, -length, 0, version)
+        args = tail[-length:], version, location
+        return await asyncio.to_thread(self._parsed, *args)
 
-    def _drop_ends(self) -> None:
-        # Shards of one file are mostly read one after the other.
-        while len(self._kept) > 1:
-            self._kept.popitem(last=False)
+    def _parsed(self, footer: bytes, version: Version, location: str) -> End:
+        """Read a footer; in a thread, because wide tables take long."""
+        # The start and the end of the file are enough for the metadata.
+        ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
+        try:
+            with pa.ipc.open_file(ends) as reader:
+                schema, count = checked(reader.schema), reader.num_record_batches
+            dictionaries, batches = _blocks(footer[:-_END], version.size, count)
+        except Exception as error:
+            text = (
+                f"{location!r} has a footer that cannot be read: {error}; it is damaged"
+            )
+            raise DatasetError(text, location=location) from error
+        # The footer, and where dictionaries and record batches are.
+        facts, parts = (footer, dictionaries, batches), _grouped(batches)
+        return End(version, self._shared(schema), parts, facts, len(footer))
 
-    async def _stream_head(self, address: str, version: Version) -> bytes:
+    async def _stream_head(
+        self, address: str, version: Version, location: str
+    ) -> bytes:
         """Return the first message of a stream, which holds the schema."""
-        location, size = self._opener.label(address), version.size
-        head = await read_head(self._opener, address, min(size, 8), version)
+        size = version.size
+        head, _ = await self._opener.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
             raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
@@ -157,68 +138,65 @@ class ArrowFormat(TableFormat[Layout]):
             # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
-                return await read_head(self._opener, address, stop, version)
+                return (await self._opener.part(address, 0, stop, version))[0]
         text = f"{location!r} is not an Arrow file or stream"
         if size < 8 or (first == _CONTINUED and stop > size):
             text += f", or was cut short at {size:,} bytes"
             raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
 
+    # -- reading --------------------------------------------------------------------
+
     async def _open(
         self,
         address: str,
         numbers: range,
-        place: Place,
+        part: Sequence[int],
         position: "Position",
         window: int,
-    ) -> Source:
-        layout = await self._end(address, position)
-        if numbers.stop > len(layout.batches) or bool(numbers) != bool(layout.footer):
+    ) -> Opened:
+        end, wanted = await self._end(address, position)
+        footer, dictionaries, batches = end.facts
+        location = self._opener.label(address)
+        if numbers.stop > len(batches) or bool(numbers) != bool(footer):
             raise DatasetError(
-                f"{place.location!r} has {len(layout.batches)} record batches, of "
-                f"which {numbers.start} to {numbers.stop} are wanted; it was "
-                "rewritten meanwhile",
-                location=place.location,
+                f"{location!r} has {len(batches)} record batches, of which "
+                f"{numbers.start} to {numbers.stop} are wanted; it was rewritten "
+                "meanwhile",
+                location=location,
             )
-        ranges, path = None, self._opener.path(address)
-        if path is None:
-            chosen = layout.batches[numbers.start : numbers.stop] or layout.batches
-            most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-            spans = plan([*layout.dictionaries, *chosen], most)
-            ranges = Ranges(
-                partial(self._opener.read, address, version=layout.version),
-                layout.size,
-                sorted(spans, key=lambda found: found.start),
-                budget=window,
-                location=place.location,
-                in_order=True,
-            )
-        file = partial(_file_of, path, ranges, layout)
-        read = (
-            partial(_file_batches, numbers=numbers, part=place.part)
-            if numbers
-            else partial(
-                _stream_batches,
-                location=place.location,
-                missing_end=self._missing_end,
-            )
-        )
-        batches = partial(_batches, file, read, layout.schema, self._wanted)
-        check = partial(self._opener.check, address, layout.version)
-        rows_of = self._rows_of(address, self._wanted, place.location)
-        return Source(batches, rows_of, None, ranges, layout.version, check)
+        spans = dictionaries + (batches[numbers.start : numbers.stop] or batches)
+        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
+        ranges = self._ranges(address, end, spans, most, window)
+        if ranges is not None:
+            ranges.tail = footer
+        path = self._opener.path(address)
+        names = wanted.present(end.schema)
+        fields = [end.schema.get_field_index(name) for name in names]
+        options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+
+        def items() -> "Iterator[pa.RecordBatch]":
+            with contextlib.closing(file_of(path, ranges)) as file:
+                batches = (
+                    _file_batches(file, options, numbers, part)
+                    if numbers
+                    else _stream_batches(file, options, location, self._missing_end)
+                )
+                for batch in batches:
+                    yield batch.select(names)
+
+        return self._opened(address, end, wanted, items=items, ranges=ranges)
 
 
-def _grouped(batches: list[Span]) -> list[tuple[int, int]]:
-    """Group small batches: the first number of each group, and one past its last."""
-    groups: list[tuple[int, int]] = []
-    nbytes = _SHARD
+def _grouped(batches: list[Span]) -> list[tuple[Part, int]]:
+    """Group small batches: the first number of each group, one past its last, bytes."""
+    groups: list[tuple[Part, int]] = []
     for number, (start, stop) in enumerate(batches):
+        (first, _), nbytes = groups[-1] if groups else ((0, 0), _SHARD)
         if nbytes + stop - start > _SHARD:
-            groups.append((number, number))
-            nbytes = 0
-        groups[-1] = groups[-1][0], number + 1
-        nbytes += stop - start
+            groups.append(((number, number + 1), stop - start))
+        else:
+            groups[-1] = (first, number + 1), nbytes + stop - start
     return groups
 
 
@@ -240,8 +218,6 @@ def _footer_length(data: bytes, size: int, location: str) -> int:
 
 
 def _schema_of(head: bytes, location: str) -> "pa.Schema":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     try:
         return checked(pa.ipc.read_schema(pa.BufferReader(head)))
     except Exception as error:
@@ -249,27 +225,12 @@ def _schema_of(head: bytes, location: str) -> "pa.Schema":
         raise DatasetError(text, location=location) from error
 
 
-def _file_layout(footer: bytes, version: Version, location: str) -> Layout:
-    """Read a footer; in a thread, because wide tables take long."""
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    # The start and the end of the file are enough for the metadata.
-    ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
-    try:
-        with pa.ipc.open_file(ends) as reader:
-            schema, count = checked(reader.schema), reader.num_record_batches
-        dictionaries, batches = _blocks(footer[:-_END], version.size, count)
-    except Exception as error:
-        text = f"{location!r} has a footer that cannot be read: {error}; it is damaged"
-        raise DatasetError(text, location=location) from error
-    return Layout(schema, version, footer, dictionaries, batches)
-
-
 def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span]]:
     """Return the positions of dictionaries and record batches in a footer.
 
-    pyarrow does not expose them. The footer is a FlatBuffer: a table whose third and
-    fourth fields are vectors of (offset, length of metadata, length of body).
+    pyarrow does not expose them, and without them each batch would take two requests,
+    one after the other. The footer is a FlatBuffer: a table whose third and fourth
+    fields are vectors of (offset, length of metadata, length of body).
     Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
 
     Raises:
@@ -284,79 +245,46 @@ def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span
     found: list[list[Span]] = []
     for entry in (8, 10):
         (offset,) = struct.unpack_from("<H", footer, fields + entry)
-        spans: list[Span] = []
-        if entry < length and offset:
-            (vector,) = struct.unpack_from("<I", footer, table + offset)
-            spans = _spans(footer, table + offset + vector, size)
-        found.append(spans)
+        is_there = entry < length and offset
+        found.append(_spans(footer, table + offset, size) if is_there else [])
     dictionaries, batches = found
     if len(batches) != count:
         raise ValueError(f"{len(batches)} of {count} record batches are listed")
     return dictionaries, batches
 
 
-def _spans(footer: bytes, vector: int, size: int) -> list[Span]:
-    (count,) = struct.unpack_from("<I", footer, vector)
-    if count > len(footer):
-        raise ValueError(f"a list has {count:,} entries")
+def _spans(footer: bytes, field: int, size: int) -> list[Span]:
+    (vector,) = struct.unpack_from("<I", footer, field)
+    (count,) = struct.unpack_from("<I", footer, field + vector)
+    first = field + vector + 4
     spans: list[Span] = []
-    for number in range(count):
-        start, metadata, body = struct.unpack_from(
-            "<qi4xq", footer, vector + 4 + 24 * number
-        )
-        if min(start, metadata, body) < 0 or start + metadata + body > size:
+    for start, head, body in struct.iter_unpack(
+        "<qi4xq", footer[first : first + 24 * count]
+    ):
+        if min(start, head, body) < 0 or start + head + body > size:
             raise ValueError(f"a message is outside the file's {size:,} bytes")
-        spans.append((start, start + metadata + body))
+        spans.append((start, start + head + body))
+    if len(spans) != count:
+        raise ValueError(f"a list has {count:,} entries")
     return spans
 
 
-# -- decoding ----------------------------------------------------------------------
-
-
-def _file_of(path: str | None, ranges: Ranges | None, layout: Layout) -> Any:
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    if path is not None:
-        return pa.OSFile(path)
-    assert ranges is not None
-    footer = layout.footer
-    known = {layout.size - len(footer): footer} if footer else {}
-    return pa.PythonFile(RangeFile(ranges.size, ranges.read, known), mode="r")
-
-
-def _batches(
-    make_file: Callable[[], Any],
-    read: "Callable[[Any, Any], Iterator[pa.RecordBatch]]",
-    schema: "pa.Schema",
-    wanted: Wanted,
-) -> "Iterator[pa.RecordBatch]":
-    """Decode record batches, in the thread that iterates."""
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    fields = [schema.get_field_index(name) for name in wanted.table.present(schema)]
-    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    with contextlib.closing(make_file()) as file:
-        for batch in read(file, options):
-            yield wanted.of(batch)
+# -- decoding, in the thread that iterates -----------------------------------------
 
 
 def _file_batches(
-    file: Any, options: Any, *, numbers: range, part: Slice
+    file: Any, options: Any, numbers: range, part: Sequence[int]
 ) -> "Iterator[pa.RecordBatch]":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     with pa.ipc.open_file(file, options=options) as reader:
         for number in numbers:
             batch = reader.get_batch(number)
-            first, stop = part.bounds(batch.num_rows)
-            yield batch.slice(first, stop - first) if part.parts > 1 else batch
+            first, stop = part_of(batch.num_rows, *part)
+            yield batch.slice(first, stop - first) if part else batch
 
 
 def _stream_batches(
-    file: Any, options: Any, *, location: str, missing_end: MissingEnd
+    file: Any, options: Any, location: str, missing_end: MissingEnd
 ) -> "Iterator[pa.RecordBatch]":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:

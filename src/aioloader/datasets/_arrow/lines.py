@@ -4,17 +4,18 @@ A newline within quotes ends no line. An unreadable line is a failed sample; the
 around it are read.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv
 
 from aioloader._order.blocks import Bad
 from aioloader.errors import DatasetError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # Bytes parsed at once: the search for quotes holds the interpreter lock.
 BLOCK = 1 << 18
@@ -46,7 +47,6 @@ class Dialect:
     newlines_in_values: bool = False
     null_values: Sequence[str] | None = None
     strings_can_be_null: bool = False
-    _quoted: "re.Pattern[bytes] | None" = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("delimiter", "quote_char", "escape_char"):
@@ -56,29 +56,19 @@ class Dialect:
                 raise ValueError(f"{name} must be one character, got {sign!r}")
         if isinstance(self.null_values, str | AbstractSet):
             raise TypeError(f"null_values must be a list, got {self.null_values!r}")
-        object.__setattr__(self, "_quoted", self._pattern())
 
     def describe(self) -> dict[str, Any]:
         """Return all settings, JSON-serialisable."""
         nulls = None if self.null_values is None else list(self.null_values)
-        return {
-            "delimiter": self.delimiter,
-            "quote_char": self.quote_char,
-            "escape_char": self.escape_char,
-            "newlines_in_values": self.newlines_in_values,
-            "null_values": nulls,
-            "strings_can_be_null": self.strings_can_be_null,
-        }
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return {**settings, "null_values": nulls}
 
     def first_end(self, data: bytes) -> int:
         """Return where the first line ends, after its newline; 0: not in ``data``."""
-        end = data.find(b"\n") + 1
-        for start, stop, is_open in self._spans(data):
-            if not end or end <= start:
-                break
-            if end <= stop or is_open:
-                end = 0 if is_open else data.find(b"\n", stop) + 1
-        return end
+        if not self._is_quoted(data):
+            return data.find(b"\n") + 1
+        found = re.match(self._values + rb"\n", data)
+        return 0 if found is None else found.end()
 
     def last_end(self, data: bytes) -> int:
         """Return where the last whole line ends, after its newline; 0: none.
@@ -86,18 +76,15 @@ class Dialect:
         Args:
             data: Starts with a line.
         """
-        end = data.rfind(b"\n") + 1
-        for start, stop, is_open in reversed(self._spans(data)):
-            if stop < end and not is_open:
-                break
-            if start < end:
-                end = data.rfind(b"\n", 0, start) + 1
-        return end
+        if not self._is_quoted(data):
+            return data.rfind(b"\n") + 1
+        found = re.match(rb"(?:" + self._values + rb"\n)*+", data)
+        return 0 if found is None else found.end()
 
     def is_open(self, data: bytes) -> bool:
         """Return whether ``data`` ends within quotes."""
-        spans = self._spans(data)
-        return bool(spans) and spans[-1][2]
+        rest = data[self.last_end(data) :]
+        return self._is_quoted(rest) and not re.fullmatch(self._values, rest)
 
     def parse(
         self,
@@ -115,9 +102,6 @@ class Dialect:
                 if all is text.
             include: The columns to return; empty: all.
         """
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-        from pyarrow import csv  # noqa: PLC0415  (an optional dependency)
-
         if data.startswith(BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
         nulls = {} if self.null_values is None else {"null_values": self.null_values}
@@ -141,34 +125,29 @@ class Dialect:
             ),
         )
 
-    def _spans(self, data: bytes) -> list[tuple[int, int, bool]]:
-        """Return the positions of quoted values, and whether one is not closed."""
-        if self._quoted is None or self.quote_bytes not in data:
-            return []
-        found = self._quoted.finditer(data)
-        return [(one.start(), one.end(), not one[1]) for one in found]
+    def _is_quoted(self, data: bytes) -> bool:
+        return self.quote_char is not False and str(self.quote_char).encode() in data
 
-    @property
-    def quote_bytes(self) -> bytes:
-        """The quote character."""
-        return str(self.quote_char).encode()
+    @functools.cached_property
+    def _values(self) -> bytes:
+        """A pattern of the values of one line, which are not within quotes at its end.
 
-    def _pattern(self) -> "re.Pattern[bytes] | None":
-        """Return a pattern for a quoted value, which starts where a value does."""
-        if self.quote_char is False:
-            return None
-        quote, between = re.escape(self.quote_bytes), re.escape(self.delimiter.encode())
-        inner = [rb"[^" + quote + rb"]", quote + quote]
-        if self.escape_char is not False:
-            escape = re.escape(str(self.escape_char).encode())
-            inner = [
-                rb"[^" + quote + escape + rb"]",
-                quote + quote,
-                escape + rb"(?s:.)",
-            ]
-        begin = rb"(?:\A|(?<=[" + between + rb"\r\n]))"
-        return re.compile(begin + quote + rb"(?:" + rb"|".join(inner) + rb")*+(" + quote
-                          + rb"|\Z)")  # fmt: skip
+        A quote within a value is a character.
+        """
+        quote, escape, between = (
+            re.escape(str(sign or "").encode())
+            for sign in (self.quote_char, self.escape_char, self.delimiter)
+        )
+        inner = rb"[^" + quote + escape + rb"]|" + quote + quote
+        if escape:
+            inner += rb"|" + escape + rb"(?s:.)"
+        quoted = quote + rb"(?:" + inner + rb")*+" + quote
+        value = rb"(?:" + quoted + rb"|(?!" + quote + rb"))[^" + between + rb"\r\n]*+"
+        return value + rb"(?:[" + between + rb"\r]" + value + rb")*+"
+
+
+# Names of the settings.
+SETTINGS = tuple(one.name for one in fields(Dialect) if one.init)
 
 
 def _is_text(data: bytes) -> bool:
@@ -184,42 +163,29 @@ def _skip(_row: Any) -> str:
     return "skip"
 
 
-class Range(NamedTuple):
-    """A range of a file: the lines that start in it.
-
-    Attributes:
-        start: First byte.
-        stop: One past the last byte; None: no end.
-        is_first: Whether a line starts at the first byte; if not, the range is read
-            from the byte before it, because a line may have started earlier.
-    """
-
-    start: int
-    stop: int | None
-    is_first: bool
-
-    @property
-    def begin(self) -> int:
-        """The first byte to read."""
-        return self.start if self.is_first else self.start - 1
-
-
 def blocks(
-    read: Callable[[int], bytes], span: Range, dialect: Dialect, location: str
+    read: Callable[[int], bytes],
+    at: int,
+    stop: int | None,
+    dialect: Dialect,
+    location: str,
+    *,
+    is_inside: bool,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that start in a range of a file, and their positions.
 
     Args:
         read: Returns the next bytes of the range; none at the end.
-        span: The range.
+        at: Its first byte.
+        stop: One past its last byte; None: no end.
         dialect: How lines are written.
         location: Redacted address, for errors.
+        is_inside: Whether the first byte belongs to a line that started earlier.
 
     Raises:
         DatasetError: If the range or the file ends within quotes.
     """
-    at, data, is_last, stop = span.begin, b"", False, span.stop
-    is_inside = not span.is_first  # within a line
+    data, is_last = b"", False
     while not is_last:
         piece = read(max(BLOCK, len(data)))
         data, is_last = data + piece, not piece

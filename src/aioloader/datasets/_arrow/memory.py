@@ -12,13 +12,14 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pyarrow as pa
+
 from aioloader._order.blocks import Block
 from aioloader.datasets._arrow.reader import (
-    Place,
-    Slice,
-    Source,
+    Opened,
     TableReader,
     between,
+    part_of,
     shares,
 )
 from aioloader.datasets._arrow.wanted import Wanted
@@ -26,7 +27,6 @@ from aioloader.datasets._streams.cursors import Replayed, State
 from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyarrow import dataset as ds
 
     from aioloader._order.shares import Share
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _SHARD, _ROWS = 1 << 16, 1 << 14
 _BUDGET = 16 << 20
 Range: TypeAlias = tuple[int, int]
-# A fragment, and a part of it.
-Piece: TypeAlias = "tuple[ds.Fragment, Slice]"
+# A fragment, which of its parts, and how many it has.
+Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
 
 
 class MemoryFormat(CutsShards, WeighsShards):
@@ -50,8 +50,7 @@ class MemoryFormat(CutsShards, WeighsShards):
 
     def __init__(self, table: "pa.Table", wanted: Wanted) -> None:
         self._table = table
-        self._wanted = wanted
-        wanted.check(table.schema, "the table")
+        self._wanted = wanted.checked(table.schema, "the table")
 
     async def shards(
         self, _stack: AsyncExitStack, _known: "Summary | None" = None
@@ -63,7 +62,7 @@ class MemoryFormat(CutsShards, WeighsShards):
 
     async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
         """Return ``count`` ranges of nearly the same length."""
-        return [Slice(n, count).bounds(self._table.num_rows) for n in range(count)]
+        return [part_of(self._table.num_rows, at, count) for at in range(count)]
 
     async def sizes(self, shards: Sequence[Range], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
         """Return the number of rows of each range."""
@@ -80,15 +79,15 @@ class MemoryFormat(CutsShards, WeighsShards):
     def open(self, shard: Range, position: "Position", budget: int) -> TableReader:
         """Return a reader of a range."""
         start, stop = shard
-        part = self._table.slice(start, stop - start)
-        place = Place("the table", f"rows {start:,} to {stop:,}")
+        part, location = self._table.slice(start, stop - start), "the table"
 
-        async def opening(_window: int) -> Source:
+        async def opening(_window: int) -> Opened:
             batches = map(self._wanted.of, part.to_batches(max_chunksize=_ROWS))
-            rows_of = partial(self._wanted.rows_of, location=place.location)
-            return Source(lambda: batches, rows_of, part.num_rows)
+            rows_of = partial(self._wanted.rows_of, location=location)
+            return Opened(lambda: batches, rows_of, part.num_rows)
 
-        return TableReader(opening, place, position.get("row", 0), budget)
+        unit = f"rows {start:,} to {stop:,}"
+        return TableReader(opening, location, unit, position, budget)
 
 
 class FragmentFormat(CutsShards):
@@ -102,40 +101,39 @@ class FragmentFormat(CutsShards):
 
     def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
         self._dataset = dataset
-        self._wanted = wanted
+        self._wanted = wanted.checked(dataset.schema, "the dataset")
+        filters = wanted.filters
+        self._condition = None if filters is None else filters.expression
         self._is_pyarrows = type(dataset).__module__.startswith("pyarrow.")
-        wanted.check(dataset.schema, "the dataset")
 
     async def shards(
         self, _stack: AsyncExitStack, _known: "Summary | None" = None
     ) -> "list[Piece]":
         """Return the fragments that may have wanted rows."""
-        return [(one, Slice()) for one in await asyncio.to_thread(self._fragments)]
+        return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
         """Return ``count`` parts of the fragments."""
+        pieces = zip(shards, shares(count, len(shards)), strict=True)
         return [
-            (fragment, Slice(number, parts))
-            for (fragment, _), parts in zip(
-                shards, shares(count, len(shards)), strict=True
-            )
+            (fragment, number, parts)
+            for (fragment, *_), parts in pieces
             for number in range(parts)
         ]
 
     def _fragments(self) -> "list[ds.Fragment]":
         if not self._is_pyarrows:
             return list(self._dataset.get_fragments())
-        condition = self._condition
         found: list[ds.Fragment] = []
-        for fragment in self._dataset.get_fragments(condition):
+        for fragment in self._dataset.get_fragments(self._condition):
             split = getattr(fragment, "split_by_row_group", None)
-            schema = self._dataset.schema
-            found += [fragment] if split is None else split(condition, schema)
+            args = self._condition, self._dataset.schema
+            found += [fragment] if split is None else split(*args)
         return found or list(self._dataset.get_fragments())[:1]
 
     def summary(self, shards: "Sequence[Piece]") -> "Summary":
         """Return the number of fragments, and a checksum of their files' names."""
-        return summary_of(_name(fragment) for fragment, _ in shards)
+        return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
         """Return which parts of the dataset are read."""
@@ -143,42 +141,39 @@ class FragmentFormat(CutsShards):
 
     def open(self, shard: "Piece", position: "Position", budget: int) -> TableReader:
         """Return a reader of a fragment, or of a part of it."""
-        fragment, part = shard
-        place = Place(_name(fragment), "", part)
+        fragment, number, parts = shard
+        location = _name(fragment)
 
-        async def opening(_window: int) -> Source:
-            rows_of = partial(self._wanted.rows_of, location=place.location)
-            batches = partial(self._part, fragment, part)
-            return Source(batches, rows_of, has_thread=True)
+        async def opening(_window: int) -> Opened:
+            rows_of = partial(self._wanted.rows_of, location=location)
+            batches = partial(self._part, fragment, number, parts)
+            return Opened(batches, rows_of, may_wait=True)
 
-        return TableReader(opening, place, position.get("row", 0), budget)
+        return TableReader(opening, location, "", position, budget)
 
-    def _part(self, fragment: "ds.Fragment", part: Slice) -> "Iterator[pa.RecordBatch]":
+    def _part(
+        self, fragment: "ds.Fragment", number: int, parts: int
+    ) -> "Iterator[pa.RecordBatch]":
         """Return the batches of a fragment, or those of a part of its rows."""
-        if part.parts == 1:
+        if parts == 1:
             return self._batches(fragment)
         if self._condition is None and not self._is_pyarrows:
             rows = fragment.count_rows()
         else:
             # pyarrow 26 also counts rows of other row groups.
             rows = sum(one.num_rows for one in self._batches(fragment, []))
-        return between(self._batches(fragment), *part.bounds(rows))
+        return between(self._batches(fragment), *part_of(rows, number, parts))
 
     def _batches(
         self, fragment: "ds.Fragment", columns: list[str] | None = None
     ) -> "Generator[pa.RecordBatch, None, None]":
-        names = list(self._wanted.table.names) if columns is None else columns
+        names = list(self._wanted.names) if columns is None else columns
         options: dict[str, Any] = {"columns": names, "filter": self._condition}
         if self._is_pyarrows:
             # The schema includes the partition columns.
             options |= {"schema": self._dataset.schema, "use_threads": False}
         scanner = fragment.scanner(batch_size=_ROWS, **options)
         yield from scanner.to_reader()
-
-    @property
-    def _condition(self) -> Any:
-        filters = self._wanted.filters
-        return None if filters is None else filters.expression
 
 
 def _name(fragment: "ds.Fragment") -> str:
@@ -213,9 +208,9 @@ class StreamCursor(Replayed):
         self._wanted = wanted
         self._reader, self._readers = share.reader, share.readers
         self._row: int = state.get("read", 0)
-        place = Place(label, "")
-        self._rows = TableReader(self._opening, place, self._row, _BUDGET)
         self._label = label
+        at = {"row": self._row}
+        self._rows = TableReader(self._opening, label, "", at, _BUDGET)
 
     async def _close(self) -> None:
         """Close the source."""
@@ -237,14 +232,16 @@ class StreamCursor(Replayed):
         """Return the number of rows read for all readers."""
         return {"read": self._row}
 
-    async def _opening(self, _window: int) -> Source:
-        rows_of = partial(self._wanted.rows_of, location=self._label)
-        return Source(self._batches, rows_of, has_thread=True, is_users=True)
+    async def _opening(self, _window: int) -> Opened:
+        return Opened(self._batches, self._rows_of, may_wait=True, is_users=True)
 
     def _batches(self) -> "Iterator[pa.RecordBatch]":
         for batch in batches_of(self._source()):
-            self._wanted.check(batch.schema, self._label)
+            self._wanted = self._wanted.checked(batch.schema, self._label)
             yield self._wanted.of(batch)
+
+    def _rows_of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+        return self._wanted.rows_of(batch, self._label)
 
 
 def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
@@ -253,8 +250,6 @@ def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
     Raises:
         TypeError: If it has none.
     """
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
     if isinstance(source, pa.RecordBatch):
         yield source
     elif hasattr(source, "__arrow_c_stream__"):

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Bad, Block, cut
+from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.versions import Version
@@ -25,7 +25,6 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader.datasets._arrow.ranges import Ranges
     from aioloader.datasets._streams.shards import Position
 
 # Larger steps do not fit into the processor's caches.
@@ -35,86 +34,53 @@ _LEAST_STEP, _MOST_STEP = 1 << 16, 2 << 20
 _BAD_TEXT = "Invalid UTF8"
 
 
-class Budget(NamedTuple):
-    """Shares of the bytes that a reader may hold.
+class Mark(NamedTuple):
+    """A place where reading can start again.
 
     Attributes:
-        step: For the decoded batches of one step; two of them are held.
-        window: For bytes not yet decoded.
+        byte: Where, in the file.
+        row: How many rows were passed on before.
+        read: How many were read before; filters make these differ.
     """
 
-    step: int
-    window: int
-
-    @classmethod
-    def of(cls, nbytes: int) -> "Budget":
-        """Divide ``nbytes``."""
-        step = max(_LEAST_STEP, min(_MOST_STEP, nbytes // 4))
-        return cls(step, max(0, nbytes - 2 * step))
+    byte: int
+    row: int = 0
+    read: int = 0
 
 
-class Slice(NamedTuple):
-    """One of several parts with equal numbers of rows, in order.
-
-    Attributes:
-        number: Which part.
-        parts: How many there are.
-    """
-
-    number: int = 0
-    parts: int = 1
-
-    def bounds(self, rows: int) -> tuple[int, int]:
-        """Return the first of its rows and one past the last, given their number."""
-        return rows * self.number // self.parts, rows * (self.number + 1) // self.parts
-
-
-_WHOLE = Slice()
+# A batch that was read, one that alone cannot be, or where the next one starts.
+Item: TypeAlias = "pa.RecordBatch | Bad | Mark"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Names the data being read, for errors.
-
-    Attributes:
-        location: The file, redacted.
-        unit: Part of the file, such as ``"row group 3"``; empty: all.
-        part: Part of its rows.
-    """
-
-    location: str
-    unit: str
-    part: Slice = _WHOLE
-
-    def __str__(self) -> str:
-        return f"{self.unit} of {self.location!r}" if self.unit else repr(self.location)
-
-
-@dataclass(frozen=True)
-class Source:
+class Opened:
     """An open shard.
 
     Attributes:
-        batches: Starts decoding; called, and iterated, in threads. An item that alone
-            cannot be read is a ``Bad``.
+        items: Starts decoding; called, and iterated, in threads.
         rows_of: Makes the rows to deliver from a checked batch.
         rows: Expected number of rows, if known.
         ranges: The requests for bytes, if any.
         version: Version of the file.
         check: Checks that a local file is still of that version: whatever was decoded,
             and whatever failed, may be of another one.
-        has_thread: Whether it has a separate thread, because it may wait.
+        may_wait: Whether it needs a separate thread.
         is_users: Whether errors are the user's, who made the source.
     """
 
-    batches: "Callable[[], Iterator[pa.RecordBatch | Bad]]"
+    items: "Callable[[], Iterator[Item]]"
     rows_of: "Callable[[pa.RecordBatch], pa.RecordBatch]"
     rows: int | None = None
-    ranges: "Ranges | None" = None
+    ranges: Ranges | None = None
     version: Version | None = None
     check: Callable[[], None] | None = None
-    has_thread: bool = False
+    may_wait: bool = False
     is_users: bool = False
+
+
+def part_of(rows: int, number: int = 0, parts: int = 1) -> tuple[int, int]:
+    """Return the first row of one of several equal parts, and one past the last."""
+    return rows * number // parts, rows * (number + 1) // parts
 
 
 def between(
@@ -137,213 +103,52 @@ def shares(count: int, among: int) -> list[int]:
     return [count * (at + 1) // among - count * at // among for at in range(among)]
 
 
-class Steps:
-    """Turns batches into blocks, several at a time, in threads, one after the other.
-
-    Args:
-        source: The open shard.
-        place: Its name.
-        skip: Rows to skip at the beginning.
-    """
-
-    def __init__(self, source: Source, place: Place, skip: int) -> None:
-        self.is_over = False
-        self.failure: Exception | None = None
-        self._source = source
-        self._place = place
-        self._skip = skip
-        # Rows read, and rows made of them: filters make them differ.
-        self._read = self._row = 0
-        self._is_warm = False
-        self._batches: Iterator[pa.RecordBatch | Bad] | None = None
-
-    def step(self, nbytes: int) -> tuple[list[Block], int]:
-        """Decode the next blocks; ``is_over`` or ``failure`` show whether more follow.
-
-        Args:
-            nbytes: Approximate bytes to decode.
-
-        Returns:
-            The blocks, and the rest of ``nbytes``.
-        """
-        blocks: list[Block] = []
-        try:
-            if self._batches is None:
-                self._batches = self._source.batches()
-            while nbytes > 0 and not self.is_over:
-                batch = next(self._batches, None)
-                if batch is None:
-                    self._end()
-                elif len(block := self._block(batch)):
-                    blocks.append(block)
-                    # pyarrow may crash when asked for the size of a damaged batch.
-                    if type(block) is Rows and not isinstance(batch, Bad):
-                        nbytes -= _bytes_of(batch)
-        except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
-            self._fail(error)
-        try:
-            if self._source.check is not None:
-                self._source.check()
-        except DatasetError as error:
-            self._fail(error)
-            return [], nbytes
-        return blocks, nbytes
-
-    def close(self) -> None:
-        """Close the file; not during a step."""
-        batches, self._batches = self._batches, iter(())
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
-
-    def _block(self, batch: "pa.RecordBatch | Bad") -> Block:
-        block: Block
-        if isinstance(batch, Bad):
-            block, rows = [batch], 1
-        else:
-            block, rows = self._checked(batch), batch.num_rows
-        self._read += rows
-        drop = min(len(block), max(0, self._skip - self._row))
-        self._row += len(block)
-        return cut(block, drop) if drop else block
-
-    def _checked(self, batch: "pa.RecordBatch") -> Block:
-        """Return the rows of a valid batch, or its valid rows and failures."""
-        try:
-            batch.validate(full=True)
-        except ValueError as error:
-            if _BAD_TEXT not in str(error):
-                raise
-            return self._singly(batch)
-        rows = Rows(self._source.rows_of(batch))
-        if not self._is_warm and len(rows):
-            self._is_warm = True
-            if not rows.is_numeric:
-                _warm(rows)
-        return rows
-
-    def _singly(self, batch: "pa.RecordBatch") -> list[Any]:
-        """Return the rows of a batch; those with invalid text as ``Bad``."""
-        samples: list[Any] = []
-        for at in range(batch.num_rows):
-            row = batch.slice(at, 1)
-            try:
-                row.validate(full=True)
-            except ValueError as error:
-                samples.append(Bad(self._error(f"row {self._read + at:,}", error)))
-            else:
-                samples += Rows(self._source.rows_of(row))
-        return samples
-
-    def _end(self) -> None:
-        self.is_over = True
-        expected, skip = self._source.rows, self._skip
-        if expected is not None and self._read != expected:
-            text = f"{self._place} has {self._read:,} of {expected:,} rows announced"
-            raise DatasetError(text, location=self._place.location)
-        if skip > self._row:
-            raise DatasetError(
-                f"{self._place} has {self._row:,} rows and is to be read from row "
-                f"{skip:,} on; it is not the file that the state was saved for",
-                location=self._place.location,
-            )
-
-    def _fail(self, error: Exception) -> None:
-        """Keep the DatasetError for a failed read."""
-        self.is_over = True
-        if self._source.is_users:
-            self.failure = error
-            return
-        ranges = self._source.ranges
-        if ranges is not None and ranges.failure is not None:
-            error = ranges.failure
-        if isinstance(error, DatasetError):
-            self.failure = error
-        elif isinstance(error, OSError) and error.errno is not None:
-            self.failure = file_failure(self._place.location, error)
-        else:
-            self.failure = self._error(f"from row {self._read:,} on", error)
-        self.failure.__cause__ = None if self.failure is error else error
-
-    def _error(self, where: str, cause: Exception) -> DatasetError:
-        text = str(cause).strip() or type(cause).__name__
-        return DatasetError(
-            f"{self._place} cannot be read, {where}: {text}; it is damaged, or was "
-            "rewritten meanwhile",
-            location=self._place.location,
-        )
-
-
-def _bytes_of(batch: "pa.RecordBatch") -> int:
-    """Return the bytes of a batch; those of its buffers where Arrow cannot count them.
-
-    Arrow 22 and older cannot count those of views, which Polars gives.
-    """
-    try:
-        return int(batch.nbytes)
-    except TypeError:
-        return int(batch.get_total_buffer_size())
-
-
-def _step_all(shards: "Sequence[Steps]", nbytes: int) -> list[list[Block]]:
-    """Return a step of each shard; nothing for the last ones once there is enough."""
-    found: list[list[Block]] = []
-    for steps in shards:
-        blocks, nbytes = steps.step(nbytes)
-        found.append(blocks)
-    return found
-
-
-def _warm(rows: Rows) -> None:
-    """Make one row, so that lookups (time zones) happen in a thread.
-
-    A failure here repeats where it can be reported.
-    """
-    with contextlib.suppress(Exception):
-        rows[0]
-
-
-# The next blocks of readers.
-_Decoded: TypeAlias = dict["TableReader", list[Block]]
-
-
 class TableReader(KnowsVersion, CountsBytes):
     """A shard's rows, in order.
 
     Args:
         opening: Opens the shard, given the bytes that may be requested ahead.
-        place: Its name.
-        row: Rows to skip at the beginning.
-        budget: Most bytes to hold.
+        location: The file, redacted, for errors.
+        unit: Part of the file, such as ``"row group 3"``; empty: all.
+        position: Where to start.
+        budget: Most bytes to hold: two steps of decoded batches, and the rest for
+            bytes not yet decoded.
     """
 
     def __init__(
         self,
-        opening: Callable[[int], Coroutine[Any, Any, Source]],
-        place: Place,
-        row: int,
+        opening: Callable[[int], Coroutine[Any, Any, Opened]],
+        location: str,
+        unit: str,
+        position: "Position",
         budget: int,
     ) -> None:
         self._opening = opening
-        self._place = place
-        self._row = row
-        self._budget = Budget.of(budget)
-        self._blocks: deque[Block] = deque()
-        self._taken = 0
-        self._is_closed = False
-        self._ranges: Ranges | None = None
-        self._steps: Steps | None = None
-        self._of: tuple[str, Version] | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._work: asyncio.Future[Any] | None = None
-        self._next: asyncio.Task[_Decoded] | None = None
+        self._location = location
+        self._place = f"{unit} of {location!r}" if unit else repr(location)
+        self._row: int = position.get("row", 0)
+        self._mark = Mark(*position.get("from", (0,)))
+        self._step_bytes = max(_LEAST_STEP, min(_MOST_STEP, budget // 4))
+        self._window = max(0, budget - 2 * self._step_bytes)
         self._is_small = False
+        self._opened: Opened | None = None
+        self._decoder: Iterator[tuple[Block, int, Mark]] | None = None
+        self._failure: Exception | None = None
+        self._is_over = False
+        # Decoded, each with the mark before it; and how much of the first was taken.
+        self._blocks: deque[tuple[Block, Mark]] = deque()
+        self._taken = 0
+        self._next: asyncio.Task[_Decoded] | None = None
+        # Where a step runs (None: in the loop's threads), and the one that runs.
+        self.pool: ThreadPoolExecutor | None = None
+        self.work: asyncio.Future[Any] | None = None
+
+    # -- on the loop ----------------------------------------------------------------
 
     def begin(self) -> None:
         """Start reading."""
-        is_over = self._steps is not None and self._steps.is_over
-        if self._next is None and not is_over and not self._is_closed:
-            self.join(asyncio.create_task(_advance([self])))
+        if self._next is None and not self._is_over:
+            self.join(asyncio.create_task(_advance([self], self._step_bytes)))
 
     def join(self, step: "asyncio.Task[_Decoded]", *, is_small: bool = False) -> None:
         """Get the next blocks from ``step``.
@@ -363,12 +168,14 @@ class TableReader(KnowsVersion, CountsBytes):
         while not self._blocks:
             self.begin()
             if self._next is None:
-                return self._end()
+                if self._failure is not None:
+                    raise self._failure
+                return []
             await asyncio.wait([self._next])  # cancellation does not reach it
             step, self._next = self._next, None
             self._blocks.extend(step.result().pop(self, ()))
             self.begin()
-        block = self._blocks[0]
+        block, self._mark = self._blocks[0]
         part = cut(block, self._taken, self._taken + limit)
         self._taken += len(part)
         self._row += len(part)
@@ -379,70 +186,198 @@ class TableReader(KnowsVersion, CountsBytes):
 
     def version(self) -> tuple[str, Version] | None:
         """Return the address and version of the file; None before it is open."""
-        return self._of
+        if self._opened is None or self._opened.version is None:
+            return None
+        return self._location, self._opened.version
 
     def position(self) -> "Position":
-        """Return the number of the next row."""
-        return {"row": self._row}
+        """Return the number of the next row, and the last place to start from."""
+        marked = {"from": list(self._mark)} if self._mark.byte else {}
+        return {"row": self._row, **marked}
 
     def bytes_ahead(self) -> int | None:
         """Return all that it may hold; None for a small shard, which needs far less."""
-        return None if self._is_small else sum(self._budget)
+        return None if self._is_small else self._window + 2 * self._step_bytes
 
     def is_draining(self) -> bool:
         """Return whether all was requested."""
-        if self._ranges is not None and self._ranges.is_draining():
-            return True
-        return self._is_closed or (self._steps is not None and self._steps.is_over)
+        ranges = None if self._opened is None else self._opened.ranges
+        return self._is_over or (ranges is not None and ranges.is_draining())
 
     async def aclose(self) -> None:
         """Cancel requests and decoding, and wait for them to end."""
-        self._is_closed = True
+        self._is_over = True
         self._blocks.clear()
         step, self._next = self._next, None
         if step is not None:
             step.cancel()
-        if self._ranges is not None:
-            await self._ranges.aclose()
-        waiting = [one for one in (step, self._work) if one is not None]
+        if self._opened is not None and self._opened.ranges is not None:
+            await self._opened.ranges.aclose()
+        waiting = [one for one in (step, self.work) if one is not None]
         if waiting:
             await asyncio.wait(waiting)
-        if self._steps is not None:
-            self._steps.close()
-        pool, self._pool = self._pool, None
+        if (close := getattr(self._decoder, "close", None)) is not None:
+            close()
+        pool, self.pool = self.pool, None
         if pool is not None:
             await asyncio.to_thread(pool.shutdown)
 
-    def _end(self) -> list[Any]:
-        if self._steps is not None and self._steps.failure is not None:
-            raise self._steps.failure
-        return []
+    async def open(self) -> None:
+        """Open the shard before the first step."""
+        if self._opened is not None:
+            return
+        self._opened = opened = await self._opening(self._window)
+        if opened.ranges is not None or opened.may_wait:
+            # A thread that waits for the network must not be one of the loop's.
+            self.pool = ThreadPoolExecutor(1, "aioloader-arrow")
+        if opened.ranges is not None:
+            opened.ranges.begin()
 
-    async def open(self) -> Steps:
-        """Open the shard before the first step; return its decoder."""
-        if self._steps is None:
-            source = await self._opening(self._budget.window)
-            self._steps = Steps(source, self._place, self._row)
-            self._ranges = source.ranges
-            if source.version is not None:
-                self._of = self._place.location, source.version
-            if self._ranges is not None or source.has_thread:
-                # A thread that waits for the network must not be one of the loop's.
-                self._pool = ThreadPoolExecutor(1, "aioloader-arrow")
-            if self._ranges is not None:
-                self._ranges.begin()
-        return self._steps
+    # -- in a thread ----------------------------------------------------------------
 
-    def decode(
-        self, shards: Sequence[Steps], nbytes: int | None
-    ) -> "asyncio.Future[list[list[Block]]]":
-        """Start a step of all ``shards`` in one thread, with ``nbytes`` in all."""
-        job = partial(_step_all, shards, nbytes or self._budget.step)
-        return asyncio.get_running_loop().run_in_executor(self._pool, job)
+    def step(self, nbytes: int) -> tuple[list[tuple[Block, Mark]], int]:
+        """Decode the next blocks.
 
-    def await_at_close(self, work: "asyncio.Future[Any] | None") -> None:
-        """Make ``aclose`` wait for a thread."""
-        self._work = work
+        Args:
+            nbytes: Approximate bytes to decode.
+
+        Returns:
+            The blocks, each with the mark before it; and the rest of ``nbytes``.
+        """
+        found: list[tuple[Block, Mark]] = []
+        assert self._opened is not None
+        try:
+            if self._decoder is None:
+                self._decoder = self._decoded(self._opened)
+            while nbytes > 0 and not self._is_over:
+                block, size, mark = next(self._decoder)
+                found.append((block, mark))
+                nbytes -= size
+        except StopIteration:
+            self._is_over = True
+        except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
+            self._failure, self._is_over = error, True
+        try:
+            if self._opened.check is not None:
+                self._opened.check()
+        except DatasetError as error:
+            self._failure, self._is_over = error, True
+            return [], nbytes
+        return found, nbytes
+
+    def _decoded(self, opened: Opened) -> "Iterator[tuple[Block, int, Mark]]":
+        """Yield blocks, each with its bytes and the mark before it."""
+        mark, start = self._mark, self._row
+        _, row, read = mark
+        block: Block
+        try:
+            for item in opened.items():
+                if isinstance(item, Mark):
+                    mark = Mark(item.byte, row, read)
+                    continue
+                if isinstance(item, Bad):
+                    block, rows, size = [item], 1, 0
+                else:
+                    # pyarrow may crash when asked for the size of a damaged batch.
+                    block, rows = self._checked(item, read, opened), item.num_rows
+                    size = _bytes_of(item) if type(block) is Rows else 0
+                drop = min(len(block), max(0, start - row))
+                read, row = read + rows, row + len(block)
+                if drop < len(block):
+                    yield (cut(block, drop) if drop else block), size, mark
+            self._check_end(opened.rows, read, row, start)
+        except Exception as error:
+            if opened.is_users:
+                raise
+            failure = self._failed(error, read, opened.ranges)
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _checked(self, batch: "pa.RecordBatch", read: int, opened: Opened) -> Block:
+        """Return the rows of a valid batch, or its valid rows and failures."""
+        try:
+            batch.validate(full=True)
+        except ValueError as error:
+            if _BAD_TEXT not in str(error):
+                raise
+            return self._singly(batch, read, opened)
+        rows = Rows(opened.rows_of(batch))
+        if not read and len(rows) and not rows.is_numeric:
+            # Make one row, so that lookups (time zones) happen in a thread. A failure
+            # here repeats where it can be reported.
+            with contextlib.suppress(Exception):
+                rows[0]
+        return rows
+
+    def _singly(self, batch: "pa.RecordBatch", read: int, opened: Opened) -> list[Any]:
+        """Return the rows of a batch; those with invalid text as ``Bad``."""
+        samples: list[Any] = []
+        for at in range(batch.num_rows):
+            row = batch.slice(at, 1)
+            try:
+                row.validate(full=True)
+            except ValueError as error:
+                samples.append(Bad(self._error(f"row {read + at:,}", error)))
+            else:
+                samples += Rows(opened.rows_of(row))
+        return samples
+
+    def _check_end(self, expected: int | None, read: int, row: int, start: int) -> None:
+        if expected is not None and read != expected:
+            text = f"{self._place} has {read:,} of {expected:,} rows announced"
+            raise DatasetError(text, location=self._location)
+        if start > row:
+            raise DatasetError(
+                f"{self._place} has {row:,} rows and is to be read from row {start:,} "
+                "on; it is not the file that the state was saved for",
+                location=self._location,
+            )
+
+    def _failed(
+        self, error: Exception, read: int, ranges: Ranges | None
+    ) -> DatasetError:
+        """Return the DatasetError for a failed read."""
+        cause = (ranges and ranges.failure) or error
+        if isinstance(cause, DatasetError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return file_failure(self._location, cause)
+        return self._error(f"from row {read:,} on", cause)
+
+    def _error(self, where: str, cause: Exception) -> DatasetError:
+        text = str(cause).strip() or type(cause).__name__
+        return DatasetError(
+            f"{self._place} cannot be read, {where}: {text}; it is damaged, or was "
+            "rewritten meanwhile",
+            location=self._location,
+        )
+
+
+# The next blocks of readers.
+_Decoded: TypeAlias = dict[TableReader, list[tuple[Block, Mark]]]
+
+
+def _bytes_of(batch: "pa.RecordBatch") -> int:
+    """Return the bytes of a batch; those of its buffers where Arrow cannot count them.
+
+    Arrow 22 and older cannot count those of views, which Polars gives.
+    """
+    try:
+        return int(batch.nbytes)
+    except TypeError:
+        return int(batch.get_total_buffer_size())
+
+
+def _step_all(
+    readers: Sequence[TableReader], nbytes: int
+) -> list[list[tuple[Block, Mark]]]:
+    """Return a step of each; nothing for the last ones once there is enough."""
+    found: list[list[tuple[Block, Mark]]] = []
+    for reader in readers:
+        blocks, nbytes = reader.step(nbytes)
+        found.append(blocks)
+    return found
 
 
 def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
@@ -457,22 +392,22 @@ def begin_together(readers: Sequence[TableReader], nbytes: int) -> None:
         one.join(step, is_small=True)
 
 
-async def _advance(
-    readers: Sequence[TableReader], nbytes: int | None = None
-) -> _Decoded:
+async def _advance(readers: Sequence[TableReader], nbytes: int) -> _Decoded:
     """Decode the next step of one shard, or of several small ones."""
-    shards: dict[TableReader, Steps] = {}
+    opened: list[TableReader] = []
     for one in readers:
         try:
-            shards[one] = await one.open()
+            await one.open()
         except Exception:
             if len(readers) == 1:
                 raise
             break  # it is opened again, alone, when pulled
-    work = readers[0].decode([*shards.values()], nbytes)
+        opened.append(one)
+    loop = asyncio.get_running_loop()
+    work = loop.run_in_executor(readers[0].pool, _step_all, opened, nbytes)
     for one in readers:
-        one.await_at_close(work)
+        one.work = work
     await asyncio.wait([work])  # a thread continues when its task is cancelled
     for one in readers:
-        one.await_at_close(None)
-    return dict(zip(shards, work.result(), strict=True))
+        one.work = None
+    return dict(zip(opened, work.result(), strict=True))

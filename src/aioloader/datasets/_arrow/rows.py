@@ -7,18 +7,21 @@ selected rows.
 
 import contextlib
 import operator
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from aioloader.datasets._arrow.numbers import Numbers, copied, turns
+from aioloader.datasets._arrow.numbers import copied
 from aioloader.datasets._arrow.values import (
     Column,
     collate_columns,
     column_of,
     join_columns,
+    turns,
+    values_of,
     weave_columns,
 )
 
@@ -36,13 +39,11 @@ class Part(NamedTuple):
 
     Attributes:
         columns: The columns, which may have more rows.
-        kinds: Kind of each column.
         start: The first row.
         stop: One past the last row.
     """
 
     columns: tuple[Column, ...]
-    kinds: tuple[Any, ...]
     start: int
     stop: int
 
@@ -57,6 +58,7 @@ class Rows(Sequence[dict[str, Any]]):
 
     Attributes:
         names: The names of the columns, in order.
+        kinds: Their Arrow types, of plain encoding.
         parts: The pieces of memory that hold the rows.
 
     Args:
@@ -66,27 +68,29 @@ class Rows(Sequence[dict[str, Any]]):
         ValueError: If it has no columns, or two of the same name.
     """
 
-    __slots__ = ("_length", "names", "parts")
+    __slots__ = ("_length", "kinds", "names", "parts")
 
     def __init__(self, table: "pa.RecordBatch | pa.Table") -> None:
         names = tuple(table.schema.names)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"columns must have distinct names, got {[*names]}")
         whole = hasattr(table, "to_batches")
-        batches = (table.to_batches() or [_empty(table)]) if whole else [table]
-        parts = [_part(map(column_of, one.columns), one.num_rows) for one in batches]
-        self.__setstate__((names, parts))
+        parts: list[Part] = []
+        for batch in (table.to_batches() or [_empty(table)]) if whole else [table]:
+            columns, kinds = zip(*map(column_of, batch.columns), strict=True)
+            parts.append(Part(columns, 0, batch.num_rows))
+        self.__setstate__((names, kinds, parts))
 
-    def __setstate__(self, state: "tuple[tuple[str, ...], Sequence[Part]]") -> None:
-        self.names, self.parts = state
-        self._length = sum(part.stop - part.start for part in self.parts)
+    def __setstate__(self, state: tuple[Any, Any, Sequence[Part]]) -> None:
+        self.names, self.kinds, self.parts = state
+        self._length = sum(stop - start for _, start, stop in self.parts)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        parts = [
-            ([column.cut(start, stop) for column in columns], stop - start)
-            for columns, _, start, stop in self.parts
-        ]
-        return _restored, (self.names, parts)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+        schema = pa.schema(zip(self.names, self.kinds, strict=True))
+        parts = [_packed(_cut(part), protocol) for part in self.parts]
+        return _restored, (schema.serialize().to_pybytes(), parts)
 
     def __len__(self) -> int:
         return self._length
@@ -100,20 +104,26 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any, /) -> Any:
         """Return one row, or for a slice the rows as a block."""
         if not isinstance(index, slice):
-            return next(iter(self._at(operator.index(index))))
+            place = at = operator.index(index)
+            if at < 0:
+                at += self._length
+            if not 0 <= at < self._length:
+                raise IndexError(
+                    f"index {place} is out of range for {self._length} rows"
+                )
+            return next(iter(self[at : at + 1]))
         start, stop, step = index.indices(self._length)
         if step != 1:
             return self.pick(range(start, stop, step))
-        return self._cut(start, max(start, stop))
+        return self._between(start, max(start, stop))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Return the rows, one by one."""
         names = self.names
-        for columns, _, first, last in self.parts:
+        for columns, first, last in self.parts:
             for start in range(first, last, _AT_ONCE):
-                stop = min(last, start + _AT_ONCE)
-                values = [column.cut(start, stop).rows() for column in columns]
-                for row in zip(*values, strict=True):
+                part = _cut(Part(columns, start, min(last, start + _AT_ONCE)))
+                for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
@@ -126,12 +136,12 @@ class Rows(Sequence[dict[str, Any]]):
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
         try:
-            part = _part((one.take(chosen) for one in self._whole()), len(chosen))
+            columns = [_taken(column, chosen) for column in self._joined()]
         except (ValueError, NotImplementedError):
             # More than 2 GiB of strings, or a type without `take` in Arrow.
-            singles = (self._at(at).parts for at in chosen.tolist())
-            return _rows(self.names, [part for (part,) in singles])
-        return _rows(self.names, [part])
+            singles = [self[at : at + 1].parts[0] for at in chosen.tolist()]
+            return self._of(singles)
+        return self._of([Part(tuple(columns), 0, len(chosen))])
 
     def joined(self, others: Sequence[Any]) -> "Rows | None":
         """Return these rows and ``others`` as one; None if their columns differ."""
@@ -140,7 +150,7 @@ class Rows(Sequence[dict[str, Any]]):
             if not isinstance(other, Rows) or not self._is_like(other):
                 return None
             parts += other.parts
-        return _rows(self.names, parts)
+        return self._of(parts)
 
     def woven(self, others: Sequence[Any]) -> "Rows | None":
         """Return the rows interleaved with ``others``: all first rows, all second ones.
@@ -156,14 +166,11 @@ class Rows(Sequence[dict[str, Any]]):
             return None
         lanes = 1 + len(others)
         if len(joined.parts) == lanes:
-            parts = [
-                [column.cut(start, stop) for column in columns]
-                for columns, _, start, stop in joined.parts
-            ]
+            columns = zip(*map(_cut, joined.parts), strict=True)
             with contextlib.suppress(ValueError, NotImplementedError):  # as in pick
-                part = _part(map(weave_columns, zip(*parts, strict=True)), len(joined))
-                return _rows(self.names, [part])
-        return joined.pick(turns(lanes, len(self)).tolist())
+                woven = tuple(map(weave_columns, columns, self.kinds))
+                return self._of([Part(woven, 0, len(joined))])
+        return joined.pick(turns(lanes, len(self)))
 
     def collate(self) -> dict[str, Any]:
         """Return the batch of all rows, as ``default_collate`` would.
@@ -179,83 +186,116 @@ class Rows(Sequence[dict[str, Any]]):
             TypeError: If there is a NULL in a tensor column.
         """
         if len(self.parts) > 1:
+            parts = zip(*map(_cut, self.parts), strict=True)
+            rows = zip(parts, self.kinds, self.names, strict=True)
             return {
-                name: collate_columns(self._column(place), name)
-                for place, name in enumerate(self.names)
+                name: collate_columns(part, kind, name) for part, kind, name in rows
             }
-        ((columns, _, start, stop),) = self.parts
+        ((columns, start, stop),) = self.parts
         return {
             # The usual case, in half the time.
-            name: copied(column.values[start:stop])
-            if type(column) is Numbers and column.is_whole
-            else collate_columns([column.cut(start, stop)], name)
-            for name, column in zip(self.names, columns, strict=True)
+            name: copied(column[start:stop])
+            if isinstance(column, np.ndarray)
+            else collate_columns([column[start:stop]], kind, name)
+            for name, kind, column in zip(self.names, self.kinds, columns, strict=True)
         }
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all columns are numbers."""
-        return all(type(column) is Numbers for column in self.parts[0].columns)
+        """Whether all columns are numbers without NULLs."""
+        return all(
+            isinstance(one, np.ndarray) for part in self.parts for one in part[0]
+        )
 
     @property
     def is_quick(self) -> bool:
         """Whether ``collate`` takes under a millisecond: few numbers, no NULLs."""
-        if len(self.names) * len(self.parts) > _FEW:
+        if len(self.names) * len(self.parts) > _FEW or not self.is_numeric:
             return False
-        nbytes = 0
-        for columns, _, start, stop in self.parts:
-            for column in columns:
-                if type(column) is not Numbers or not column.is_whole:
-                    return False
-                nbytes += column.values.strides[0] * (stop - start)
-        return nbytes <= _QUICK
+        sizes = (
+            (stop - start) * sum(column.strides[0] for column in columns)
+            for columns, start, stop in self.parts
+        )
+        return sum(sizes) <= _QUICK
 
-    def _column(self, place: int) -> list[Column]:
-        return [part.columns[place].cut(part.start, part.stop) for part in self.parts]
+    def _joined(self) -> Iterable[Column]:
+        """Return each column as a whole."""
+        parts = zip(*map(_cut, self.parts), strict=True)
+        return map(join_columns, parts, self.kinds)
 
-    def _whole(self) -> Iterator[Column]:
-        return (join_columns(self._column(at)) for at in range(len(self.names)))
-
-    def _at(self, index: int) -> "Rows":
-        """Return one row as a block."""
-        place = index + self._length if index < 0 else index
-        if not 0 <= place < self._length:
-            raise IndexError(f"index {index} is out of range for {self._length} rows")
-        return self._cut(place, place + 1)
-
-    def _cut(self, start: int, stop: int) -> "Rows":
+    def _between(self, start: int, stop: int) -> "Rows":
         parts: list[Part] = []
-        for columns, kinds, first, last in self.parts:
+        for columns, first, last in self.parts:
             begin, end = max(first, first + start), min(last, first + stop)
             if begin < end:
-                parts.append(Part(columns, kinds, begin, end))
+                parts.append(Part(columns, begin, end))
             start -= last - first
             stop -= last - first
-        return _rows(self.names, parts or [self.parts[0]._replace(stop=0, start=0)])
+        return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
 
     def _is_like(self, other: "Rows") -> bool:
-        ours, theirs = self.parts[0].kinds, other.parts[0].kinds
-        return self.names == other.names and (ours is theirs or ours == theirs)
+        is_same = self.kinds is other.kinds
+        return self.names == other.names and (is_same or self.kinds == other.kinds)
+
+    def _of(self, parts: Sequence[Part]) -> "Rows":
+        """Return other rows of the same columns."""
+        rows = Rows.__new__(Rows)
+        rows.__setstate__((self.names, self.kinds, parts))
+        return rows
 
     def __repr__(self) -> str:
         return f"<{self._length:,} rows of {', '.join(self.names)}>"
 
 
-def _part(columns: Iterable[Column], length: int) -> Part:
-    columns = tuple(columns)
-    return Part(columns, tuple(column.kind for column in columns), 0, length)
+def _cut(part: Part) -> list[Column]:
+    """Return the columns of a part with its rows alone, as views."""
+    columns, start, stop = part
+    return [column[start:stop] for column in columns]
 
 
-def _rows(names: tuple[str, ...], parts: Sequence[Part]) -> Rows:
+def _taken(column: Column, indices: "npt.NDArray[np.int64]") -> Column:
+    if isinstance(column, np.ndarray):
+        return column.take(indices, axis=0)
+    return column.take(indices)
+
+
+def _packed(columns: list[Column], protocol: int) -> tuple[list[Any], Any]:
+    """Return the columns of numbers, and a stream of the others for a pickle.
+
+    Arrow's own pickles include the whole buffers of a slice.
+    """
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    numbers = [one if isinstance(one, np.ndarray) else None for one in columns]
+    others = {str(at): columns[at] for at, one in enumerate(numbers) if one is None}
+    if not others:
+        return numbers, None
+    batch, sink = pa.record_batch(others), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data = sink.getvalue()
+    return numbers, pickle.PickleBuffer(data) if protocol > 4 else data.to_pybytes()
+
+
+def _unpacked(numbers: list[Any], data: Any) -> Part:
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    columns = numbers
+    if data is not None:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+            others = iter(reader.read_next_batch().columns)
+        columns = [next(others) if one is None else one for one in numbers]
+    return Part(tuple(columns), 0, len(columns[0]))
+
+
+def _restored(schema: bytes, parts: Sequence[tuple[list[Any], Any]]) -> Rows:
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    found = pa.ipc.read_schema(pa.py_buffer(schema))
+    made = [_unpacked(*part) for part in parts]
     rows = Rows.__new__(Rows)
-    rows.__setstate__((names, parts))
+    rows.__setstate__((tuple(found.names), tuple(found.types), made))
     return rows
-
-
-def _restored(
-    names: tuple[str, ...], parts: Sequence[tuple[Sequence[Column], int]]
-) -> Rows:
-    return _rows(names, [_part(columns, length) for columns, length in parts])
 
 
 def _empty(table: "pa.Table") -> "pa.RecordBatch":

@@ -7,7 +7,7 @@ maps. Times that Python cannot represent (nanoseconds, the year 10000) are numpy
 """
 
 import decimal
-import pickle
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,80 +16,33 @@ import numpy.typing as npt
 import torch
 
 from aioloader.datasets._arrow.numbers import (
-    Numbers,
-    collate_numbers,
+    Dtype,
+    Values,
+    array_of,
+    cells,
+    first_hole,
     fixed_of,
     flags,
-    merged,
+    is_whole,
     null_error,
-    turns,
-    woven,
+    tensor_of,
+    view,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader.datasets._arrow.numbers import Fixed
+# Numbers without NULLs; everything else stays Arrow's until its values are needed.
+Column: TypeAlias = "Values | pa.Array"
 
 
-class Boxed:
-    """A column that stays Arrow's until its values are needed."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: "pa.Array") -> None:
-        self.array = array
-
-    @property
-    def kind(self) -> "pa.DataType":
-        """The Arrow type of the rows."""
-        return self.array.type
-
-    def cut(self, start: int, stop: int) -> "Boxed":
-        """Return some of the rows, as a view."""
-        return Boxed(self.array.slice(start, stop - start))
-
-    def take(self, indices: npt.NDArray[np.int64]) -> "Boxed":
-        """Return the rows at ``indices``, copied."""
-        return Boxed(self.array.take(indices))
-
-    def rows(self) -> list[Any]:
-        """Return each row's value."""
-        return values_of(self.array)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Arrow's own pickles include the whole buffers of a slice.
-        buffer = _to_stream(self.array)
-        if protocol < 5:
-            return _from_stream, (buffer.to_pybytes(),)
-        return _from_stream, (pickle.PickleBuffer(buffer),)
-
-
-Column: TypeAlias = Numbers | Boxed
-
-
-def _to_stream(array: "pa.Array") -> "pa.Buffer":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    batch = pa.RecordBatch.from_arrays([array], names=[""])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
-
-
-def _from_stream(data: Any) -> Boxed:
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-        return Boxed(reader.read_next_batch().column(0))
-
-
-def column_of(array: "pa.Array") -> Column:
-    """Return an array as a column; numbers are viewed, not copied."""
-    fixed = fixed_of(array.type)
-    array = plain(array)
-    return Boxed(array) if fixed is None else Numbers.of(array, fixed)
+def column_of(array: "pa.Array") -> "tuple[Column, pa.DataType]":
+    """Return an array as a column, and the type of its plain encoding."""
+    fixed, array = fixed_of(array.type), plain(array)
+    kind = array.type
+    if fixed is None or not is_whole(array, fixed):
+        return array, kind
+    return view(array, fixed), kind
 
 
 def plain(array: "pa.Array") -> "pa.Array":
@@ -99,118 +52,146 @@ def plain(array: "pa.Array") -> "pa.Array":
     """
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    kind = array.type
-    if pa.types.is_run_end_encoded(kind):
+    types, kind = pa.types, array.type
+    if types.is_run_end_encoded(kind):
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         return plain(compute.run_end_decode(array))
-    if pa.types.is_dictionary(kind):
+    if types.is_dictionary(kind):
         return array if fixed_of(kind) is None else plain(array.dictionary_decode())
     if isinstance(kind, pa.BaseExtensionType):
         if kind.extension_name == "arrow.bool8":
             return array.storage.cast(pa.bool_())
         is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
         return array if is_kept or is_exact(kind) else plain(array.storage)
-    if pa.types.is_string_view(kind):  # Arrow hardly supports views yet
+    if types.is_string_view(kind):  # Arrow hardly supports views yet
         return array.cast(pa.large_string())
-    return array.cast(pa.large_binary()) if pa.types.is_binary_view(kind) else array
+    return array.cast(pa.large_binary()) if types.is_binary_view(kind) else array
 
 
-def join_columns(columns: Sequence[Any]) -> Column:
-    """Return the concatenation of columns of one kind; several are copied."""
+def is_exact(kind: "pa.DataType") -> bool:
+    """Return whether a column has numbers as text, to keep them exact.
+
+    Arrow's decimals have a fixed number of digits, and no NaN.
+    """
+    is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
+    return is_opaque and kind.type_name == "numeric"
+
+
+def join_columns(columns: Sequence[Column], kind: "pa.DataType") -> Column:
+    """Return the concatenation of columns of one type; several are copied."""
     if len(columns) == 1:
-        column: Column = columns[0]
-        return column
-    if type(columns[0]) is Numbers:
-        return merged(columns)
+        return columns[0]
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
     import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
-    return Boxed(pa.concat_arrays([column.array for column in columns]))
+    return pa.concat_arrays([arrow_of(column, kind) for column in columns])
 
 
-def weave_columns(columns: Sequence[Any]) -> Column:
-    """Interleave columns of one kind and length, row by row."""
-    if type(columns[0]) is Numbers:
-        return woven(columns)
-    return join_columns(columns).take(turns(len(columns), len(columns[0].array)))
+def weave_columns(columns: Sequence[Column], kind: "pa.DataType") -> Column:
+    """Interleave columns of one type and length, row by row."""
+    if all(isinstance(column, np.ndarray) for column in columns):
+        woven = np.stack(columns, axis=1)
+        return woven.reshape(-1, *woven.shape[2:])
+    return join_columns(columns, kind).take(turns(len(columns), len(columns[0])))
 
 
-def collate_columns(columns: Sequence[Any], where: str) -> Any:
+@functools.lru_cache(maxsize=4)
+def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
+    """Return the order that interleaves ``count`` concatenated columns."""
+    return np.arange(count * rows).reshape(count, rows).T.ravel()
+
+
+def arrow_of(column: Column, kind: "pa.DataType") -> "pa.Array":
+    """Return a column as an Arrow array of its type."""
+    return array_of(column, kind) if isinstance(column, np.ndarray) else column
+
+
+# -- batches ------------------------------------------------------------------------
+
+
+def collate_columns(columns: Sequence[Column], kind: "pa.DataType", where: str) -> Any:
     """Return the batch of a column given in parts."""
-    if type(columns[0]) is Numbers:
-        return collate_numbers(columns, where)
-    boxed = join_columns(columns)
-    assert type(boxed) is Boxed
-    return _collate(boxed.array, where)
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return tensor_of(columns)
+    return _collate(arrow_of(join_columns(columns, kind), kind), where)
 
 
 def _collate(array: "pa.Array", where: str) -> Any:
-    fixed = fixed_of(array.type)
-    array = plain(array)
+    fixed, array = fixed_of(array.type), plain(array)
     if fixed is not None:
-        return collate_numbers([Numbers.of(array, fixed)], where)
-    if _is_struct(array.type):
-        _refuse_nulls(array, where)
-        children = zip(_names(array.type), array.flatten(), strict=True)
-        return {name: _collate(child, f"{where}.{name}") for name, child in children}
-    if _leaf_of(array.type) is not None:
-        _refuse_nulls(array, where)
-        return _collate_lists(array, where)
-    return values_of(array)
-
-
-def _refuse_nulls(array: "pa.Array", where: str) -> None:
+        _refuse_null(first_hole(array, fixed), len(array), where)
+        return tensor_of([view(array, fixed)])
+    is_struct = _rule_for(array.type) is _structs
+    if not is_struct and _leaf_of(array.type) is None:
+        return values_of(array)
     valid = flags(array)
-    if valid is not None:
-        raise null_error(where, int(valid.argmin()), len(array))
+    _refuse_null(None if valid is None else int(valid.argmin()), len(array), where)
+    if not is_struct:
+        return _collate_lists(array, where)
+    children = zip(_names(array.type), array.flatten(), strict=True)
+    return {name: _collate(child, f"{where}.{name}") for name, child in children}
+
+
+def _refuse_null(row: int | None, rows: int, where: str) -> None:
+    if row is not None:
+        raise null_error(where, row, rows)
 
 
 def _collate_lists(array: "pa.Array", where: str) -> Any:
     """Return lists of numbers as a tensor, or as a list of tensors if they differ."""
-    leaf, widths = _unfold(array)
-    if leaf.null_count:
-        rows = values_of(array)
-        found = (row for row, value in enumerate(rows) if _has_none(value))
-        if (row := next(found, None)) is not None:
-            raise null_error(where, row, len(rows))
-    fixed = fixed_of(leaf.type)
-    if fixed is None or None in widths:
-        return [_as_tensors(value, where) for value in values_of(array)]
-    numbers = Numbers.of(leaf, fixed)
-    numbers.values = numbers.values.reshape(len(array), *widths, *fixed.shape)
-    return collate_numbers([numbers], where)
-
-
-def _unfold(array: "pa.Array") -> "tuple[pa.Array, list[int | None]]":
-    """Return the numbers in nested lists, and each level's length if it is constant."""
-    widths: list[int | None] = []
-    while fixed_of(array.type) is None:
-        lengths, array = _unlisted(array)
+    rows, widths, leaf = len(array), [], array
+    while (fixed := fixed_of(leaf.type)) is None:
+        lengths, leaf = _unlisted(leaf)
         least, most = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
         widths.append(int(most) if least == most else None)
-    return array, widths
+    if leaf.null_count:
+        found = (row for row, value in enumerate(values_of(array)) if _has_none(value))
+        _refuse_null(next(found, None), rows, where)
+    if None in widths:
+        return [_as_tensors(value) for value in values_of(array)]
+    _refuse_null(first_hole(leaf, fixed), rows, where)
+    return tensor_of([view(leaf, fixed).reshape(rows, *widths, *fixed.shape)])
 
 
 def _has_none(value: Any) -> bool:
     return value is None or (isinstance(value, list) and any(map(_has_none, value)))
 
 
-def _as_tensors(value: Any, where: str) -> Any:
+def _as_tensors(value: Any) -> Any:
     if isinstance(value, list):
-        return [_as_tensors(inner, where) for inner in value]
+        return [_as_tensors(inner) for inner in value]
     return torch.from_numpy(value)
 
 
 # -- rows ---------------------------------------------------------------------------
 
 
-def values_of(array: "pa.Array") -> list[Any]:
-    """Return the value of each row."""
-    fixed = fixed_of(array.type)
-    array = plain(array)
-    if fixed is not None:
-        return Numbers.of(array, fixed).rows()
-    return _rule_for(array.type)(array)
+def values_of(column: Column) -> list[Any]:
+    """Return the value of each row.
+
+    A number is a numpy scalar, and several of a fixed shape are a separate array, or
+    nested lists if there is a NULL among them.
+    """
+    if isinstance(column, np.ndarray):
+        return [row.copy() for row in column] if column.ndim > 1 else list(column)
+    fixed, array = fixed_of(column.type), plain(column)
+    if fixed is None:
+        return _rule_for(array.type)(array)
+    values, inner = view(array, fixed), cells(array, fixed)
+    rows = values_of(values)
+    if inner is not None:
+        whole = inner.reshape(len(rows), -1).all(axis=1)
+        for at in np.flatnonzero(~whole):
+            rows[at] = _with_none(values[at], inner[at])
+    return _set_nulls(array, rows)
+
+
+def _with_none(values: Values, valid: Any) -> Any:
+    """Return an array as nested lists, with None where it is not valid."""
+    nothing: Any = None
+    return np.where(valid, values.astype(object), nothing).tolist()
 
 
 def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
@@ -223,7 +204,7 @@ def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
         rule = _objects
     elif is_exact(kind):
         rule = _decimals
-    elif _is_struct(kind):
+    elif types.is_struct(kind):
         rule = _structs
     elif _is_list(kind):
         rule = _lists
@@ -234,21 +215,6 @@ def _rule_for(kind: "pa.DataType") -> "Callable[[pa.Array], list[Any]]":
     elif types.is_temporal(kind) and not types.is_interval(kind):
         rule = _times
     return rule
-
-
-def is_exact(kind: "pa.DataType") -> bool:
-    """Return whether a column has numbers as text, to keep them exact.
-
-    Arrow's decimals have a fixed number of digits, and no NaN.
-    """
-    is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
-    return is_opaque and kind.type_name == "numeric"
-
-
-def _is_struct(kind: "pa.DataType") -> bool:
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    return bool(pa.types.is_struct(kind))
 
 
 def _is_list(kind: "pa.DataType") -> bool:
@@ -307,10 +273,10 @@ def _numpy_times(array: "pa.Array") -> list[Any]:
     types, kind = pa.types, array.type
     is_point = types.is_timestamp(kind) or types.is_date(kind)
     unit = getattr(kind, "unit", "D" if types.is_date32(kind) else "ms")
-    integers = column_of(array.view(pa.int32() if kind.bit_width == 32 else pa.int64()))
-    assert type(integers) is Numbers
-    values = integers.values.astype(np.int64)
-    return _set_nulls(array, list(values.view(f"{'M8' if is_point else 'm8'}[{unit}]")))
+    width = pa.int32() if kind.bit_width == 32 else pa.int64()
+    numbers = view(array.view(width), np.dtype(width.to_pandas_dtype()))
+    times = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
+    return _set_nulls(array, list(times))
 
 
 def _maps(array: "pa.Array") -> list[Any]:
@@ -330,16 +296,23 @@ def _structs(array: "pa.Array") -> list[Any]:
 
 def _lists(array: "pa.Array") -> list[Any]:
     spans, child = _spans(array)
-    fixed, leaf = fixed_of(child.type), _leaf_of(child.type)
-    if fixed is not None:
-        numbers = Numbers.of(child, fixed)
-        rows = [numbers.cut(start, stop).whole() for start, stop in spans]
+    leaf = _leaf_of(child.type)
+    if fixed_of(child.type) is not None:
+        column, _ = column_of(child)
+        rows = [_numbers_in(column[start:stop]) for start, stop in spans]
     else:
         items = values_of(child)
         rows = [items[start:stop] for start, stop in spans]
         if leaf is not None:
             rows = [_stacked(row, leaf) for row in rows]
     return _set_nulls(array, rows)
+
+
+def _numbers_in(column: Column) -> Any:
+    """Return numbers as one array, or as a list if there are NULLs."""
+    if not isinstance(column, np.ndarray):
+        column, _ = column_of(column)
+    return column.copy() if isinstance(column, np.ndarray) else values_of(column)
 
 
 def _spans(array: "pa.Array") -> "tuple[Iterable[tuple[int, int]], pa.Array]":
@@ -370,8 +343,8 @@ def _unlisted(array: "pa.Array") -> "tuple[npt.NDArray[np.int64], pa.Array]":
     return lengths.to_numpy().astype(np.int64), plain(array.flatten())
 
 
-def _leaf_of(kind: "pa.DataType") -> "Fixed | None":
-    """Return dtype and row shape of numbers in nested lists; None: no numbers."""
+def _leaf_of(kind: "pa.DataType") -> Dtype | None:
+    """Return the dtype of rows of empty nested lists; None: no lists of numbers."""
     levels = 0
     while _is_list(kind) and fixed_of(kind) is None:
         kind = kind.value_type
@@ -379,13 +352,13 @@ def _leaf_of(kind: "pa.DataType") -> "Fixed | None":
     fixed = fixed_of(kind)
     if fixed is None or not levels:
         return None
-    return fixed._replace(shape=(0,) * (levels + len(fixed.shape)))
+    return np.dtype((fixed.base, (0,) * (levels + len(fixed.shape))))
 
 
-def _stacked(rows: list[Any], leaf: "Fixed") -> Any:
+def _stacked(rows: list[Any], leaf: Dtype) -> Any:
     """Return arrays of one shape as one array, others unchanged."""
     if not rows:
-        return np.zeros((0, *leaf.shape), leaf.dtype)
+        return np.zeros((0, *leaf.shape), leaf.base)
     first = rows[0]
     alike = all(isinstance(r, np.ndarray) and r.shape == first.shape for r in rows)
     return np.stack(rows) if alike else rows

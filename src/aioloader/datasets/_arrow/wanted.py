@@ -1,29 +1,34 @@
 """The part of a table to read: which columns and rows, and the values for NULL.
 
-The files of one listing are unified into one table before any is read; a file that is
-inspected again later must still fit it.
+The files of one listing are unified into one table, as in Arrow: they may differ in the
+order of columns, in nullability, in the width of strings, lists and numbers, and in
+columns that are all NULL. No value changes: a value that does not fit is an error, and
+so are types without a common one.
 """
 
+import copy
+from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
+
+import pyarrow as pa
 
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.hive import Values
-from aioloader.datasets._arrow.unified import (
-    Table,
-    check_schema,
-    described,
-    field_of,
-    without_view,
-)
+from aioloader.errors import DatasetError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+# Recent schemas; most files have one of them.
+_SEEN = 8
+# What pyarrow raises for a cast, a fill or a filter that does not fit.
+_MISFITS = (ValueError, TypeError, NotImplementedError)
 
 
 class Wanted:
     """The columns and rows to read, and the replacements of NULLs.
+
+    A listing starts with ``start``, then ``add`` unifies each of its files and
+    ``settle`` ends it; a file that is inspected again later must still fit: ``check``.
 
     Args:
         columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
@@ -31,6 +36,11 @@ class Wanted:
         nulls: Column to the value that replaces NULL.
         schema: Names and types of columns; None: those common to all files.
         filters: The rows to read, as in ``pyarrow.parquet``; None: all.
+
+    Attributes:
+        names: The columns to read, with those of the filter.
+        given: ``schema``.
+        filters: The condition, or None.
 
     Raises:
         ValueError: If there are no names, or duplicates, or arguments contradict.
@@ -43,110 +53,176 @@ class Wanted:
         schema: "pa.Schema | None" = None,
         filters: Any = None,
     ) -> None:
-        has_order = not isinstance(columns, str | AbstractSet)
-        if not (has_order and isinstance(columns, Iterable | None)):
-            raise TypeError(f"columns must be a list of names, got {columns!r}")
-        names = None if columns is None else list(columns)
-        if not all(isinstance(name, str) for name in names or ()):
-            raise TypeError(f"columns must be a list of names, got {names}")
+        self._columns = _names_in(columns)
         if not isinstance(nulls, Mapping | None):
             kind = type(nulls).__name__
             raise TypeError(f"nulls must be a dict of column to value, got {kind}")
-        if names is not None and (not names or len(set(names)) < len(names)):
-            raise ValueError(f"columns must be distinct names, got {names}")
         if schema is not None:
-            check_schema(schema, names)
-            names = names or schema.names
-        unknown = set(nulls or {}) - set(names or nulls or {})
+            _check_schema(schema, self._columns)
+            self._columns = self._columns or schema.names
+        known = self._columns
+        unknown = set(nulls or {}) - set(known or nulls or {})
         if unknown:
-            raise ValueError(f"nulls= names {sorted(unknown)}, not in columns {names}")
+            raise ValueError(f"nulls= names {sorted(unknown)}, not in columns {known}")
         self.filters = None if filters is None else Filters(filters)
-        self._names = names
         self._nulls = dict(nulls or {})
         self.given = schema
-        self._table: Table | None = None
+        self.names: tuple[str, ...] = ()
         self._delivered: list[str] = []
+        self._is_partial = False
+        self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
+        self._types: dict[str, pa.DataType] = {}
+        self._origins: dict[str, str] = {}  # file in which each type was found
+        self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
+        self._schema: pa.Schema | None = None
 
     @property
-    def table(self) -> Table:
-        """The unified table of all files; known after the first file."""
-        assert self._table is not None
-        return self._table
+    def schema(self) -> "pa.Schema":
+        """The columns as read; known after the first file."""
+        if self._schema is None:
+            self._schema = pa.schema([(name, self._types[name]) for name in self.names])
+        return self._schema
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments, JSON-serialisable."""
-        nulls = {name: repr(value) for name, value in sorted(self._nulls.items())}
+        given = self.given
         return {
-            "columns": self._names,
-            "nulls": nulls,
-            "schema": described(self.given),
+            "columns": self._columns,
+            "nulls": {name: repr(one) for name, one in sorted(self._nulls.items())},
+            "schema": given and [[one.name, str(one.type)] for one in given],
             "filters": None if self.filters is None else self.filters.describe(),
         }
 
-    def begin(
+    # -- a listing ------------------------------------------------------------------
+
+    def start(
         self, first: "pa.Schema", location: str, *, in_names: bool = False
-    ) -> None:
-        """Start a table with the first file of a listing.
+    ) -> Self:
+        """Start a table with the first file; on a copy, while others are reading.
 
         Args:
-            first: Its columns.
+            first: The columns of the file.
             location: Its address, for errors.
             in_names: Whether some of them are in the names of files.
 
         Raises:
             DatasetError: If it lacks a column.
         """
-        names = self._names or first.names
+        names, given = self._columns or first.names, self.given
         read = list(names)
         if self.filters is not None:
-            among = _with_given(first, self.given)
+            among = _with_given(first, given)
             read += [name for name in self.filters.names(among) if name not in names]
-        for name in [] if self.given else self._nulls:
-            field_of(first, name, location)
-        table = Table(read, self.given, in_names=in_names)
-        table.add(first, location)
-        self._delivered, self._table = list(names), table
+        for name in [] if given else self._nulls:
+            _field_of(first, name, location)
+        self.names, self._delivered = tuple(read), list(names)
+        # Missing columns of chosen types are NULL.
+        self._is_partial = given is not None or in_names
+        self._fields = {one.name: one for one in given or () if one.name in read}
+        self._types = {name: field.type for name, field in self._fields.items()}
+        self._origins, self._schema = {}, None
+        self._seen = deque(maxlen=_SEEN)
+        self.add(first, location)
+        return self
 
-    def settle(self) -> None:
+    def add(self, schema: "pa.Schema", location: str, *, is_late: bool = False) -> None:
+        """Unify the columns of a file with those of the previous files.
+
+        Args:
+            schema: All columns of the file.
+            location: The file, for errors.
+            is_late: Whether the types are final, because there are readers.
+
+        Raises:
+            DatasetError: If a column is missing, or its type has no common type with
+                that of the previous files.
+        """
+        if any(schema is one or schema.equals(one) for one in self._seen):
+            return
+        for name in self.names:
+            given = self._fields.get(name)
+            if given is None or not given.nullable or name in schema.names:
+                self._add(_field_of(schema, name, location), location, is_late=is_late)
+        self._seen.append(schema)
+
+    def _add(self, field: "pa.Field", location: str, *, is_late: bool) -> None:
+        name, kind = field.name, without_view(field.type)
+        known = self._types.setdefault(name, kind)
+        if kind == known:
+            self._origins.setdefault(name, location)
+            return
+        if name in self._fields:
+            if not _can_cast(kind, known):
+                raise _conflict(name, kind, location, f"schema= says {known}")
+            return
+        common = promoted(known, kind)
+        if common is None:
+            before = f"it is {known} in {self._origins[name]!r}"
+            raise _conflict(name, kind, location, before)
+        if common == known:
+            return
+        if is_late:
+            changed = f"all files were found to have {known}; it was rewritten"
+            raise _conflict(name, kind, location, changed)
+        self._types[name], self._origins[name] = common, location
+        self._schema = None
+
+    def settle(self) -> Self:
         """End a listing: check that the columns fit the other arguments.
 
         Raises:
             ValueError: If a value of ``nulls`` or the filter does not fit its column.
         """
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-        schema = self.table.schema
         for name, value in self._nulls.items():
-            _fill(pa.nulls(1, schema.field(name).type), name, value)
+            _fill(pa.nulls(1, self._types[name]), name, value)
         if self.filters is not None:
-            self.filters.names(schema)
+            self.filters.names(self.schema)
+        return self
 
-    def check(self, schema: "pa.Schema", location: str) -> None:
+    def checked(self, schema: "pa.Schema", location: str) -> Self:
         """Check that a file fits the listing's table; without one, start here.
 
         Raises:
             DatasetError: If it does not.
         """
-        if self._table is None:
-            self.begin(schema, location)
-            self.settle()
-        self.table.add(schema, location, is_late=True)
+        if not self.names:
+            return copy.copy(self).start(schema, location).settle()
+        self.add(schema, location, is_late=True)
+        return self
+
+    # -- reading --------------------------------------------------------------------
+
+    def present(self, schema: "pa.Schema") -> list[str]:
+        """Return which of the columns a file itself has."""
+        if self._is_partial:
+            known = {*schema.names}
+            return [name for name in self.names if name in known]
+        return list(self.names)
+
+    def has(self, schema: "pa.Schema", names: Iterable[str]) -> bool:
+        """Return whether a file's columns have the table's types."""
+        types = {field.name: field.type for field in schema}
+        return all(types.get(name) == self._types[name] for name in names)
 
     def of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
         """Return the wanted columns of a batch of a checked file."""
-        return batch.select(self.table.present(batch.schema))
+        return batch.select(self.present(batch.schema))
 
     def rows_of(
         self, batch: "pa.RecordBatch", location: str, in_name: Values | None = None
     ) -> "pa.RecordBatch":
         """Return the rows to deliver, from a batch returned by ``of``.
 
-        ``in_name`` has the values in the file's name.
+        Args:
+            batch: The columns that the file has.
+            location: The file, for errors.
+            in_name: The values in its name.
 
         Raises:
             DatasetError: If a value does not fit its column's type.
         """
-        batch = self.table.unified(batch, location, in_name)
+        if not batch.schema.equals(self.schema):
+            batch = self._unified(batch, location, in_name or {})
         if self.filters is not None:
             batch = self.filters.passed(batch).select(self._delivered)
         for name, value in self._nulls.items():
@@ -155,31 +231,67 @@ class Wanted:
             batch = batch.set_column(place, name, column)
         return batch
 
+    def _unified(
+        self, batch: "pa.RecordBatch", location: str, in_name: Values
+    ) -> "pa.RecordBatch":
+        """Return a batch of an added file as a batch of the table."""
+        columns: list[pa.Array] = []
+        for field in self.schema:
+            place = batch.schema.get_field_index(field.name)
+            if place < 0:
+                value = pa.scalar(in_name.get(field.name), pa.string())
+                column = pa.repeat(value, batch.num_rows)
+            else:
+                column = batch.column(place)
+            columns.append(_cast(column, field, location))
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
-def checked(schema: "pa.Schema") -> "pa.Schema":
-    """Return a schema, after checking that its names are valid text.
+
+# -- columns -----------------------------------------------------------------------
+
+
+def checked(schema: "pa.Schema | pa.DataType") -> Any:
+    """Return a schema, or a nested type, after checking that its names are valid text.
 
     Raises:
         UnicodeDecodeError: If a name is not.
     """
     for field in schema:
         str(field.name)
-        _check_names(field.type)
+        if field.type.num_fields:
+            nested = field.type
+            checked([nested.field(at) for at in range(nested.num_fields)])
     return schema
 
 
-def _check_names(kind: "pa.DataType") -> None:
-    for number in range(kind.num_fields):
-        field = kind.field(number)
-        str(field.name)
-        _check_names(field.type)
+def _names_in(columns: Any) -> list[str] | None:
+    """Return the names of columns as a list, checked."""
+    if columns is None:
+        return None
+    if isinstance(columns, str | AbstractSet) or not isinstance(columns, Iterable):
+        raise TypeError(f"columns must be a list of names, got {columns!r}")
+    names = list(columns)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"columns must be a list of names, got {names}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"columns must be distinct names, got {names}")
+    return names
+
+
+def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
+    """Check that ``schema=`` is a schema and has the wanted columns."""
+    if not isinstance(schema, pa.Schema):
+        raise TypeError(f"schema must be a pyarrow.Schema, got {type(schema).__name__}")
+    missing = [name for name in names or () if name not in schema.names]
+    if missing:
+        raise ValueError(f"columns= names {missing}, not in schema= {schema.names}")
+    if not schema.names or len(set(schema.names)) < len(schema.names):
+        raise ValueError(f"schema must not repeat columns, got {schema.names}")
 
 
 def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
     """Return a file's columns, with the types in ``schema=`` where it has them."""
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    known = [*given] if given is not None else []
+    known = [*(given or ())]
     names = {field.name for field in known}
     others = [field for field in first if field.name not in names]
     return pa.schema([
@@ -187,14 +299,96 @@ def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
     ])  # fmt: skip
 
 
-def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+def _field_of(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
+    """Return a column of a file.
 
+    Raises:
+        DatasetError: If there is none, or there are two.
+    """
+    places = schema.get_all_field_indices(name)
+    if len(places) == 1:
+        return schema.field(places[0])
+    what = f"{len(places)} columns" if places else "no column"
+    known = ", ".join(map(repr, schema.names[:20])) or "none"
+    more = f" and {len(schema.names) - 20:,} more" if len(schema.names) > 20 else ""
+    raise DatasetError(
+        f"{location!r} has {what} {name!r}; its columns are {known}{more}",
+        location=location,
+    )
+
+
+# -- types -------------------------------------------------------------------------
+
+
+def without_view(kind: "pa.DataType") -> "pa.DataType":
+    """Return the type that replaces views, which Arrow hardly supports yet."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
+
+
+def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
+    """Return Arrow's type for all values of both; None if there is none."""
+    schemas = [pa.schema([("", kind)]) for kind in (one, other)]
+    try:
+        common = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (ValueError, TypeError):
+        return None
+    # Arrow casts text to bytes, and exact numbers to floats: other values.
+    return common if {_group(one), _group(other)} - {_group(common)} <= {0} else None
+
+
+def _group(kind: "pa.DataType") -> int:
+    """Return a number shared by all types of one class of values."""
+    types = pa.types
+    if types.is_null(kind):
+        return 0
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind)
+    if is_binary or types.is_fixed_size_binary(kind) or types.is_binary_view(kind):
+        return 1
+    if kind.num_fields:
+        return max(_group(kind.field(at).type) for at in range(kind.num_fields))
+    return 2 if types.is_decimal(kind) else 3
+
+
+def _can_cast(kind: "pa.DataType", wanted: "pa.DataType") -> bool:
+    try:
+        pa.nulls(0, kind).cast(wanted)
+    except _MISFITS:
+        return False
+    return True
+
+
+def _cast(array: "pa.Array", field: "pa.Field", location: str) -> "pa.Array":
+    if array.type == field.type:
+        return array
+    try:
+        return array.cast(field.type)
+    except _MISFITS as error:
+        raise DatasetError(
+            f"column {field.name!r} of {location!r} is of type {array.type} and has "
+            f"values that do not fit {field.type}, its type in all files: "
+            f"{error}; set the type (schema=)",
+            location=location,
+        ) from error
+
+
+def _conflict(
+    name: str, kind: "pa.DataType", location: str, before: str
+) -> DatasetError:
+    return DatasetError(
+        f"column {name!r} of {location!r} is of type {kind}, and {before}; write the "
+        "files alike, leave the column out (columns=), or set its type (schema=)",
+        location=location,
+    )
+
+
+def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
         return column.fill_null(pa.scalar(value, column.type))
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except _MISFITS as error:
         raise ValueError(
             f"nulls={{{name!r}: {value!r}}} does not fit a column of type "
             f"{column.type}: {error}"
