@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from aioloader.datasets._parsed import ParsedFormat
 from obstore.store import MemoryStore
 from pyarrow import parquet as pq
 
@@ -24,7 +25,6 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._parsed import ParsedFormat
 from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
 from datasets.changing import ChangingServer
 from datasets.test_places import big_shard

@@ -7,16 +7,16 @@ import posixpath
 import struct
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
-from aioloader.datasets._cuts import nearest, read_whole, shares
+from aioloader.datasets._cuts import Part, nearest, read_whole, shares
+from aioloader.datasets._engine import ByteFormat, Kind
 from aioloader.datasets._mds.encodings import decoder_of
-from aioloader.datasets._mds.parser import Column, MDSParser
-from aioloader.datasets._parsed import ParsedFormat, ParsedShard
+from aioloader.datasets._mds.samples import Column, samples
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
-from aioloader.datasets._stores.versions import Known
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.shards import (
     Position,
     ShardReader,
@@ -48,7 +48,7 @@ class MDSShard(NamedTuple):
     stop: int
 
 
-class MDSFormat(ParsedFormat):
+class MDSFormat(ByteFormat):
     """Shards that an ``index.json`` lists.
 
     Args:
@@ -60,7 +60,7 @@ class MDSFormat(ParsedFormat):
     def __init__(
         self, addresses: Any, places: Places, *, allow_unsafe_types: bool
     ) -> None:
-        super().__init__(addresses, places, _no_parser)
+        super().__init__(addresses, places, Kind(partial(samples, (), 0, 0)))
         self._allow_unsafe_types = allow_unsafe_types
 
     async def shards(
@@ -127,30 +127,13 @@ class MDSFormat(ParsedFormat):
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(self.places.name(shard.address))
-        label = self.places.label(shard.address)
-        start = 0 if unpacker else position.get("byte", shard.start)
         # Of a whole shard, all is read: what follows the samples shows that the file is
         # not the one that the index lists.
-        stop = None if unpacker or shard.stop == shard.size else shard.stop
-        known = Known.of(position)
-        source = self.places.open(shard.address, start, budget, known, stop)
-        if unpacker is not None:
-            source = Unpacked(source, unpacker, label)
-        parser = MDSParser(
-            label,
-            self._columns(shard.columns),
-            samples=shard.samples,
-            stop=shard.stop,
-            offset=start,
-        )
-        return ParsedShard(
-            source,
-            parser,
-            skip=position.get("sample", 0),
-            is_packed=unpacker is not None,
-            location=label,
-        )
+        stop = None if shard.stop == shard.size else shard.stop
+        columns = self._columns(shard.columns)
+        kind = Kind(partial(samples, columns, shard.samples, shard.stop))
+        part = Part(shard.address, shard.start, stop, None)
+        return self.read(part, kind, position, budget)
 
     def _columns(
         self, columns: tuple[tuple[str, str, int | None], ...]
@@ -197,7 +180,3 @@ def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
 
 def _joined(folder: Address, name: str) -> Address:
     return sibling(folder, lambda path: posixpath.join(path, name))
-
-
-def _no_parser(_url: str, _offset: int) -> Any:
-    raise NotImplementedError

@@ -10,8 +10,6 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Bytes
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError, TruncatedReadError
 
@@ -149,41 +147,41 @@ class Unpacked:
     """The unpacked bytes of a packed shard.
 
     Args:
-        packed: The packed bytes; owned.
         make: Makes the decompressor.
         location: Redacted address, for errors.
     """
 
-    def __init__(
-        self, packed: Bytes, make: Callable[[], Unpacker], location: str
-    ) -> None:
-        self._packed = packed
+    def __init__(self, make: Callable[[], Unpacker], location: str) -> None:
         self._unpacker = make()
         self._location = location
         self._given = 0
         self._has_ended = False
-        self.begin = packed.begin
-        self.is_draining = packed.is_draining
-        self.bytes_ahead = packed.bytes_ahead
-        self.aclose = packed.aclose
 
-    @property
-    def version(self) -> Version | None:
-        """The version of the packed shard."""
-        return self._packed.version
+    def read(
+        self, read: Callable[[], Buffer | None], version: Version | None
+    ) -> Buffer | None:
+        """Return the next piece; empty at the end.
 
-    async def read(self) -> Buffer:
-        """Return the next piece.
+        Args:
+            read: Returns a packed piece, or None.
+            version: The packed shard's.
+
+        Returns:
+            None if ``read`` did.
 
         Raises:
-            DatasetError: If it cannot be read or unpacked.
+            DatasetError: If it cannot be unpacked, or was cut short.
         """
-        while True:
-            data = await in_thread(self._take)
-            self._given += len(data)
-            if data or self._has_ended:
-                return data
-            await self._more()
+        while not (data := self._take()) and not self._has_ended:
+            piece = read()
+            if piece is None:
+                return None
+            if memoryview(piece):
+                self._unpacker.feed(piece)
+            else:
+                self._end(version.size if version else 0)
+        self._given += len(data)
+        return data
 
     def _take(self) -> bytes:
         try:
@@ -195,14 +193,9 @@ class Unpacked:
                 location=self._location,
             ) from error
 
-    async def _more(self) -> None:
-        piece = await self._packed.read()
-        if memoryview(piece):
-            self._unpacker.feed(piece)
-            return
+    def _end(self, size: int) -> None:
         self._has_ended = True
         if not self._unpacker.has_ended():
-            size = self.version.size if self.version else 0
             raise TruncatedReadError(
                 f"{self._location!r} ends within its packed data, after byte "
                 f"{self._given:,} of its contents: it was cut short at {size:,} bytes",
