@@ -83,12 +83,13 @@ async def test_many_wait_at_once() -> None:
     with ObjectServer(dict.fromkeys(map(str, range(40)), DATA)) as server:
         server.faults = Faults(hangs=1)
         stream: Any = ByteStream("{0..39}", noted, store=server.url, interleave=40)
-        async with aiter(stream.readers(40)) as iterator:
-            pull = asyncio.create_task(iterator.pull(10))
-            waits = partial(server.wait_for, lambda: server.counts().in_flight == 40)
-            await asyncio.to_thread(waits)
-            pull.cancel()
-            await asyncio.wait([pull])
+        iterator: Any = aiter(stream.readers(40))
+        pull = asyncio.create_task(iterator.pull(10))
+        waits = partial(server.wait_for, lambda: server.counts().in_flight == 40)
+        await asyncio.to_thread(waits)
+        pull.cancel()
+        await asyncio.wait([pull])
+        await iterator.aclose()
     assert noted.closed
 
 

@@ -42,7 +42,7 @@ from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacked, Unpacker, unpacker_of
+from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     CountsBytes,
@@ -254,7 +254,7 @@ class ByteReader(KnowsVersion, CountsBytes):
         source: The shard's bytes; owned.
         kind: Makes samples of them.
         feed: Where the samples get them.
-        unpacker: Makes the decompressor; None: the shard is not compressed.
+        unpacker: Unpacks the shard; None: it is not compressed.
         skip: Samples to drop first.
     """
 
@@ -264,11 +264,11 @@ class ByteReader(KnowsVersion, CountsBytes):
         kind: Kind,
         feed: Feed,
         *,
-        unpacker: Callable[[], Unpacker] | None,
+        unpacker: Callable[[str], Unpacking] | None,
         skip: int,
     ) -> None:
         self._source, self._feed, self._location = source, feed, feed.url
-        self._packed = unpacker and Unpacked(unpacker, feed.url)
+        self._unpacking = unpacker and unpacker(feed.url)
         self._skip = skip
         self._is_quick = kind.is_quick and unpacker is None
         self._waits = kind.waits
@@ -348,7 +348,7 @@ class ByteReader(KnowsVersion, CountsBytes):
             if block:
                 is_tracked = gc.is_tracked(block[-1])
                 self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
-                if self._packed is not None:
+                if self._unpacking is not None:
                     self._before += len(self._block)
                 else:
                     self._byte = position
@@ -413,7 +413,8 @@ class ByteReader(KnowsVersion, CountsBytes):
         """Run the generator until a block is full, or bytes are missing.
 
         Args:
-            most: Bytes after which no further piece is read.
+            most: Bytes after which no further piece is read; with ``seconds``, only if
+                there are no samples.
             read: Returns a piece; None if it is not there yet.
             seconds: Time after which a block ends.
         """
@@ -424,7 +425,8 @@ class ByteReader(KnowsVersion, CountsBytes):
         try:
             while len(block) < self._limit and not self._is_over:
                 if self._asks:
-                    piece = self._unpacked(read) if most > 0 else None
+                    is_enough = most <= 0 and (not block or stop == math.inf)
+                    piece = None if is_enough else self._unpacked(read)
                     if piece is None:
                         break
                     feed.give(piece)
@@ -444,8 +446,18 @@ class ByteReader(KnowsVersion, CountsBytes):
         return begin, block
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
-        packed = self._packed
-        return read() if packed is None else packed.read(read, self._source.version)
+        """Return the next piece, unpacked; None if ``read`` has none."""
+        if self._unpacking is None:
+            return read()
+        packed: Buffer | None = None
+        try:
+            while (piece := self._unpacking.send(packed)) is None:
+                packed = read()
+                if packed is None:
+                    return None
+        except StopIteration:
+            return b""
+        return piece
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give the next piece to a generator that waits for it, in its thread."""

@@ -17,13 +17,9 @@ import numpy.typing as npt
 
 from aioloader.datasets._lines import SKIP
 
-# orjson reads integers with fewer digits exactly.
+# orjson reads integers with fewer digits exactly; those after a point are of a float.
 _DIGITS = 19
-_ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + bytes(
-    range(128, 256)
-)
-_END = re.compile(rb"[^0]")
-_RUN, _POINT = b"0" * _DIGITS, ord(".")
+_LARGE = re.compile(rb"(?<![.0-9])[0-9]{%d}" % _DIGITS)
 _UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
 # Deepest nesting passed to orjson; both libraries fail near a thousand.
 _DEPTH = 500
@@ -79,7 +75,7 @@ def _may_one_differ(lines: Sequence[bytes]) -> bool:
 
 
 def _has_one_large(text: npt.NDArray[np.uint8]) -> bool:
-    """Like ``_has_large``, but faster for the text of many lines."""
+    """Return whether ``_LARGE`` matches, faster for the text of many lines."""
     # Each longer run of digits has eight of them in one word; their upper halves are 3,
     # as are those of six other characters.
     words = text[: len(text) & -8].view(np.uint64)
@@ -90,22 +86,12 @@ def _has_one_large(text: npt.NDArray[np.uint8]) -> bool:
     for shift in (1, 2, 4, 8, 3):  # starts of 2, 4, 8, 16, 19 digits
         runs = runs[:-shift] & runs[shift:]
     # A run that starts after a point, or continues an earlier one, does not count.
-    is_inner = is_digit[:-_DIGITS] | (text[:-_DIGITS] == _POINT)
+    is_inner = is_digit[:-_DIGITS] | (text[:-_DIGITS] == ord("."))
     return bool(runs[:1].any() or (runs[1:] > is_inner).any())
 
 
 def _may_differ(line: bytes) -> bool:
-    return _has_large(line) or _is_deep(line)
-
-
-def _has_large(text: bytes) -> bool:
-    """Return whether there is a run of that many digits, except after a point."""
-    digits = text.translate(_ZEROS)
-    at = digits.find(_RUN)
-    while at > 0 and text[at - 1] == _POINT:
-        end = _END.search(digits, at)
-        at = digits.find(_RUN, end.start()) if end else -1
-    return at >= 0
+    return _LARGE.search(line) is not None or _is_deep(line)
 
 
 def _is_deep(line: bytes) -> bool:

@@ -1,15 +1,14 @@
 """Reads tar archives: consecutive members with the same key make one sample.
 
-Samples come in the order of the archive. Members with a plain header that lie whole in
-a piece take a fast path (``_read_plain``); all others are read by ``_read_member``, in
-which what crosses into the next piece is copied. Damage ends the archive; it is not
-detected in bodies, long names and PAX headers, which have no checksum. An archive ends
-with zeros: a single block of them is enough, and only zeros may follow.
+Members with a plain header that lies whole in a piece take a fast path, all others are
+read step by step. Damage ends the archive; it is not detected in bodies, long names and
+PAX headers, which have no checksum. An archive ends with zeros: a single block of them
+is enough, and only zeros may follow.
 """
 
 import logging
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeAlias
 
 from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad
@@ -45,6 +44,8 @@ _LOG = logging.getLogger("aioloader")
 # Most endings of names that are cached.
 _ENDINGS = 64
 _SLASH, _LOW_LINE = ord("/"), ord("_")
+# The field for the body of a member (None: to skip it), and the body's size.
+_Member: TypeAlias = tuple[str | None, int]
 
 
 def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
@@ -91,14 +92,7 @@ class _Archive:
         A sample fails if it is too large, or has a sparse member or a duplicate field.
         """
         try:
-            is_going = True
-            while is_going:
-                if not self._globals:
-                    self._read_plain()
-                if self._ready:
-                    yield self._taken()
-                else:
-                    is_going = yield from self._read_member()
+            yield from self._read_members()
         except DamageError as damage:
             after = (
                 f"after member {self._name!r}" if self._name else "the first one read"
@@ -117,14 +111,34 @@ class _Archive:
 
     # -- members --------------------------------------------------------------------
 
-    def _read_plain(self) -> None:
+    def _read_members(self) -> Steps:
+        while True:
+            member = None if self._globals else self._read_plain()
+            if member is None and not self._ready:
+                member = yield from self._read_headers()
+                if member is None:
+                    return
+            if self._ready:
+                yield self._taken()
+            if member is not None:
+                field, size = member
+                owner = f"member {self._name!r}"
+                body = yield from self._read_body(
+                    owner, size, is_kept=field is not None
+                )
+                if field is not None:
+                    self._fields[field] = body
+
+    def _read_plain(self) -> _Member | None:
         """Read members that are whole in the piece and have a plain header.
 
-        The first other member is left unread.
+        Returns:
+            The next one, without its body, if that is not whole here; None if its
+            header is not, or not plain: it is left unread.
         """
         feed, view, at = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - at, len(view), self._ready, feed.want
-        start, name = at, b""
+        start, name, member = at, b"", None
         while (body := at + BLOCK_BYTES) <= length and len(ready) < want:
             fields = FIELDS.unpack_from(view, at)
             if fields[3] != self._tail:
@@ -135,17 +149,20 @@ class _Archive:
                 if not self._learn(block):
                     break
             size = read_plain(view[at : at + 148], fields, self._tail_sum)
-            following = (stop := body + size) + (-size & 511)
-            if size < 0 or following > length:
+            if size < 0:
                 break
             name = fields[0]
             field = self._place_plain(name, size, base + start)
+            start = at = (stop := body + size) + (-size & 511)
+            if at > length:
+                start, member = body, (field, size)
+                break
             if field is not None:
                 self._fields[field] = bytes(view[body:stop])
-            start = at = following
         if name:
             self._name = read_text(name)
         feed.used = start
+        return member
 
     def _pass_pax(self, block: bytes, body: int) -> int:
         """Return where a PAX header ends; 0 if it is relevant, or not whole here."""
@@ -166,35 +183,8 @@ class _Archive:
         self._tail, self._tail_sum = block[156:], tail_sum
         return True
 
-    def _read_member(self) -> Generator[Any, None, bool]:
-        """Read a member of any kind; return whether more may follow."""
-        headers = yield from self._read_headers()
-        if headers is None:
-            return False
-        block, extras, start = headers
-        self._name, size = read_member(block, extras)
-        field = self._field_of(block, extras, size, start)
-        if self._ready:
-            yield self._taken()
-        has_map = block[156] == SPARSE and block[482]
-        while has_map:  # blocks of a sparse member's map, which its size excludes
-            block = yield from self._feed.read(BLOCK_BYTES)
-            if len(block) < BLOCK_BYTES:
-                raise self._cut_header(len(block))
-            has_map = block[504]
-        owner = f"member {self._name!r}"
-        body = yield from self._read_body(owner, size, is_kept=field is not None)
-        if field is not None:
-            self._fields[field] = body
-        return True
-
-    def _read_headers(
-        self,
-    ) -> Generator[Any, None, tuple[bytes, dict[str, bytes], int] | None]:
-        """Return a member's header, what extends it, and where the first one starts.
-
-        None at the end of the archive.
-        """
+    def _read_headers(self) -> Generator[Any, None, _Member | None]:
+        """Read the headers of a member of any kind; None at the end of the archive."""
         feed, start, extras = self._feed, self._feed.at, dict[str, bytes]()
         while True:
             self._at = feed.at
@@ -203,12 +193,11 @@ class _Archive:
                 yield from self._read_end(block, is_between=start == self._at)
                 return None
             if not is_sound(block):
-                hint = (
-                    "" if self._name else "; is it a tar archive, and not compressed?"
-                )
-                raise DamageError(f"no header, or one with a wrong checksum{hint}")
+                what = "no header, or one with a wrong checksum"
+                hint = "; is it a tar archive, and not compressed?"
+                raise DamageError(what if self._name else what + hint)
             if (kind := block[156]) not in EXTENDED:
-                return block, {**self._globals, **extras}, start
+                break
             size = read_extended_size(block)
             owner = "the long name or PAX header of a member"
             data = yield from self._read_body(owner, size)
@@ -220,6 +209,20 @@ class _Archive:
                 start = feed.at if start == self._at else start
             elif kind in PAX_KINDS:
                 extras.update(read_pax(data))
+        extras = {**self._globals, **extras}
+        self._name, size = read_member(block, extras)
+        field = self._field_of(block, extras, size, start)
+        yield from self._skip_map(block)
+        return field, size
+
+    def _skip_map(self, block: bytes) -> Steps:
+        """Skip the rest of a sparse member's map, which its size excludes."""
+        has_more = block[156] == SPARSE and block[482]
+        while has_more:
+            block = yield from self._feed.read(BLOCK_BYTES)
+            if len(block) < BLOCK_BYTES:
+                raise self._cut_header(len(block))
+            has_more = block[504]
 
     def _field_of(
         self, block: bytes, extras: dict[str, bytes], size: int, start: int
