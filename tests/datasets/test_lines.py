@@ -60,7 +60,11 @@ class Raw:
         """Return it."""
         return line
 
-    def many(self, lines: Sequence[bytes]) -> list[bytes] | None:
+    def is_plain(self, piece: Any) -> bool:
+        """Return anything."""
+        return True
+
+    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[bytes] | None:
         """Return them, without carriage returns."""
         return list(map(without_end, lines)) if self._at_once else None
 

@@ -118,7 +118,7 @@ async def test_what_would_end_a_loop_is_loud(
         yield file.readline()
         raise kind("the generator's")
 
-    async with aiter(ByteStream(str(tmp_path / "a"), stops)) as iterator:
+    async with aiter(ByteStream[bytes](str(tmp_path / "a"), stops)) as iterator:
         assert await anext(iterator) == b"1\n"
         with pytest.raises(RuntimeError):
             await anext(iterator)

@@ -32,11 +32,15 @@ class Decoder(Protocol):
             ValueError: If there is none.
         """
 
-    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+    def is_plain(self, piece: bytes | memoryview) -> bool:
+        """Return whether ``many`` need not look closer at lines of these bytes."""
+
+    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[Any] | None:
         """Return the results of ``one`` for all lines, faster; None if undecided.
 
         Args:
             lines: With their ends: a line feed, with or without a carriage return.
+            is_plain: Result for all bytes of the lines.
         """
 
 
@@ -55,7 +59,7 @@ def samples(decoder: Decoder, max_sample_bytes: int, feed: Feed) -> Steps:
     while not feed.has_ended:
         yield None
         # Twice as fast as `split`: line ends are found many bytes at a time.
-        lines = BytesIO(feed.view).readlines()
+        lines, is_plain = BytesIO(feed.view).readlines(), decoder.is_plain(feed.view)
         feed.used = len(feed.view)
         last = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
         if length and (lines or feed.has_ended):
@@ -67,7 +71,9 @@ def samples(decoder: Decoder, max_sample_bytes: int, feed: Feed) -> Steps:
                 yield [failed], (at := at + length)
                 del lines[:1]
             else:
-                lines[:1] = [b"".join([*parts, *lines[:1]])]
+                first = b"".join([*parts, *lines[:1]])
+                is_plain = is_plain and decoder.is_plain(first)
+                lines[:1] = [first]
             parts, length = [], 0
         length += len(last)
         if length > max_sample_bytes + 1:
@@ -83,21 +89,26 @@ def samples(decoder: Decoder, max_sample_bytes: int, feed: Feed) -> Steps:
         while taken < len(lines):
             some = lines[taken : taken + min(feed.want, _AT_ONCE, most)]
             taken += len(some)
-            made, at = make(some, at)
+            made, at = make(some, at, is_plain=is_plain)
             yield made, at
 
 
 def _made_of(
-    decoder: Decoder, limit: int, url: str, lines: list[bytes], at: int
+    decoder: Decoder,
+    limit: int,
+    url: str,
+    lines: list[bytes],
+    at: int,
+    *,
+    is_plain: bool,
 ) -> tuple[list[Any], int]:
     """Return the samples of lines, decoded together if all are valid; and the end."""
     lengths = list(map(len, lines))
-    made: list[Any] | None = None
     if max(lengths) <= limit:
-        made = decoder.many(lines)
-    if made is not None:
-        return made, at + sum(lengths)
-    made = []
+        together = decoder.many(lines, is_plain=is_plain)
+        if together is not None:
+            return together, at + sum(lengths)
+    made: list[Any] = []
     for line in lines:
         sample = _sample(decoder, limit, url, line, at)
         at += len(line)

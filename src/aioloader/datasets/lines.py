@@ -95,7 +95,10 @@ class _TextDecoder:
     def one(self, line: bytes) -> str:
         return line.decode(self._encoding)
 
-    def many(self, lines: Sequence[bytes]) -> list[str] | None:
+    def is_plain(self, piece: bytes | memoryview) -> bool:  # noqa: ARG002  (all are)
+        return True
+
+    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[str] | None:  # noqa: ARG002
         encoding = self._encoding
         try:
             if encoding in _WHOLE and lines[-1].endswith(b"\n"):
