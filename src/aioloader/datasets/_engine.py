@@ -63,7 +63,7 @@ from aioloader.errors import ShardChangedError
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 # Bytes that make a block of a user's generator full, and seconds.
 _FULL_BYTES, _FULL_SECONDS = 1 << 20, 0.02
-# Bytes used at once without a thread, and seconds.
+# Bytes used at once without a thread, and seconds of the processor.
 _HERE, _TURN = 1 << 17, 0.002
 # Buffer of the file that a user's generator gets.
 _BUFFER = 1 << 16
@@ -182,37 +182,41 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
 
 
 def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
-    """Run a user's generator over a blocking file."""
-    file: Any = io.BufferedReader(_Forward(feed), _BUFFER)
+    """Run a user's generator over a blocking file, in blocks."""
+    raw = _Forward(feed)
+    file: Any = io.BufferedReader(raw, _BUFFER)
     samples: Any = generate(file)
     failure: BaseException | None = None
-    is_going = True
+    is_going, now = True, time.monotonic
     with contextlib.closing(samples):
         while is_going:
-            block: list[Any] = []
-            full_at = feed.at + _FULL_BYTES
-            full_after = time.monotonic() + _FULL_SECONDS
+            block, want = list[Any](), feed.want
+            raw.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
+            is_going = False
             try:
                 for sample in samples:
                     block.append(sample)
-                    is_full = len(block) >= feed.want or feed.at >= full_at
-                    if is_full or time.monotonic() > full_after:
+                    if len(block) >= want or raw.left <= 0 or now() > stop:
+                        is_going = True
                         break
-                else:
-                    is_going = False
             except BaseException as error:  # noqa: BLE001  (raised after the block)
-                failure, is_going = error, False
+                failure = error
             yield block, file.tell()
     if failure is not None:
         raise failure
 
 
 class _Forward(io.RawIOBase):
-    """The bytes of a shard as a blocking file that only goes forward."""
+    """The bytes of a shard as a blocking file that only goes forward.
+
+    Attributes:
+        left: Bytes until a block is full.
+    """
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self.name = feed.url
+        self.left = 0
 
     def readable(self) -> bool:
         return True
@@ -238,6 +242,7 @@ class _Forward(io.RawIOBase):
         part = feed.view[feed.used : feed.used + len(target)]
         target[: len(part)] = part
         feed.used += len(part)
+        self.left -= len(part)
         return len(part)
 
 
@@ -283,7 +288,7 @@ class ByteReader(KnowsVersion, CountsBytes):
         # Whether the generator wants a piece, has ended, is no longer wanted; whether
         # a piece must be read, or the one that is here.
         self._asks = self._is_over = self._is_closed = False
-        self._is_hungry = True
+        self._is_hungry = not isinstance(source, FileBytes)
         self._piece: Buffer | None = None
         self._failure: BaseException | None = None
         self._making: asyncio.Task[_Made] | None = None
@@ -363,13 +368,11 @@ class ByteReader(KnowsVersion, CountsBytes):
         bytes of a file are missing. Other tasks of the loop get a turn before it.
         """
         source, read = self._source, self._take_piece
-        if not self._is_quick or self._making is not None:
+        if not self._is_quick or self._is_hungry or self._making is not None:
             return None
         if isinstance(source, FileBytes):
             await source.open()
             read = source.read_cached
-        elif self._is_hungry:
-            return None
         await asyncio.sleep(0)
         made = self._gather(_HERE, read, _TURN)
         self._is_quick = bool(made[1]) or self._is_hungry
@@ -387,9 +390,11 @@ class ByteReader(KnowsVersion, CountsBytes):
         source, gather = self._source, functools.partial(self._gather, sys.maxsize)
         if self._waits:
             if self._thread is None:
-                self._feed.wait = functools.partial(
-                    self._wait, asyncio.get_running_loop()
-                )
+                loop = asyncio.get_running_loop()
+                read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
+                if isinstance(source, FileBytes):
+                    read = await source.use(_itself)
+                self._feed.wait = functools.partial(self._give, read)
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
             return await in_thread(gather, _no_piece, executor=self._thread)
         if isinstance(source, FileBytes):
@@ -416,12 +421,12 @@ class ByteReader(KnowsVersion, CountsBytes):
             most: Bytes after which no further piece is read; with ``seconds``, only if
                 there are no samples.
             read: Returns a piece; None if it is not there yet.
-            seconds: Time after which a block ends.
+            seconds: Processor time after which a block ends.
         """
         if self._failure is not None:
             raise self._failure
         feed, begin, block = self._feed, self._next, list[Any]()
-        stop = time.monotonic() + seconds
+        stop = time.thread_time() + seconds
         try:
             while len(block) < self._limit and not self._is_over:
                 if self._asks:
@@ -437,7 +442,7 @@ class ByteReader(KnowsVersion, CountsBytes):
                 if step:
                     made, self._next = step
                     block += made
-                    if time.monotonic() > stop:
+                    if time.thread_time() > stop:
                         break
         except BaseException as error:  # noqa: BLE001  (raised)
             self._failure = raisable(error, "the parser")
@@ -459,9 +464,9 @@ class ByteReader(KnowsVersion, CountsBytes):
             return b""
         return piece
 
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _give(self, read: Callable[[], Buffer]) -> None:
         """Give the next piece to a generator that waits for it, in its thread."""
-        piece = self._unpacked(functools.partial(self._fetch, loop))
+        piece = self._unpacked(read)
         assert piece is not None
         self._feed.give(piece)
 
@@ -478,6 +483,10 @@ class ByteReader(KnowsVersion, CountsBytes):
 
 # The position before a block, and its samples.
 _Made: TypeAlias = tuple[Any, list[Any]]
+
+
+def _itself(read: Callable[[], Buffer]) -> Callable[[], Buffer]:
+    return read
 
 
 def _no_piece() -> None:
@@ -552,14 +561,11 @@ class ByteFormat(CutsShards, WeighsShards):
     ) -> ByteReader:
         """Return a reader of a shard, or of a part of one if it is not compressed."""
         address, start, stop, version = part
-        label, unpacker = (
-            self.places.label(address),
-            unpacker_of(self.places.name(address)),
-        )
+        label = self.places.label(address)
+        unpacker = unpacker_of(self.places.name(address))
+        start = position.get("byte", start)
         if unpacker is not None:
             start, stop = 0, None
-        else:
-            start = position.get("byte", start)
         known = Known.of(position, version)
         source = self.places.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
