@@ -64,7 +64,9 @@ class Raw:
         """Return anything."""
         return True
 
-    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[bytes] | None:
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[bytes] | None:
         """Return them, without carriage returns."""
         return list(map(without_end, lines)) if self._at_once else None
 

@@ -58,7 +58,9 @@ class JSONDecoder:
         words = text[: len(text) & -8].view(np.uint64)
         return not ((words & _UPPER) == _THREES).any()
 
-    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[Any] | None:
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[Any] | None:
         """Return the values of lines; None without orjson, or if results may differ."""
         fast = _orjson_loads()
         if b"\n" in lines:
@@ -66,18 +68,19 @@ class JSONDecoder:
         if fast is None:
             return None
         try:
-            if _may_one_differ(lines, is_plain=is_plain):
+            is_long = longest > 2 * _DEPTH
+            is_sure = is_plain and not is_long
+            if not is_sure and _may_one_differ(
+                lines, is_plain=is_plain, is_long=is_long
+            ):
                 return [self.one(x) if _may_differ(x) else fast(x) for x in lines]
             return list(map(fast, lines))
         except ValueError:
             return None
 
 
-def _may_one_differ(lines: Sequence[bytes], *, is_plain: bool) -> bool:
+def _may_one_differ(lines: Sequence[bytes], *, is_plain: bool, is_long: bool) -> bool:
     """Return whether ``json`` may read one of many lines differently from orjson."""
-    is_long = max(map(len, lines), default=0) > 2 * _DEPTH
-    if is_plain and not is_long:
-        return False
     text = b"".join(lines)
     if not is_plain and _has_large(text):
         return True

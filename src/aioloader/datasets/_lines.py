@@ -35,11 +35,14 @@ class Decoder(Protocol):
     def is_plain(self, piece: bytes | memoryview) -> bool:
         """Return whether ``many`` need not look closer at lines of these bytes."""
 
-    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[Any] | None:
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[Any] | None:
         """Return the results of ``one`` for all lines, faster; None if undecided.
 
         Args:
             lines: With their ends: a line feed, with or without a carriage return.
+            longest: Length of the longest one.
             is_plain: Result for all bytes of the lines.
         """
 
@@ -104,8 +107,9 @@ def _made_of(
 ) -> tuple[list[Any], int]:
     """Return the samples of lines, decoded together if all are valid; and the end."""
     lengths = list(map(len, lines))
-    if max(lengths) <= limit:
-        together = decoder.many(lines, is_plain=is_plain)
+    longest = max(lengths)
+    if longest <= limit:
+        together = decoder.many(lines, longest, is_plain=is_plain)
         if together is not None:
             return together, at + sum(lengths)
     made: list[Any] = []

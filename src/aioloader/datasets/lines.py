@@ -95,10 +95,16 @@ class _TextDecoder:
     def one(self, line: bytes) -> str:
         return line.decode(self._encoding)
 
-    def is_plain(self, piece: bytes | memoryview) -> bool:  # noqa: ARG002  (all are)
+    def is_plain(self, _piece: bytes | memoryview) -> bool:
         return True
 
-    def many(self, lines: Sequence[bytes], *, is_plain: bool) -> list[str] | None:  # noqa: ARG002
+    def many(
+        self,
+        lines: Sequence[bytes],
+        _longest: int,
+        *,
+        is_plain: bool,  # noqa: ARG002  (all are)
+    ) -> list[str] | None:
         encoding = self._encoding
         try:
             if encoding in _WHOLE and lines[-1].endswith(b"\n"):
