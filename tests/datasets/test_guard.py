@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from aioloader.datasets._parsed import ParsedFormat
 from obstore.store import MemoryStore
 from pyarrow import parquet as pq
 
@@ -25,6 +24,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
+from aioloader.datasets._engine import ByteFormat
 from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
 from datasets.changing import ChangingServer
 from datasets.test_places import big_shard
@@ -248,7 +248,7 @@ async def test_parts_of_a_shard_are_of_one_version(tmp_path: Path) -> None:
     put(path, lines(0))
     async with AsyncExitStack() as stack:
         made_by = TextDataset(str(path)).made_by
-        assert isinstance(made_by, ParsedFormat)
+        assert isinstance(made_by, ByteFormat)
         parts = await made_by.cut(await made_by.shards(stack), 3)
         put(path, lines(0))
         reader = made_by.open(parts[1], {}, 1 << 20)
