@@ -78,7 +78,7 @@ class Feed:
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples that should be yielded at once.
-        wait: Gives the next piece; only for a generator that waits.
+        wait: Returns the next piece; only for a generator that waits.
         view: The current piece, valid until the next one.
         used: How many bytes of it were used.
         has_ended: Whether there are no more pieces.
@@ -88,7 +88,7 @@ class Feed:
         self.url = url
         self.is_part = is_part
         self.want = 1
-        self.wait: Callable[[], None]
+        self.wait: Callable[[], Buffer]
         self.view = _NOTHING
         self.used = 0
         self.has_ended = False
@@ -238,7 +238,7 @@ class _Forward(io.RawIOBase):
     def readinto(self, buffer: Buffer, /) -> int:
         feed, target = self._feed, memoryview(buffer).cast("B")
         while feed.used >= len(feed.view) and not feed.has_ended:
-            feed.wait()
+            feed.give(feed.wait())
         part = feed.view[feed.used : feed.used + len(target)]
         target[: len(part)] = part
         feed.used += len(part)
@@ -393,10 +393,10 @@ class ByteReader(KnowsVersion, CountsBytes):
                 loop = asyncio.get_running_loop()
                 read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
                 if isinstance(source, FileBytes):
-                    read = await source.use(_itself)
-                self._feed.wait = functools.partial(self._give, read)
+                    read = await source.use(lambda read: read)
+                self._feed.wait = lambda: self._unpacked(read) or b""
                 self._thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
-            return await in_thread(gather, _no_piece, executor=self._thread)
+            return await in_thread(gather, lambda: None, executor=self._thread)
         if isinstance(source, FileBytes):
             return await source.use(functools.partial(self._gather, source.at_once))
         if self._is_hungry:
@@ -464,12 +464,6 @@ class ByteReader(KnowsVersion, CountsBytes):
             return b""
         return piece
 
-    def _give(self, read: Callable[[], Buffer]) -> None:
-        """Give the next piece to a generator that waits for it, in its thread."""
-        piece = self._unpacked(read)
-        assert piece is not None
-        self._feed.give(piece)
-
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
         read = self._source.read()
         self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
@@ -483,14 +477,6 @@ class ByteReader(KnowsVersion, CountsBytes):
 
 # The position before a block, and its samples.
 _Made: TypeAlias = tuple[Any, list[Any]]
-
-
-def _itself(read: Callable[[], Buffer]) -> Callable[[], Buffer]:
-    return read
-
-
-def _no_piece() -> None:
-    """Return None: a generator that waits takes its pieces itself."""
 
 
 class ByteFormat(CutsShards, WeighsShards):
