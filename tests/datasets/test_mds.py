@@ -20,7 +20,7 @@ from PIL import Image
 from aioloader._order.blocks import Bad
 from aioloader.datasets import MDSDataset
 from aioloader.datasets._mds.encodings import decoder_of
-from aioloader.datasets._mds.samples import Column, samples
+from aioloader.datasets._mds.format import Column, samples
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from datasets.shards import read
