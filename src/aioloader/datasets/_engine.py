@@ -40,7 +40,7 @@ from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
@@ -330,21 +330,30 @@ class ByteReader(KnowsVersion, CountsBytes):
         return self._source.bytes_ahead()
 
     async def aclose(self) -> None:
-        """Stop pending work and wait for it to end."""
+        """Stop pending work and wait for it to end, even if cancelled meanwhile."""
         self._is_closed = True
+        if self._making is None and self._thread is None:
+            await self._source.aclose()
+        else:
+            await outlast(asyncio.ensure_future(self._end()))
+
+    async def _end(self) -> None:
         if self._fetching is not None:
             self._fetching.cancel()
-        if self._making is not None:
-            self._making.cancel()
-            await asyncio.wait([self._making])
-            if not self._making.cancelled():
-                self._making.exception()  # retrieved: nobody else will
-            self._making = None
-        if self._thread is not None:
+        try:
+            if self._making is not None:
+                self._making.cancel()
+                await asyncio.wait([self._making])
+                if not self._making.cancelled():
+                    self._making.exception()  # retrieved: nobody else will
+                self._making = None
+            if self._thread is not None:
+                await in_thread(self._steps.close, executor=self._thread)
+        finally:
             thread, self._thread = self._thread, None
-            await in_thread(self._steps.close, executor=thread)
-            await in_thread(thread.shutdown)
-        await self._source.aclose()
+            if thread is not None:
+                thread.shutdown(wait=False)
+            await self._source.aclose()
 
     async def _turn(self) -> bool:
         """Move to the next block; return whether there is one."""
