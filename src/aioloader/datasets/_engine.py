@@ -138,11 +138,14 @@ class Kind(NamedTuple):
         steps: Makes the generator.
         is_quick: Whether a small piece needs less time than a thread costs.
         waits: Whether the generator takes the pieces itself, and waits for them.
+        copies: Whether it mostly copies bytes: all but the first block of a file are
+            then cheaper in a thread, in larger pieces.
     """
 
     steps: Callable[[Feed], Steps]
     is_quick: bool = False
     waits: bool = False
+    copies: bool = False
 
 
 # What a user has for a format: a generator function of a file, or a parser of a shard
@@ -276,7 +279,7 @@ class ByteReader(KnowsVersion, CountsBytes):
         self._unpacking = unpacker and unpacker(feed.url)
         self._skip = skip
         self._is_quick = kind.is_quick and unpacker is None
-        self._waits = kind.waits
+        self._waits, self._copies = kind.waits, kind.copies
         self._steps = kind.steps(feed)
         # Position before the block that is next, and before the current one; samples
         # before that; the block; how much of it was passed on.
@@ -384,7 +387,8 @@ class ByteReader(KnowsVersion, CountsBytes):
             read = source.read_cached
         await asyncio.sleep(0)
         made = self._gather(_HERE, read, _TURN)
-        self._is_quick = bool(made[1]) or self._is_hungry
+        is_costly = self._copies and isinstance(source, FileBytes)
+        self._is_quick = self._is_hungry or (bool(made[1]) and not is_costly)
         return made if made[1] or self._is_over else None
 
     async def _make_in_task(self) -> "_Made":

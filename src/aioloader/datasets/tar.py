@@ -64,5 +64,6 @@ class TarDataset(ByteStream[dict[str, Any]]):
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         check_missing_end(missing_end)
-        kind = Kind(partial(samples, max_sample_bytes, missing_end), is_quick=True)
+        steps = partial(samples, max_sample_bytes, missing_end)
+        kind = Kind(steps, is_quick=True, copies=True)
         super().__init__(addresses, kind, **options)
