@@ -6,17 +6,20 @@ import gzip
 import io
 import json
 import sqlite3
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import own_format
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
 from aioloader.datasets import (
     ArrowDataset,
+    ByteStream,
     JSONLinesDataset,
     ParquetDataset,
     SQLDataset,
@@ -139,6 +142,14 @@ def async_iterable(_folder: Path, **_options: Any) -> Any:
     return from_async_iterable(numbered)
 
 
+def own(folder: Path, **options: Any) -> Any:
+    """Return shards of a format of one's own."""
+    for shard in range(len(LENGTHS)):
+        rec = [struct.pack("<I", len(row)) + row.encode() for row in rows(shard)]
+        (folder / f"{shard}.rec").write_bytes(b"".join(rec))
+    return ByteStream("*.rec", own_format.records, **{"store": folder, **options})
+
+
 def parquet(folder: Path, **options: Any) -> Any:
     """Return row groups of Parquet files."""
     for shard in range(len(LENGTHS)):
@@ -185,7 +196,7 @@ def postgresql(_folder: Path, **options: Any) -> Any:
     return SQLDataset(url, "part", **{"key": "number", "partitions": 9, **options})
 
 
-SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd]
+SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd, own]
 FILES_OF_TABLES: list[Make] = [parquet, arrow]
 DATABASES: list[Make] = [sqlite, postgresql]
 EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, iterable, async_iterable]

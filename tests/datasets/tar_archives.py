@@ -3,13 +3,16 @@
 import io
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, repeat
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._tar.walk import TarParser
+from aioloader.datasets._streams.shards import MissingEnd
+from aioloader.datasets._tar.walk import samples
+from datasets.stepping import steps
 
 URL = "s3://bucket/shard-000.tar"
 FORMATS = {
@@ -92,54 +95,32 @@ def _record(key: str, value: str) -> bytes:
 ZEROS = bytes(1024)
 
 
-def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:
-    """Yield ``data`` in pieces; each is overwritten when the next but one is due."""
-    pos, given = 0, []
-    for size in sizes:
-        if pos >= len(data):
-            break
-        piece = bytearray(data[pos : pos + size])
-        pos += size
-        given.append(piece)
-        yield piece
-        if len(given) > 1:
-            given[-2][:] = b"\xff" * len(given[-2])
-
-
 def walk(
     data: bytes,
     sizes: Sequence[int] = (1 << 20,),
     limits: Sequence[int] = (64,),
     **options: Any,
 ) -> list[Any]:
-    """Return all that a parser makes of ``data``; the last size and limit go on."""
-    parser = TarParser(URL, **options)
-    taken: list[Any] = []
-    turns = chain(limits, repeat(limits[-1]))
-    for piece in pieces_of(data, chain(sizes, repeat(sizes[-1]))):
-        parser.feed(piece)
-        # A piece whose samples are not asked for must give them later.
-        limit = next(turns)
-        if limit:
-            taken += drain(parser, limit)
-    parser.end()
-    taken += drain(parser, 3)
-    assert parser.is_over
-    assert parser.take(1) == []
-    return taken
+    """Return all samples of ``data``; the last size and limit go on."""
+    return [one for block, _ in walked(data, sizes, limits, **options) for one in block]
 
 
-def drain(parser: TarParser, limit: int) -> list[Any]:
-    """Take until nothing comes; the offset never goes back."""
-    taken: list[Any] = []
-    while True:
-        before = parser.offset
-        some = parser.take(limit)
-        assert len(some) <= limit
-        assert parser.offset >= before
-        taken += some
-        if len(some) < limit:
-            return taken
+def walked(
+    data: bytes,
+    sizes: Sequence[int] = (1 << 20,),
+    limits: Sequence[int] = (64,),
+    *,
+    max_sample_bytes: int = 1 << 28,
+    missing_end: MissingEnd = "error",
+    at: int = 0,
+) -> list[tuple[list[Any], int]]:
+    """Return blocks, each with the position after it; none goes back."""
+    make = partial(samples, max_sample_bytes, missing_end)
+    found = [*steps(make, data, sizes, limits, at=at, url=URL)]
+    assert [*pairwise([at, *(after for _, after in found)])] == sorted(
+        pairwise([at, *(after for _, after in found)])
+    )
+    return found
 
 
 def plain(results: Iterable[Any]) -> list[Any]:
@@ -159,14 +140,12 @@ def expected(data: bytes) -> list[Any]:
             if info.isreg() and (split := _split(info.name))
             if (body := tar.extractfile(info))
         ]
-    samples: list[Any] = []
+    made: list[Any] = []
     for key, group in groupby(found, lambda one: one[0][0]):
         fields = [(split[1], body) for split, body in group]
         whole = len(dict(fields)) == len(fields)
-        samples.append(
-            {"__key__": key, "__url__": URL, **dict(fields)} if whole else Bad
-        )
-    return samples
+        made.append({"__key__": key, "__url__": URL, **dict(fields)} if whole else Bad)
+    return made
 
 
 def _split(name: str) -> tuple[str, str] | None:

@@ -5,32 +5,38 @@ import gzip
 import json
 import struct
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import own_format
 import pytest
 
-from aioloader.datasets import Parser, ShardedStream, ShardFormat, ShardReader
-from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._lines import LineParser
-from aioloader.datasets._tar.walk import TarParser
+from aioloader.datasets import (
+    ByteStream,
+    Parser,
+    ShardedStream,
+    ShardFormat,
+    ShardReader,
+    TarDataset,
+    TextDataset,
+)
 from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import (
     Make,
     arrow,
     json_lines,
     names,
+    own,
     parquet,
     sqlite,
     tar,
     tar_zstd,
     text,
 )
-from datasets.tar_archives import Member, archive
 from object_server import ObjectServer
 
-ALL: list[Make] = [text, json_lines, tar, tar_zstd, parquet, arrow, sqlite]
+ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
 
 
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
@@ -39,30 +45,29 @@ async def test_every_format_keeps_the_laws(make: Make, tmp_path: Path) -> None:
     await check_shard_format(make(tmp_path).made_by, samples=12)
 
 
-async def test_the_laws_hold_in_a_store(tmp_path: Path) -> None:
+STORED: dict[str, tuple[Make, Any]] = {
+    "txt": (text, TextDataset),
+    "tar": (tar, TarDataset),
+    "rec": (own, partial(ByteStream, make=own_format.records)),
+}
+
+
+@pytest.mark.parametrize("ending", STORED)
+async def test_the_laws_hold_in_a_store(ending: str, tmp_path: Path) -> None:
     """With requests in flight when it is closed."""
-    text(tmp_path)
-    packed = gzip.compress((tmp_path / "0.txt").read_bytes())
-    objects = {"0.txt": (tmp_path / "0.txt").read_bytes(), "1.txt.gz": packed}
+    write, dataset = STORED[ending]
+    write(tmp_path)
+    data = (tmp_path / f"0.{ending}").read_bytes()
+    objects = {f"0.{ending}": data, f"1.{ending}.gz": gzip.compress(data)}
     with ObjectServer(objects) as server:
-        stream = text(tmp_path)
-        stream = type(stream)(["0.txt", "1.txt.gz"], store=server.url)
+        stream = dataset([*objects], store=server.url)
         await check_shard_format(stream.made_by, samples=3)
 
 
-def test_every_parser_keeps_the_laws() -> None:
-    """Of tar archives, of lines and of the example."""
-    members = [Member(f"{at}.txt", b"x" * at * 300) for at in range(9)]
-
-    def tar_parser(url: str, offset: int) -> TarParser:
-        return TarParser(url, offset=offset)
-
-    def line_parser(url: str, offset: int) -> LineParser:
-        decoder = JSONDecoder()
-        return LineParser(url, decoder, max_sample_bytes=99, offset=offset)
-
-    check_parser(tar_parser, archive(members, "pax"))
-    check_parser(line_parser, b'{"a": 1}\n\n[]\n"x\n' + b"9" * 200 + b"\n3")
+def test_every_format_of_ones_own() -> None:
+    """A parser, and the generator of the example."""
+    data = b"".join(struct.pack("<I", at) + bytes([at] * at) for at in range(9))
+    check_parser(RecordParser, data)
     own_format.main()
 
 
@@ -210,7 +215,43 @@ async def test_a_summary_without_a_count_is_named(
         await check_shard_format(rows)
 
 
-class Broken(own_format.RecordParser):
+class RecordParser:
+    """Parses records: ``feed`` pieces of any size, ``take`` whole records."""
+
+    def __init__(self, url: str, offset: int) -> None:
+        self.offset = offset  # offset of the next record in the shard
+        self.is_over = False
+        self._url = url
+        self._rest = b""
+        self._has_ended = False
+
+    def feed(self, piece: Any) -> None:
+        """Add bytes; the piece is invalid after the next ``take``."""
+        self._rest += bytes(piece)
+
+    def end(self) -> None:
+        """Note that there are no more bytes."""
+        self._has_ended = True
+
+    def take(self, limit: int) -> list[Any]:
+        """Return up to ``limit`` records; fewer only if more bytes are needed."""
+        records: list[bytes] = []
+        at = 0
+        while len(records) < limit and at + 4 <= len(self._rest):
+            stop = at + 4 + struct.unpack_from("<I", self._rest, at)[0]
+            if stop > len(self._rest):
+                break
+            records.append(self._rest[at + 4 : stop])
+            at = stop
+        self._rest, self.offset = self._rest[at:], self.offset + at
+        if self._has_ended and self._rest and not records:
+            raise ValueError(
+                f"{self._url!r} ends within a record, byte {self.offset:,}"
+            )
+        return records
+
+
+class Broken(RecordParser):
     """A parser with a switch for each mistake."""
 
     mistake = ""
@@ -224,7 +265,7 @@ class Broken(own_format.RecordParser):
         return found
 
 
-class Keeps(own_format.RecordParser):
+class Keeps(RecordParser):
     """Keeps the piece, and not its bytes."""
 
     def feed(self, piece: Any) -> None:

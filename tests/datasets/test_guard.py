@@ -25,7 +25,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._parsed import ParsedFormat
+from aioloader.datasets._engine import ByteFormat
 from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
 from datasets.changing import ChangingServer
 from datasets.test_places import big_shard
@@ -290,7 +290,7 @@ async def test_parts_of_a_shard_are_of_one_version(tmp_path: Path) -> None:
     put(path, lines(0))
     async with AsyncExitStack() as stack:
         made_by = TextDataset(str(path)).made_by
-        assert isinstance(made_by, ParsedFormat)
+        assert isinstance(made_by, ByteFormat)
         parts = await made_by.cut(await made_by.shards(stack), 3)
         put(path, lines(0))
         reader = made_by.open(parts[1], {}, 1 << 20)

@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import itertools
@@ -9,7 +10,6 @@ import lzma
 import os
 import resource
 import tarfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
-from aioloader.datasets._lines import LineParser, without_end
+from aioloader.datasets._lines import samples, without_end
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.shards import read
+from datasets.stepping import steps
 
 PACKERS: dict[str, Any] = {
     "gz": gzip.compress,
@@ -59,7 +60,13 @@ class Raw:
         """Return it."""
         return line
 
-    def many(self, lines: Sequence[bytes]) -> list[bytes] | None:
+    def is_plain(self, piece: Any) -> bool:
+        """Return anything."""
+        return True
+
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[bytes] | None:
         """Return them, without carriage returns."""
         return list(map(without_end, lines)) if self._at_once else None
 
@@ -76,21 +83,24 @@ def test_lines_whatever_the_pieces(
 ) -> None:
     """Cut anywhere, they are the same; and offsets are where they begin."""
     data = b"\n".join(lines) + (b"\n" if is_closed else b"")
-    expected = data.split(b"\n")
-    if not expected[-1]:
-        expected.pop()
-    parser = LineParser("x", Raw(at_once=at_once), max_sample_bytes=100)
+    make = functools.partial(samples, Raw(at_once=at_once), 100)
+    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
     found: list[bytes] = []
-    bounds = [0, *sorted(cut for cut in cuts if cut <= len(data)), len(data)]
-    for start, stop in itertools.pairwise(bounds):
-        parser.feed(data[start:stop])
-        while samples := parser.take(limit):
-            found += samples
-            assert data[parser.offset - 1 :][:1] == b"\n"
-    parser.end()
-    while samples := parser.take(limit):
-        found += samples
-    assert found == [line[:-1] if line.endswith(b"\r") else line for line in expected]
+    for block, at in steps(make, data, [*sizes, 1], [limit]):
+        found += block
+        assert at == len(data) or data[at - 1 : at] == b"\n"
+        assert found == expected_of(data[:at])
+    assert found == expected_of(data)
+
+
+def expected_of(data: bytes) -> list[bytes]:
+    """Return the lines."""
+    return (
+        [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
+        if data
+        else []
+    )
 
 
 async def test_bad_lines(tmp_path: Path) -> None:
@@ -262,13 +272,12 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
     packed = bytearray(PACKERS[ending](data.draw(st.binary(max_size=300)) * 20))
     for place in data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=3)):
         packed[place] ^= data.draw(st.integers(1, 255))
-    unpacker = make()
-    damage = zlib.error, zstandard.ZstdError, lzma.LZMAError, OSError
-    with contextlib.suppress(*damage):
-        for start in range(0, len(packed), 50):
-            unpacker.feed(bytes(packed[start : start + 50]))
-            while unpacker.take(1000):
-                pass
+    pieces = (packed[start : start + 50] for start in range(0, len(packed), 50))
+    unpacking, piece = make("x"), None
+    with contextlib.suppress(DatasetError, StopIteration):
+        while True:
+            found = unpacking.send(piece)
+            piece = next(pieces, b"") if found is None else None
 
 
 async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
@@ -294,11 +303,10 @@ async def test_no_shards(tmp_path: Path) -> None:
 
 def test_what_fails_is_marked() -> None:
     """A parser gives ``Bad`` in place of the sample."""
-    parser = LineParser("x", Raw(at_once=True), max_sample_bytes=2)
-    parser.feed(b"abc\nde\n")
-    first, second = parser.take(9)
+    make = functools.partial(samples, Raw(at_once=True), 2)
+    (((first, second), at),) = steps(make, b"abc\nde\n")
     assert type(first) is Bad
-    assert (second, parser.offset) == (b"de", 7)
+    assert (second, at) == (b"de", 7)
 
 
 async def test_blocks_are_smaller_where_samples_hold_containers(tmp_path: Path) -> None:

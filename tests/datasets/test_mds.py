@@ -9,6 +9,7 @@ import io
 import json
 import zipfile
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from PIL import Image
 from aioloader._order.blocks import Bad
 from aioloader.datasets import MDSDataset
 from aioloader.datasets._mds.encodings import decoder_of
-from aioloader.datasets._mds.parser import Column, MDSParser
+from aioloader.datasets._mds.format import Column, samples
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
-from aioloader.testing import check_parser, check_shard_format
+from aioloader.testing import check_shard_format
 from datasets.shards import read
+from datasets.stepping import steps
 from object_server import ObjectServer
 
 WRITTEN = Path(__file__).with_name("mds_written.zip")
@@ -191,22 +193,19 @@ async def test_other_packers_are_named(folder: Path) -> None:
         await read(MDSDataset(folder / "raw"))
 
 
-def test_the_parser_keeps_the_laws(folder: Path) -> None:
-    """Whatever the pieces."""
+@pytest.mark.parametrize("size", [1 << 20, 700, 3])
+def test_samples_do_not_depend_on_the_pieces(size: int, folder: Path) -> None:
+    """Nor on where reading starts."""
     data = (folder / "raw" / "shard.00002.mds").read_bytes()
     index = json.loads((folder / "raw" / "index.json").read_text())["shards"][2]
     names, sizes = index["column_names"], index["column_sizes"]
     columns = [
         Column(name, bytes, size) for name, size in zip(names, sizes, strict=True)
     ]
-
-    def make(url: str, offset: int) -> MDSParser:
-        count = index["samples"]
-        return MDSParser(url, columns, samples=count, stop=len(data), offset=offset)
-
-    check_parser(make, data)
-    parser = make("x", 0)
-    parser.feed(data[:-1])
-    parser.end()
-    errors = [one.error for one in parser.take(9)[-1:]]
-    assert isinstance(errors[0], TruncatedReadError)
+    make = partial(samples, columns, index["samples"], len(data))
+    whole = [*steps(make, data)]
+    assert [*steps(make, data, [size])] == whole
+    for number, (_, at) in enumerate(whole, 1):
+        assert [*steps(make, data, [size], at=at)] == whole[number:]
+    *_, ((cut,), _) = steps(make, data[:-1], [size])
+    assert isinstance(cut.error, TruncatedReadError)

@@ -157,7 +157,7 @@ async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
     if make in {text, json_lines}:
         assert [name for part in parts for name in await names(part)] == NAMES
         return
-    with pytest.raises(ValueError, match=r"^8 shards .*11 readers.*use fewer readers"):
+    with pytest.raises(ValueError, match=r"8 shards .*11 readers.*use fewer"):
         await names(parts[0])
 
 

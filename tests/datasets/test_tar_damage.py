@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
-from aioloader.datasets._tar.walk import TarParser
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (
     FORMATS,
@@ -28,6 +27,7 @@ from datasets.tar_archives import (
     plain,
     signed,
     walk,
+    walked,
 )
 
 LONG = "n" * 150
@@ -72,31 +72,19 @@ def test_what_is_no_tar_archive() -> None:
 
 def test_nothing_is_read_after_damage() -> None:
     """Not even what looks sound."""
-    parser = TarParser(URL)
-    piece = bytearray(b"\xff" * 512 + member(b"a.x", b"1"))
-    parser.feed(piece)
-    (bad,) = parser.take(5)
-    assert isinstance(bad, Bad)
-    assert parser.is_over
-    assert parser.offset == 0
-    piece.clear()
-    parser.feed(member(b"b.x", b"2") + ZEROS)
-    parser.end()
-    assert parser.take(5) == []
+    data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
+    for sizes in ([1 << 20], [len(data) - 2000]):
+        (bad,) = walk(data, sizes)
+        assert isinstance(bad, Bad)
 
 
-def test_the_offset_of_damage_is_that_of_the_sample_it_cost() -> None:
+def test_the_offset_before_damage_is_that_of_the_sample_it_cost() -> None:
     """So that it is told again to whoever resumes before it."""
-    data = archive(files(a__x=b"1", b__x=b"2"))
-    parser = TarParser(URL)
-    parser.feed(data[:2048] + b"\xff" * 512)
-    parser.feed(b"")
-    for left in (2, 1, 0):
-        rest = walk(data[parser.offset : 2048] + b"\xff" * 512, offset=parser.offset)
-        assert len(rest) == max(left, 1)
-        assert "sample 'b' at byte 1,024 is lost" in str(rest[-1].error)
-        assert len(parser.take(1)) == min(left, 1)
-    assert parser.is_over
+    data = archive(files(a__x=b"1", b__x=b"2"))[:2048] + b"\xff" * 512
+    (before, at), (bad, _) = walked(data, limits=[1])
+    assert (len(before), at) == (1, 1024)
+    assert plain(walk(data, at=at)) == plain(bad)
+    assert "sample 'b' at byte 1,024 is lost" in str(bad[0].error)
 
 
 ONE = member(b"a.x", b"x" * 1000)

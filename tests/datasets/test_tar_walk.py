@@ -5,23 +5,24 @@ import shutil
 import subprocess
 import tarfile
 import tracemalloc
+from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._engine import Feed
 from aioloader.datasets._tar import walk as tar_walk
-from aioloader.datasets._tar.walk import TarParser
+from aioloader.datasets._tar.walk import samples
 from datasets.tar_archives import (
     FORMATS,
     URL,
     ZEROS,
     Member,
     archive,
-    drain,
     expected,
     files,
     header,
@@ -31,10 +32,8 @@ from datasets.tar_archives import (
     plain,
     signed,
     walk,
+    walked,
 )
-
-if TYPE_CHECKING:
-    from aioloader.datasets._streams.shards import Parser
 
 LONG = "folder/" * 13 + "with.dots/" * 5 + "k" * 60
 MEMBERS = [
@@ -189,19 +188,22 @@ def test_a_large_sample_is_passed_over(sizes: list[int]) -> None:
 def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
     """Be it too large, of a sample that is spoiled, or of none."""
     piece, count = bytes(1 << 16), 500
-    parser = TarParser(URL, max_sample_bytes=(1 << 30 if name == b"a.y" else 1 << 20))
-    parser.feed(member(b"a.y", b"1") * 2 + header(name, len(piece) * count))
+    head = member(b"a.y", b"1") * 2 + header(name, len(piece) * count)
+    feed = Feed(URL, 0)
+    pieces = chain([head], repeat(piece, count), [ZEROS, b""])
+    found: list[Any] = []
     tracemalloc.start()
-    for _ in range(count):
-        parser.feed(piece)
+    for step in samples(1 << 30 if name == b"a.y" else 1 << 20, "error", feed):
+        if step is None:
+            feed.give(next(pieces))
+        else:
+            found += step[0]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 17
-    parser.feed(ZEROS)
-    parser.end()
-    (bad,) = parser.take(2)
+    (bad,) = found
     assert isinstance(bad, Bad)
-    assert parser.is_over
+    assert not [*pieces]
 
 
 def test_old_headers() -> None:
@@ -292,19 +294,13 @@ def test_ends(end: bytes) -> None:
 
 
 def test_only_the_last_byte_ends_an_archive() -> None:
-    """Until then other bytes may follow the zeros; none of these are kept."""
-    parser: Parser = TarParser(URL)
-    piece = bytearray(member(b"a.x", b"1") + ZEROS)
-    parser.feed(piece)
-    assert not parser.is_over
-    assert parser.take(2) == [sample("a", x=b"1")]
-    assert parser.offset == 1024
-    piece.clear()
-    assert not parser.is_over
-    parser.feed(b"\0")
-    parser.end()
-    assert parser.take(1) == []
-    assert parser.is_over
+    """Until then other bytes may follow the zeros; the sample need not wait."""
+    data = member(b"a.x", b"1") + ZEROS
+    whole = [sample("a", x=b"1")], 1024
+    assert walked(data + b"\0", [len(data), 1]) == [whole]
+    found, (bad, _) = walked(data + b"x", [len(data), 1])
+    assert found == whole
+    assert "other bytes after them" in str(bad[0].error)
 
 
 def test_a_piece_may_be_any_buffer() -> None:
@@ -316,9 +312,13 @@ def test_a_piece_may_be_any_buffer() -> None:
         memoryview(data),
         io.BytesIO(data).getbuffer(),
     ):
-        parser = TarParser(URL)
-        parser.feed(piece)
-        (found,) = parser.take(2)
+        feed = Feed(URL, 0)
+        reading = samples(1 << 20, "error", feed)
+        assert next(reading) is None
+        feed.give(piece)
+        step = next(reading)
+        assert step is not None
+        ((found,), _) = step
         assert type(found["x"]) is bytes
         assert found == sample("a", x=b"1" * 1000)
 
@@ -326,12 +326,13 @@ def test_a_piece_may_be_any_buffer() -> None:
 def test_a_sample_comes_when_the_next_begins() -> None:
     """Not only when the piece after it, or the body that follows, is here."""
     first, second = member(b"a.x", b"1"), member(b"b.x", b"2" * 5000)
-    parser = TarParser(URL)
-    parser.feed(first)
-    assert parser.take(1) == []
-    parser.feed(second[:512])
-    assert parser.take(1) == [sample("a", x=b"1")]
-    assert parser.offset == len(first)
+    feed = Feed(URL, 0)
+    reading = samples(1 << 20, "error", feed)
+    assert next(reading) is None
+    feed.give(first)
+    assert next(reading) is None
+    feed.give(second[:512])
+    assert next(reading) == ([sample("a", x=b"1")], len(first))
 
 
 KEYS = st.sampled_from(["a", "b", "d/c", "__meta__/a", LONG, "ü", "d.e/.f"])
@@ -354,7 +355,7 @@ ARCHIVES = st.builds(
     archive, st.lists(members(), max_size=12), st.sampled_from(list(FORMATS))
 )
 SIZES = st.lists(st.integers(1, 6000), min_size=1, max_size=8)
-LIMITS = st.lists(st.integers(0, 5), max_size=8).map(lambda limits: [*limits, 2])
+LIMITS = st.lists(st.integers(1, 5), max_size=8).map(lambda limits: [*limits, 2])
 
 
 @given(ARCHIVES, SIZES, LIMITS)
@@ -368,18 +369,12 @@ def test_cuts_change_nothing(data: bytes, sizes: list[int], limits: list[int]) -
 
 @given(ARCHIVES, st.integers(1, 5000), st.integers(1, 5))
 def test_resumes_at_each_offset(data: bytes, size: int, limit: int) -> None:
-    """What another parser gives from there on is what was not taken yet."""
-    whole = plain(walk(data))
-    parser, taken = TarParser(URL), 0
-    for begin in range(0, len(data), size):
-        parser.feed(data[begin : begin + size])
-        while some := parser.take(limit):
-            taken += len(some)
-            rest = data[parser.offset :]
-            assert plain(walk(rest, offset=parser.offset)) == whole[taken:]
-    parser.end()
-    assert taken + len(drain(parser, 1)) == len(whole)
-    assert walk(data[parser.offset :], offset=parser.offset) == []
+    """What is read from there on is what was not taken yet."""
+    whole, taken = plain(walk(data)), 0
+    for block, at in walked(data, [size], [limit]):
+        taken += len(block)
+        assert plain(walk(data, at=at)) == whole[taken:]
+    assert taken == len(whole)
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax"])
@@ -388,22 +383,16 @@ def test_an_offset_is_that_of_the_first_header(form: str) -> None:
     data = archive([Member(f"{LONG}{i}.x", b"1") for i in range(3)], form)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         begins = [info.offset for info in tar]
-    parser = TarParser(URL)
-    parser.feed(data)
-    offsets = [parser.offset]
-    while parser.take(1):
-        offsets.append(parser.offset)
-    assert offsets[:3] == begins
+    offsets = [at for block, at in walked(data, limits=[1]) if block]
+    assert offsets[:2] == begins[1:]
     assert begins[1] - begins[0] > 1024
-    assert data[offsets[3] :].strip(b"\0") == b""
+    assert data[offsets[2] :].strip(b"\0") == b""
 
 
 def test_offsets_of_spoiled_samples_leave_nothing_of_them() -> None:
     """A parser that resumes behind one does not take its rest for a sample."""
     large = files(a__x=b"1", b__x=b"2" * 11, b__y=b"3", c__x=b"4")
     data = archive(large)
-    parser = TarParser(URL, max_sample_bytes=10)
-    parser.feed(data)
-    assert len(parser.take(2)) == 2
-    (rest,) = walk(data[parser.offset :], offset=parser.offset)
+    at = walked(data, limits=[1], max_sample_bytes=10)[1][1]
+    (rest,) = walk(data, at=at)
     assert rest == sample("c", x=b"4")

@@ -151,9 +151,8 @@ INTERNAL = {
     "datasets/_sql/keys.py:encoded": "caught where a key is looked up",
     "datasets/_sql/reader.py:": "caught where it is raised",
     "datasets/_tar/headers.py:": "a reason in 'is damaged at byte'",
-    "datasets/_tar/walk.py:TarParser._on_header": "a reason in 'is damaged at byte'",
-    "datasets/_tar/walk.py:TarParser._on_second_zeros": "a reason there too",
-    "datasets/_tar/walk.py:TarParser._on_padding": "a reason there too",
+    "datasets/_tar/walk.py:_Archive._read_headers": "a reason there too",
+    "datasets/_tar/walk.py:_Archive._read_end": "a reason there too",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }
 

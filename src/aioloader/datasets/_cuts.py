@@ -30,8 +30,8 @@ class Part(NamedTuple):
 
     address: Address
     start: int
-    stop: int
-    version: Version
+    stop: int | None
+    version: Version | None
 
 
 class CannotCutError(Exception):

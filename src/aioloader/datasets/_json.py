@@ -13,17 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aioloader.datasets._lines import SKIP
 
 # orjson reads integers with fewer digits exactly.
 _DIGITS = 19
+_RUN, _POINT = b"0" * _DIGITS, ord(".")
 _ZEROS = bytes(ord("0") if chr(one).isdigit() else one for one in range(128)) + bytes(
     range(128, 256)
 )
 _END = re.compile(rb"[^0]")
-_RUN, _POINT = b"0" * _DIGITS, ord(".")
 _UPPER, _THREES = np.frombuffer(b"\xf0" * 8 + b"0" * 8, np.uint64)
 # Deepest nesting passed to orjson; both libraries fail near a thousand.
 _DEPTH = 500
@@ -51,7 +50,17 @@ class JSONDecoder:
         except RecursionError:
             raise ValueError("values are nested too deep") from None
 
-    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+    def is_plain(self, piece: bytes | memoryview) -> bool:
+        """Return whether no integer is large, wherever lines start and end."""
+        # A long run of digits has eight of them in one word; their upper halves are 3,
+        # as are those of six other characters.
+        text = np.frombuffer(piece, np.uint8)
+        words = text[: len(text) & -8].view(np.uint64)
+        return not ((words & _UPPER) == _THREES).any()
+
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[Any] | None:
         """Return the values of lines; None without orjson, or if results may differ."""
         fast = _orjson_loads()
         if b"\n" in lines:
@@ -59,42 +68,31 @@ class JSONDecoder:
         if fast is None:
             return None
         try:
-            if _may_one_differ(lines):
+            is_long = longest > 2 * _DEPTH
+            is_sure = is_plain and not is_long
+            if not is_sure and _may_one_differ(
+                lines, is_plain=is_plain, is_long=is_long
+            ):
                 return [self.one(x) if _may_differ(x) else fast(x) for x in lines]
             return list(map(fast, lines))
         except ValueError:
             return None
 
 
-def _may_one_differ(lines: Sequence[bytes]) -> bool:
+def _may_one_differ(lines: Sequence[bytes], *, is_plain: bool, is_long: bool) -> bool:
     """Return whether ``json`` may read one of many lines differently from orjson."""
-    text = np.frombuffer(b"".join(lines), np.uint8)
-    if _has_one_large(text):
+    text = b"".join(lines)
+    if not is_plain and _has_large(text):
         return True
+    if not is_long:
+        return False
     # The brackets differ in one bit; `count` takes as long as orjson.
-    is_long = max(map(len, lines), default=0) > 2 * _DEPTH
-    if not is_long or np.count_nonzero((text | 0x20) == ord("{")) <= _DEPTH:
-        return False
-    return any(map(_is_deep, lines))
-
-
-def _has_one_large(text: npt.NDArray[np.uint8]) -> bool:
-    """Like ``_has_large``, but faster for the text of many lines."""
-    # Each longer run of digits has eight of them in one word; their upper halves are 3,
-    # as are those of six other characters.
-    words = text[: len(text) & -8].view(np.uint64)
-    if not ((words & _UPPER) == _THREES).any():
-        return False
-    is_digit = (text - ord("0")) < 10
-    runs = is_digit
-    for shift in (1, 2, 4, 8, 3):  # starts of 2, 4, 8, 16, 19 digits
-        runs = runs[:-shift] & runs[shift:]
-    # A run that starts after a point, or continues an earlier one, does not count.
-    is_inner = is_digit[:-_DIGITS] | (text[:-_DIGITS] == _POINT)
-    return bool(runs[:1].any() or (runs[1:] > is_inner).any())
+    brackets = (np.frombuffer(text, np.uint8) | 0x20) == ord("{")
+    return bool(np.count_nonzero(brackets) > _DEPTH) and any(map(_is_deep, lines))
 
 
 def _may_differ(line: bytes) -> bool:
+    """Return whether ``json`` may read a line differently from orjson."""
     return _has_large(line) or _is_deep(line)
 
 

@@ -6,17 +6,16 @@ line that crosses into the next piece.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from io import BytesIO
 from typing import Any, Final, Protocol
 
-from typing_extensions import Buffer
-
 from aioloader._order.blocks import Bad
-from aioloader.datasets._streams.shards import Quick
+from aioloader.datasets._engine import Feed, Steps
 from aioloader.errors import DatasetError
 
-# Lines decoded at once: their intermediate values stay in the cache.
-_AT_ONCE = 128
+# Lines decoded at once, and about their bytes: intermediate values stay in the cache.
+_AT_ONCE, _BYTES_AT_ONCE = 128, 1 << 17
 _BOM = "\ufeff".encode()
 
 SKIP: Final = object()
@@ -33,143 +32,117 @@ class Decoder(Protocol):
             ValueError: If there is none.
         """
 
-    def many(self, lines: Sequence[bytes]) -> list[Any] | None:
+    def is_plain(self, piece: bytes | memoryview) -> bool:
+        """Return whether ``many`` need not look closer at lines of these bytes."""
+
+    def many(
+        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
+    ) -> list[Any] | None:
         """Return the results of ``one`` for all lines, faster; None if undecided.
 
         Args:
             lines: With their ends: a line feed, with or without a carriage return.
+            longest: Length of the longest one.
+            is_plain: Result for all bytes of the lines.
         """
 
 
-class LineParser(Quick):
-    """Parses lines into samples.
+def samples(decoder: Decoder, max_sample_bytes: int, feed: Feed) -> Steps:
+    """Yield the samples of lines.
 
     Args:
-        url: Address of the shard, for errors.
         decoder: Makes the samples.
         max_sample_bytes: Longer lines fail, and are not kept.
-        offset: Offset in the shard of the first byte fed.
+        feed: The bytes, from the start of a line on.
     """
-
-    def __init__(
-        self, url: str, decoder: Decoder, *, max_sample_bytes: int, offset: int = 0
-    ) -> None:
-        self.offset = offset
-        self.is_over = False
-        self._url = url
-        self._decoder = decoder
-        self._limit = max_sample_bytes
-        self._lines: list[bytes] = []
-        self._taken = 0  # of those lines
-        self._parts: list[bytes] = []  # of an unfinished line
-        self._length = 0  # of that line, kept or not
-        self._has_long = False  # whether a line was too long to keep
-
-    def feed(self, piece: Buffer) -> None:
-        """Add bytes."""
+    make = partial(_made_of, decoder, max_sample_bytes, feed.url)
+    at = feed.at
+    # Of an unfinished line: what is kept, and its length.
+    parts, length = list[bytes](), 0
+    while not feed.has_ended:
+        yield None
         # Twice as fast as `split`: line ends are found many bytes at a time.
-        lines = BytesIO(piece).readlines()
+        lines, is_plain = BytesIO(feed.view).readlines(), decoder.is_plain(feed.view)
+        feed.used = len(feed.view)
         last = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()
-        if self._length and lines:
-            self._extend(lines[0])
-            lines[0] = self._completed()
-        self._lines += lines
-        if last:
-            self._extend(last)
+        if length and (lines or feed.has_ended):
+            length += sum(map(len, lines[:1]))
+            if length > max_sample_bytes + 1:
+                failed = _too_long(
+                    feed.url, at, length - len(lines[:1]), max_sample_bytes
+                )
+                yield [failed], (at := at + length)
+                del lines[:1]
+            else:
+                first = b"".join([*parts, *lines[:1]])
+                is_plain = is_plain and decoder.is_plain(first)
+                lines[:1] = [first]
+            parts, length = [], 0
+        length += len(last)
+        if length > max_sample_bytes + 1:
+            parts = []
+        elif last:
+            parts.append(last)
+        if not at and lines and lines[0].startswith(_BOM):
+            at = len(_BOM)
+            lines[0] = lines[0].removeprefix(_BOM)
+            if not lines[0]:
+                lines.pop(0)  # it was the whole line
+        taken, most = 0, 1 + _BYTES_AT_ONCE * len(lines) // max(1, len(feed.view))
+        while taken < len(lines):
+            some = lines[taken : taken + min(feed.want, _AT_ONCE, most)]
+            taken += len(some)
+            made, at = make(some, at, is_plain=is_plain)
+            yield made, at
 
-    def end(self) -> None:
-        """Note that there are no more bytes."""
-        if self._length:
-            self._lines.append(self._completed())
 
-    def take(self, limit: int) -> list[Any]:
-        """Return up to ``limit`` samples."""
-        if not self.offset:
-            self._drop_mark()
-        samples: list[Any] = []
-        while self._taken < len(self._lines) and len(samples) < limit:
-            stop = self._taken + min(limit - len(samples), _AT_ONCE)
-            lines = self._lines[self._taken : stop]
-            samples += self._many(lines)
-            self._taken += len(lines)
-        if self._taken >= len(self._lines):
-            self._lines, self._taken = [], 0
-        return samples
+def _made_of(
+    decoder: Decoder,
+    limit: int,
+    url: str,
+    lines: list[bytes],
+    at: int,
+    *,
+    is_plain: bool,
+) -> tuple[list[Any], int]:
+    """Return the samples of lines, decoded together if all are valid; and the end."""
+    lengths = list(map(len, lines))
+    longest = max(lengths)
+    if longest <= limit:
+        together = decoder.many(lines, longest, is_plain=is_plain)
+        if together is not None:
+            return together, at + sum(lengths)
+    made: list[Any] = []
+    for line in lines:
+        sample = _sample(decoder, limit, url, line, at)
+        at += len(line)
+        if sample is not SKIP:
+            made.append(sample)
+    return made, at
 
-    def _drop_mark(self) -> None:
-        """Drop a byte order mark at the start of a shard's first line."""
-        if self._lines and self._lines[0].startswith(_BOM):
-            self.offset = len(_BOM)
-            self._lines[0] = self._lines[0].removeprefix(_BOM)
-            if not self._lines[0]:
-                self._lines.pop(0)  # it was the whole line
 
-    def _many(self, lines: list[bytes]) -> list[Any]:
-        """Return the samples of lines, decoded together if all are valid."""
-        lengths = list(map(len, lines))
-        if max(lengths) <= self._limit and not self._has_long:
-            made = self._decoder.many(lines)
-            if made is not None:
-                self.offset += sum(lengths)
-                return made
-        samples = map(self._one, lines)
-        return [sample for sample in samples if sample is not SKIP]
+def _sample(decoder: Decoder, limit: int, url: str, line: bytes, at: int) -> Any:
+    length = len(line) - line.endswith(b"\n")
+    if length > limit:
+        return _too_long(url, at, length, limit)
+    try:
+        return decoder.one(without_end(line))
+    except ValueError as error:
+        text = f"{url!r}: the line at byte {at:,} is damaged: {error}"
+        failure = DatasetError(text, location=url)
+        failure.__cause__ = error
+        return Bad(failure)
 
-    def _one(self, line: bytes) -> Any:
-        start = self.offset
-        if isinstance(line, _TooLong):
-            self.offset += line.length
-            return self._too_long(start, line.length - line.has_end)
-        self.offset += len(line)
-        if len(line) - line.endswith(b"\n") > self._limit:
-            return self._too_long(start, len(line) - line.endswith(b"\n"))
-        try:
-            return self._decoder.one(without_end(line))
-        except ValueError as error:
-            text = f"{self._url!r}: the line at byte {start:,} is damaged: {error}"
-            failure = DatasetError(text, location=self._url)
-            failure.__cause__ = error
-            return Bad(failure)
 
-    def _extend(self, part: bytes) -> None:
-        """Add to the unfinished line."""
-        self._length += len(part)
-        if self._length > self._limit + 1:
-            self._parts = [part[-1:]]
-        else:
-            self._parts.append(part)
-
-    def _completed(self) -> bytes:
-        """Return the finished line, or its placeholder."""
-        line = b"".join(self._parts)
-        if self._length > self._limit + 1:
-            line = _TooLong.of(self._length, has_end=line.endswith(b"\n"))
-            self._has_long = True
-        self._parts, self._length = [], 0
-        return line
-
-    def _too_long(self, start: int, length: int) -> Bad:
-        text = (
-            f"{self._url!r}: the line at byte {start:,} has {length:,} bytes, over "
-            f"max_sample_bytes={self._limit:,}"
-        )
-        return Bad(DatasetError(text, location=self._url))
+def _too_long(url: str, at: int, length: int, limit: int) -> Bad:
+    text = (
+        f"{url!r}: the line at byte {at:,} has {length:,} bytes, over "
+        f"max_sample_bytes={limit:,}"
+    )
+    return Bad(DatasetError(text, location=url))
 
 
 def without_end(line: bytes) -> bytes:
     """Return a line without the line feed, and the carriage return before it."""
     line = line.removesuffix(b"\n")
     return line.removesuffix(b"\r")
-
-
-class _TooLong(bytes):
-    """Placeholder for a line that was too long to keep."""
-
-    length: int
-    has_end: bool
-
-    @classmethod
-    def of(cls, length: int, *, has_end: bool) -> "_TooLong":
-        line = cls()
-        line.length, line.has_end = length, has_end
-        return line

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._cuts import Cuts, at_line_ends
+from aioloader.datasets._engine import Kind
 from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._lines import Decoder, LineParser, without_end
+from aioloader.datasets._lines import Decoder, samples, without_end
 from aioloader.datasets._options import StreamOptions, check_at_least, names_options
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
@@ -39,9 +40,7 @@ class JSONLinesDataset(ByteStream[Any]):
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
     ) -> None:
-        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = functools.partial(_parser, JSONDecoder(), max_sample_bytes)
-        super().__init__(addresses, make, **options)
+        super().__init__(addresses, _kind(JSONDecoder(), max_sample_bytes), **options)
 
 
 class TextDataset(ByteStream[str]):
@@ -75,11 +74,8 @@ class TextDataset(ByteStream[str]):
                 f"lines in {encoding!r} do not end with the byte of a line feed; "
                 "convert the files to UTF-8"
             )
-        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        make = functools.partial(
-            _parser, _TextDecoder(self._encoding), max_sample_bytes
-        )
-        super().__init__(addresses, make, **options)
+        kind = _kind(_TextDecoder(self._encoding), max_sample_bytes)
+        super().__init__(addresses, kind, **options)
 
     def describe(self) -> dict[str, Any]:
         """Return what a state depends on, including the encoding."""
@@ -99,7 +95,16 @@ class _TextDecoder:
     def one(self, line: bytes) -> str:
         return line.decode(self._encoding)
 
-    def many(self, lines: Sequence[bytes]) -> list[str] | None:
+    def is_plain(self, _piece: bytes | memoryview) -> bool:
+        return True
+
+    def many(
+        self,
+        lines: Sequence[bytes],
+        _longest: int,
+        *,
+        is_plain: bool,  # noqa: ARG002  (all are)
+    ) -> list[str] | None:
         encoding = self._encoding
         try:
             if encoding in _WHOLE and lines[-1].endswith(b"\n"):
@@ -112,7 +117,8 @@ class _TextDecoder:
             return None
 
 
-def _parser(
-    decoder: Decoder, max_sample_bytes: int, url: str, offset: int
-) -> LineParser:
-    return LineParser(url, decoder, max_sample_bytes=max_sample_bytes, offset=offset)
+def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:
+    check_at_least(max_sample_bytes, 1, "max_sample_bytes")
+    check_at_least(max_sample_bytes, 1, "max_sample_bytes")
+    steps = functools.partial(samples, decoder, max_sample_bytes)
+    return Kind(steps, is_quick=True)

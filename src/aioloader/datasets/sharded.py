@@ -33,6 +33,7 @@ from aioloader._order.permutation import (
     paced,
 )
 from aioloader.datasets._cuts import Cuts
+from aioloader.datasets._engine import ByteFormat, Make
 from aioloader.datasets._options import (
     OrderOptions,
     StreamOptions,
@@ -40,7 +41,6 @@ from aioloader.datasets._options import (
     check_is,
     names_options,
 )
-from aioloader.datasets._parsed import ParsedFormat
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
@@ -55,7 +55,6 @@ from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
 from aioloader.datasets._streams.shards import (
     CutsShards,
-    Parser,
     Shard,
     ShardFormat,
     Summary,
@@ -411,12 +410,15 @@ def _place_of(addresses: "list[Address]", store: Any) -> str:
 
 
 class ByteStream(StoredStream[Sample_co]):
-    """A stream of shards cut by a parser.
+    """A stream of shards of bytes.
 
     Args:
         addresses: As for ``StoredStream``. Names that end in ``.gz``, ``.zst``,
             ``.bz2`` or ``.xz`` are decompressed.
-        make: Makes a parser from a shard's address and its first byte.
+        make: A generator function that gets a shard as a blocking binary file, at the
+            start of a sample, and yields samples; each time it leaves the file where
+            the next sample starts. Or a function that makes a ``Parser`` from a shard's
+            address and its first byte.
         options: As for ``StoredStream``.
 
     Attributes:
@@ -428,8 +430,8 @@ class ByteStream(StoredStream[Sample_co]):
     def __init__(
         self,
         addresses: "Addresses",
-        make: Callable[[str, int], Parser],
+        make: Make,
         **options: Unpack[StreamOptions],
     ) -> None:
-        made_by = partial(ParsedFormat, make=make, cuts=self.cuts)
+        made_by = partial(ByteFormat, make=make, cuts=self.cuts)
         super().__init__(addresses, made_by, **options)

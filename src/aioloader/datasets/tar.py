@@ -4,10 +4,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader.datasets._cuts import Cuts
+from aioloader.datasets._engine import Kind
 from aioloader.datasets._options import StreamOptions, check_at_least, names_options
 from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
 from aioloader.datasets._tar.index import at_samples
-from aioloader.datasets._tar.walk import TarParser
+from aioloader.datasets._tar.walk import samples
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 
 if TYPE_CHECKING:
@@ -63,13 +64,6 @@ class TarDataset(ByteStream[dict[str, Any]]):
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         check_missing_end(missing_end)
-        make = partial(_parser, max_sample_bytes, missing_end)
-        super().__init__(addresses, make, **options)
-
-
-def _parser(
-    max_sample_bytes: int, missing_end: MissingEnd, url: str, offset: int
-) -> TarParser:
-    return TarParser(
-        url, max_sample_bytes=max_sample_bytes, offset=offset, missing_end=missing_end
-    )
+        steps = partial(samples, max_sample_bytes, missing_end)
+        kind = Kind(steps, is_quick=True, copies=True)
+        super().__init__(addresses, kind, **options)

@@ -1,31 +1,43 @@
-"""The shards of MDS datasets, as listed in ``index.json``, opened and cut."""
+"""MDS datasets: shards as listed in ``index.json``, opened, cut, and their samples.
 
-import functools
+A shard has the number of samples, their offsets, and the samples. A sample has its own
+length, so reading can start at any sample without the offsets.
+"""
+
 import itertools
 import json
 import posixpath
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast
 
-from aioloader.datasets._cuts import nearest, read_whole, shares
-from aioloader.datasets._mds.encodings import decoder_of
-from aioloader.datasets._mds.parser import Column, MDSParser
-from aioloader.datasets._parsed import ParsedFormat, ParsedShard
+from aioloader._order.blocks import Bad
+from aioloader.datasets._cuts import Part, nearest, read_whole, shares
+from aioloader.datasets._engine import ByteFormat, Feed, Kind, Steps
+from aioloader.datasets._mds.encodings import Decode, decoder_of
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacked, unpacker_of
-from aioloader.datasets._stores.versions import Known
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.shards import (
     Position,
     ShardReader,
     Summary,
     summary_of,
 )
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 1 << 20
+_HEAD = struct.Struct("<2I")
+
+
+class Column(NamedTuple):
+    """A column: its name, its decoder, and its size in bytes if that is fixed."""
+
+    name: str
+    decode: Decode
+    size: int | None
 
 
 class MDSShard(NamedTuple):
@@ -48,7 +60,7 @@ class MDSShard(NamedTuple):
     stop: int
 
 
-class MDSFormat(ParsedFormat):
+class MDSFormat(ByteFormat):
     """Shards that an ``index.json`` lists.
 
     Args:
@@ -60,7 +72,7 @@ class MDSFormat(ParsedFormat):
     def __init__(
         self, addresses: Any, places: Places, *, allow_unsafe_types: bool
     ) -> None:
-        super().__init__(addresses, places, _no_parser)
+        super().__init__(addresses, places, Kind(partial(samples, (), 0, 0)))
         self._allow_unsafe_types = allow_unsafe_types
 
     async def shards(
@@ -83,8 +95,8 @@ class MDSFormat(ParsedFormat):
             raise ValueError(
                 f"no shards: the index of {self.places.label(folders[0])!r} lists none"
             )
-        for columns in {shard.columns for shard in found}:
-            self._columns(columns)  # an unknown encoding fails now
+        for columns in {shard.columns for shard in found}:  # an unknown one fails now
+            _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
         return found
 
     async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
@@ -127,38 +139,17 @@ class MDSFormat(ParsedFormat):
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
-        unpacker = unpacker_of(self.places.name(shard.address))
-        label = self.places.label(shard.address)
-        start = 0 if unpacker else position.get("byte", shard.start)
         # Of a whole shard, all is read: what follows the samples shows that the file is
         # not the one that the index lists.
-        stop = None if unpacker or shard.stop == shard.size else shard.stop
-        known = Known.of(position)
-        source = self.places.open(shard.address, start, budget, known, stop)
-        if unpacker is not None:
-            source = Unpacked(source, unpacker, label)
-        parser = MDSParser(
-            label,
-            self._columns(shard.columns),
-            samples=shard.samples,
-            stop=shard.stop,
-            offset=start,
-        )
-        return ParsedShard(
-            source,
-            parser,
-            skip=position.get("sample", 0),
-            is_packed=unpacker is not None,
-            location=label,
-        )
-
-    def _columns(
-        self, columns: tuple[tuple[str, str, int | None], ...]
-    ) -> tuple[Column, ...]:
-        return _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
+        stop = None if shard.stop == shard.size else shard.stop
+        allow = self._allow_unsafe_types
+        columns = _decoders(shard.columns, allow_unsafe_types=allow)
+        kind = Kind(partial(samples, columns, shard.samples, shard.stop))
+        part = Part(shard.address, shard.start, stop, None)
+        return self.read(part, kind, position, budget)
 
 
-@functools.lru_cache(maxsize=16)
+@lru_cache(maxsize=16)
 def _decoders(
     columns: tuple[tuple[str, str, int | None], ...], *, allow_unsafe_types: bool
 ) -> tuple[Column, ...]:
@@ -199,5 +190,88 @@ def _joined(folder: Address, name: str) -> Address:
     return sibling(folder, lambda path: posixpath.join(path, name))
 
 
-def _no_parser(_url: str, _offset: int) -> Any:
-    raise NotImplementedError
+def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Steps:
+    """Yield the samples of a shard.
+
+    A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
+    and so do bytes after the last sample.
+
+    Args:
+        columns: Columns of its samples.
+        count: Number of samples.
+        stop: End of the samples: for a whole shard, its length.
+        feed: The bytes from the beginning, or from the start of a sample on.
+    """
+    lengths = struct.Struct(f"<{sum(not one.size for one in columns)}I")
+    fixed = sum(one.size or 0 for one in columns)
+    at = feed.at
+    try:
+        if not at:
+            at = yield from _read_offsets(count, stop, feed)
+        while at < stop:
+            head = yield from _read(lengths.size, stop, feed)
+            length = lengths.size + fixed + sum(lengths.unpack(head))
+            if at + length > stop:
+                what = f"a sample of {length:,} bytes, after the shard's end"
+                raise _damage(feed.url, at, what)
+            body = yield from _read(length - lengths.size, stop, feed)
+            sizes = iter(lengths.unpack(head))
+            sample = _decode(columns, sizes, body, feed.url, at)
+            at += length
+            yield [sample], at
+        if (yield from feed.read(1)):
+            what = "bytes after the last sample that the index lists"
+            raise _damage(feed.url, at, what)
+    except DatasetError as error:
+        yield [Bad(error)], at
+
+
+def _read_offsets(count: int, stop: int, feed: Feed) -> Generator[None, None, int]:
+    """Return where the first sample starts, and go there."""
+    head = yield from _read(_HEAD.size, stop, feed)
+    found, first = cast("tuple[int, int]", _HEAD.unpack(head))
+    if found != count or not 8 + 4 * found <= first <= stop:
+        raise _damage(
+            feed.url,
+            0,
+            f"{found:,} samples, the first at {first:,}, where the index has "
+            f"{count:,} in {stop:,} bytes",
+        )
+    yield from _read(first - 8, stop, feed)
+    return first
+
+
+def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
+    data = yield from feed.read(length)
+    if len(data) < length:
+        raise TruncatedReadError(
+            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes",
+            location=feed.url,
+            expected=stop,
+            received=feed.at,
+        )
+    return data
+
+
+def _decode(
+    columns: Sequence[Column], sizes: Any, body: bytes, url: str, start: int
+) -> Any:
+    at, sample, name = 0, dict[str, Any](), ""
+    try:
+        for name, decode, size in columns:
+            stop = at + (size or next(sizes))
+            sample[name] = decode(body[at:stop])
+            at = stop
+    except Exception as error:  # noqa: BLE001  (of a picture, for example)
+        failure = DatasetError(
+            f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
+            f"{type(error).__name__}: {error}",
+            location=url,
+        )
+        failure.__cause__ = error
+        return Bad(failure)
+    return sample
+
+
+def _damage(url: str, at: int, what: str) -> DatasetError:
+    return DatasetError(f"{url!r} is damaged at byte {at:,}: {what}", location=url)

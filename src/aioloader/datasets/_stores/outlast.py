@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,8 +23,10 @@ async def outlast(work: "asyncio.Future[Any]") -> Any:
     return work.result()
 
 
-async def in_thread(function: Callable[..., T], *args: Any) -> T:
+async def in_thread(
+    function: Callable[..., T], *args: Any, executor: Executor | None = None
+) -> T:
     """Run a function in a thread; if cancelled, wait for it to end first."""
     loop = asyncio.get_running_loop()
-    result: T = await outlast(loop.run_in_executor(None, function, *args))
+    result: T = await outlast(loop.run_in_executor(executor, function, *args))
     return result

@@ -1,211 +1,154 @@
-"""Compressed shards, decompressed in a thread in bounded pieces.
+"""Compressed shards, decompressed in bounded pieces.
 
-Whatever the compression ratio, about one piece at most is unpacked ahead.
+Whatever the compression ratio, about two pieces at most are unpacked ahead.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import Bytes
-from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError, TruncatedReadError
 
-_PIECE = 4 << 20
-_GZIP = 16 + zlib.MAX_WBITS
-# Packed bytes per call. zstandard does not bound what a call returns: in
-# the worst case 128 KB for four bytes, so 32 MB here.
-_GZIP_SLICE, _ZSTD_SLICE = 1 << 16, 1 << 10
-# The memory of xz's largest preset, 65 MB, and some more.
-_MOST_MEMORY = 1 << 27
+_PIECE = 1 << 19
+
+# Unpacked pieces; or None, for which the next packed piece is sent: an empty one at the
+# end; None if it is not there yet.
+Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 
 
-class Unpacker:
-    """Decompresses packed bytes into a bounded number of unpacked ones.
+def unpacker_of(name: str) -> Callable[[str], Unpacking] | None:
+    """Return what unpacks a shard of this name, or None if it is not packed.
 
-    Args:
-        make: Makes a decompressor of one member (gzip), frame (zstandard) or stream.
+    Returns:
+        A function of the shard's redacted address, for errors; it raises an
+        ImportError.
+    """
+    packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
+    return packing and (lambda location: _unpack(_Members(packing), location))
+
+
+def _unpack(members: "_Members", location: str) -> Unpacking:
+    """Unpack a shard.
+
+    Raises:
+        DatasetError: If it cannot be unpacked, or was cut short.
+    """
+    received = given = 0
+    while True:
+        packed: Buffer | None = None
+        while packed is None:
+            packed = yield None
+        rest, parts = memoryview(packed), list[bytes]()
+        if not rest:
+            break
+        received += len(rest)
+        try:
+            for data in members.unpack(rest):
+                parts.append(data)
+                given += len(data)
+                if sum(map(len, parts)) >= _PIECE:
+                    yield b"".join(parts)
+                    parts.clear()
+        except Exception as error:
+            if any(parts):
+                yield b"".join(parts)
+            raise DatasetError(
+                f"{location!r} cannot be unpacked after byte {given:,} of its "
+                f"contents: {error}; it is damaged",
+                location=location,
+            ) from error
+        if any(parts):
+            yield b"".join(parts)
+    if not members.are_whole():
+        raise TruncatedReadError(
+            f"{location!r} ends within its packed data, after byte {given:,} of its "
+            f"contents: it was cut short at {received:,} bytes",
+            location=location,
+            received=received,
+        )
+
+
+class _Packing(NamedTuple):
+    """One way of packing.
+
+    Attributes:
+        find: Returns what makes a decompressor of one member (gzip), frame (zstandard)
+            or stream; raises an ImportError.
         length: Packed bytes for each of its calls.
-        is_bounded: Whether its ``decompress`` accepts a limit on what it returns.
+        limit: Most bytes that a call may return, if it accepts a limit.
     """
 
-    def __init__(
-        self, make: Callable[[], Any], length: int, *, is_bounded: bool
-    ) -> None:
-        self._make = make
-        self._length = length
-        self._is_bounded = is_bounded
+    find: Callable[[], Callable[[], Any]]
+    length: int = 1 << 16
+    limit: tuple[int, ...] = (_PIECE,)
+
+
+class _Members:
+    """Unpacks members, which follow each other; zeros between them are padding."""
+
+    def __init__(self, packing: _Packing) -> None:
+        self._make, self._packing = packing.find(), packing
         self._inner: Any = None
-        self._rest = memoryview(b"")
-        self._tail: Buffer = b""
 
-    def feed(self, piece: Buffer) -> None:
-        """Add packed bytes, valid until all of them were taken."""
-        self._rest = memoryview(piece)
-
-    def take(self, limit: int) -> bytes:
-        """Return about ``limit`` bytes; none if more packed ones are needed."""
-        parts: list[bytes] = []
-        room = limit
-        while room > 0:
-            is_holding = self._is_holding()
-            part = b"" if is_holding else self._next_part()
-            if not (part or is_holding):
-                break
-            data = self._unpack(part, room)
-            parts.append(data)
-            room -= len(data)
-        if not parts and self._is_bounded and not self.is_whole():
-            parts.append(self._inner.decompress(b"", limit))  # bytes it held back
-        return b"".join(parts)
-
-    def is_whole(self) -> bool:
-        """Return whether no member is incomplete."""
-        return self._inner is None or bool(self._inner.eof)
-
-    def has_ended(self) -> bool:
+    def are_whole(self) -> bool:
         """Return whether the bytes may end here: at least one member, all complete."""
-        return self._inner is not None and self.is_whole()
+        return self._inner is not None and bool(self._inner.eof)
 
-    def _is_holding(self) -> bool:
-        """Return whether bzip2 or xz has packed bytes left that it has taken."""
-        return not (self.is_whole() or getattr(self._inner, "needs_input", True))
-
-    def _next_part(self) -> Buffer:
-        part = self._tail
-        self._tail = b""
-        if not part:
-            part, self._rest = self._rest[: self._length], self._rest[self._length :]
-        if self.is_whole():  # padding is allowed between members
-            part = bytes(part).lstrip(b"\0")
-            if not part and self._rest:
-                return self._next_part()
-        return part
-
-    def _unpack(self, part: Buffer, room: int) -> bytes:
-        if self.is_whole():
-            self._inner = self._make()
-        inner = self._inner
-        if self._is_bounded:
-            data: bytes = inner.decompress(part, room)
-            self._tail = getattr(inner, "unconsumed_tail", b"") or inner.unused_data
-        else:
-            data = inner.decompress(bytes(part))
-            self._tail = inner.unused_data
-        return data
+    def unpack(self, packed: memoryview) -> Iterator[bytes]:
+        """Yield what packed bytes hold, in bounded parts."""
+        length = self._packing.length
+        for start in range(0, len(packed), length):
+            part, is_full = bytes(packed[start : start + length]), False
+            while part or is_full:
+                if self._inner is None or self._inner.eof:
+                    part = part.lstrip(b"\0")
+                    if not part:
+                        break
+                    self._inner = self._make()
+                data = self._inner.decompress(part, *self._packing.limit)
+                is_full = len(data) >= _PIECE and not self._inner.eof
+                part = getattr(self._inner, "unconsumed_tail", b"")
+                part = part or self._inner.unused_data
+                yield data
 
 
-def _gunzip() -> Unpacker:
-    return Unpacker(lambda: zlib.decompressobj(_GZIP), _GZIP_SLICE, is_bounded=True)
+def _gzip() -> Callable[[], Any]:
+    return partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
 
 
-def _unbz2() -> Unpacker:
+def _bz2() -> Callable[[], Any]:
     import bz2  # noqa: PLC0415  (Python may be built without it)
 
-    return Unpacker(bz2.BZ2Decompressor, _GZIP_SLICE, is_bounded=True)
+    return bz2.BZ2Decompressor
 
 
-def _unxz() -> Unpacker:
+def _xz() -> Callable[[], Any]:
     import lzma  # noqa: PLC0415  (Python may be built without it)
 
-    make = partial(lzma.LZMADecompressor, memlimit=_MOST_MEMORY)
-    return Unpacker(make, _GZIP_SLICE, is_bounded=True)
+    # The memory of the largest preset, 65 MB, and some more.
+    return partial(lzma.LZMADecompressor, memlimit=1 << 27)
 
 
-def _unzstd() -> Unpacker:
+def _zstd() -> Callable[[], Any]:
     try:
         import zstandard  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
             'zstandard shards need zstandard: pip install "aioloader[zstd]"'
         ) from exc
-    make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
-    return Unpacker(make, _ZSTD_SLICE, is_bounded=False)
+    made: Callable[[], Any]
+    made = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+    return made
 
 
-_UNPACKERS = {
-    "gz": _gunzip,
-    "tgz": _gunzip,
-    "zst": _unzstd,
-    "zstd": _unzstd,
-    "bz2": _unbz2,
-    "tbz2": _unbz2,
-    "xz": _unxz,
-    "txz": _unxz,
+# zstandard does not bound what a call returns: in the worst case 128 KB for four bytes,
+# so 32 MB here.
+_BY_ENDING = {
+    **dict.fromkeys(("gz", "tgz"), _Packing(_gzip)),
+    **dict.fromkeys(("zst", "zstd"), _Packing(_zstd, 1 << 10, ())),
+    **dict.fromkeys(("bz2", "tbz2"), _Packing(_bz2)),
+    **dict.fromkeys(("xz", "txz"), _Packing(_xz)),
 }
-
-
-def unpacker_of(name: str) -> Callable[[], Unpacker] | None:
-    """Return the decompressor for a shard of this name, or None if not packed."""
-    ending = name.rpartition(".")[2].lower()
-    return _UNPACKERS.get(ending)
-
-
-class Unpacked:
-    """The unpacked bytes of a packed shard.
-
-    Args:
-        packed: The packed bytes; owned.
-        make: Makes the decompressor.
-        location: Redacted address, for errors.
-    """
-
-    def __init__(
-        self, packed: Bytes, make: Callable[[], Unpacker], location: str
-    ) -> None:
-        self._packed = packed
-        self._unpacker = make()
-        self._location = location
-        self._given = 0
-        self._has_ended = False
-        self.begin = packed.begin
-        self.is_draining = packed.is_draining
-        self.bytes_ahead = packed.bytes_ahead
-        self.aclose = packed.aclose
-
-    @property
-    def version(self) -> Version | None:
-        """The version of the packed shard."""
-        return self._packed.version
-
-    async def read(self) -> Buffer:
-        """Return the next piece.
-
-        Raises:
-            DatasetError: If it cannot be read or unpacked.
-        """
-        while True:
-            data = await in_thread(self._take)
-            self._given += len(data)
-            if data or self._has_ended:
-                return data
-            await self._more()
-
-    def _take(self) -> bytes:
-        try:
-            return self._unpacker.take(_PIECE)
-        except Exception as error:
-            raise DatasetError(
-                f"{self._location!r} cannot be unpacked after byte {self._given:,} of "
-                f"its contents: {error}; it is damaged",
-                location=self._location,
-            ) from error
-
-    async def _more(self) -> None:
-        piece = await self._packed.read()
-        if memoryview(piece):
-            self._unpacker.feed(piece)
-            return
-        self._has_ended = True
-        if not self._unpacker.has_ended():
-            size = self.version.size if self.version else 0
-            raise TruncatedReadError(
-                f"{self._location!r} ends within its packed data, after byte "
-                f"{self._given:,} of its contents: it was cut short at {size:,} bytes",
-                location=self._location,
-                received=size,
-            )

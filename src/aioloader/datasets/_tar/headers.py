@@ -17,11 +17,12 @@ ZEROS = bytes(BLOCK_BYTES)
 EXTENDED_BYTES = 1 << 20  # a longer name or PAX header is damage, or an attack
 
 # Typeflags.
-PAX = ord("x")
+PAX, GLOBAL, LONG_NAME = b"xgL"
+PAX_KINDS = b"xX"  # X is Solaris' x
 SPARSE = ord("S")
 REGULAR = b"0\x007S"
 LINKS = b"12"
-EXTENDED = b"LKxXg"  # X is Solaris' x
+EXTENDED = b"LKxXg"
 _PLAIN = b"0\0"
 _BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
 
@@ -195,3 +196,24 @@ def _pax_records(records: bytes) -> Iterator[tuple[bytes, bytes]]:
         key, _, value = records[space + 1 : stop - 1].partition(b"=")
         yield key, value
         pos = stop
+
+
+# The last character of a key whose base name is empty: that of a hidden file. Of
+# those in folders WebDataset makes samples named "folder/", which nobody wants.
+_NO_STEM = frozenset({"", "/"})
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return the key and the field of a member; None if it is of no sample."""
+    key, dot, field = name.partition(".")
+    if "/" in field:  # the dot is in a folder name
+        folder, _, base = name.rpartition("/")
+        stem, dot, field = base.partition(".")
+        key = f"{folder}/{stem}"
+    if not dot or key[-1:] in _NO_STEM:
+        return None
+    # The first part of a path like ``__meta__``.
+    top = name.partition("/")[0]
+    if len(top) >= 4 and top.startswith("__") and top.endswith("__"):
+        return None
+    return key, field.lower()

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._cuts import CannotCutError, nearest, read_whole
+from aioloader.datasets._engine import Feed
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._tar.walk import TarParser
+from aioloader.datasets._tar.walk import samples
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -62,22 +63,18 @@ def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
 
 def _offsets(path: str) -> Sequence[int]:
     """Return where the samples of an archive start, and where the last one ends."""
-    parser = TarParser(path, max_sample_bytes=_NO_SIZE, missing_end="warn")
-    starts: list[int] = []
+    feed = Feed(path, 0)
+    starts = [0]
     with Path(path).open("rb", buffering=0) as file:
-        while not parser.is_over:
-            if piece := file.read(_PIECE):
-                parser.feed(piece)
-            else:
-                parser.end()
-            while True:
-                start, found = parser.offset, parser.take(1)
-                if not found:
-                    break
-                if type(found[0]) is Bad:
-                    raise found[0].error
-                starts.append(start)
-    return [*starts, parser.offset]
+        for step in samples(_NO_SIZE, "warn", feed):
+            if step is None:
+                feed.give(file.read(_PIECE))
+                continue
+            for sample in step[0]:
+                if type(sample) is Bad:
+                    raise sample.error
+                starts.append(step[1])
+    return starts
 
 
 async def at_samples(

@@ -1,26 +1,28 @@
-"""Parses a tar archive: bytes in any pieces to samples, without I/O.
+"""Reads tar archives: consecutive members with the same key make one sample.
 
-Samples come in the order of the archive. After the next ``feed``, only unfinished data
-of a piece is kept: one sample, one header. Members with a plain header that lie whole
-in a piece take a fast path (``_run``), all others are read step by step.
+Members with a plain header that lies whole in a piece take a fast path, all others are
+read step by step. Damage ends the archive; it is not detected in bodies, long names and
+PAX headers, which have no checksum. An archive ends with zeros: a single block of them
+is enough, and only zeros may follow.
 """
 
 import logging
-import sys
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
-
-from typing_extensions import Buffer
+from collections.abc import Generator
+from typing import Any, TypeAlias
 
 from aioloader._observe.warnings import warn
-from aioloader.datasets._streams.shards import MarksEnd, MissingEnd
-from aioloader.datasets._tar.groups import Groups
+from aioloader._order.blocks import Bad
+from aioloader.datasets._engine import Feed, Steps
+from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets._tar.headers import (
     BLOCK_BYTES,
     EXTENDED,
     FIELDS,
+    GLOBAL,
     LINKS,
+    LONG_NAME,
     PAX,
+    PAX_KINDS,
     REGULAR,
     SPARSE,
     ZEROS,
@@ -33,179 +35,143 @@ from aioloader.datasets._tar.headers import (
     read_plain,
     read_text,
     size_of_pax,
+    split_name,
     sum_plain,
 )
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _LOG = logging.getLogger("aioloader")
-_Handler: TypeAlias = Callable[["TarParser", bytes], None]
+# Most endings of names that are cached.
+_ENDINGS = 64
+_SLASH, _LOW_LINE = ord("/"), ord("_")
+# The field for the body of a member (None: to skip it), and the body's size.
+_Member: TypeAlias = tuple[str | None, int]
 
 
-class TarParser(MarksEnd):
-    """Makes samples from the bytes of one tar archive.
-
-    A sample is a dict: ``__key__`` (path up to the first dot of the base name),
-    ``__url__``, and the bytes of each member under the rest of its name, in lower case.
-    Members that are no regular file, whose base name has a leading dot or none, or that
-    are in a top folder like ``__meta__``, are skipped; the first link is logged. Damage
-    ends the archive; it is not detected in bodies, long names and PAX headers, which
-    have no checksum. An archive ends with zeros; one that just stops was cut short,
-    unless its writer leaves them out. A single block of zeros is enough; only zeros
-    may follow.
+def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
+    """Yield the samples of an archive.
 
     Args:
-        url: Name of the shard, for samples and errors; without credentials.
         max_sample_bytes: Largest total size of one sample's members. A member takes
             twice its size while it is assembled from pieces.
-        offset: An ``offset`` of another parser of the archive, where the fed bytes
-            start. Global PAX headers before it are not applied.
         missing_end: What a missing end is: an ``"error"``, or a reason to ``"warn"``.
-
-    Attributes:
-        offset: Where the first header of the next sample from ``take`` starts; at the
-            end where the zeros start, or the damage.
-        is_over: Nothing more will come: the bytes have ended, or are damaged.
+        feed: The bytes, from the first header of a sample on. Global PAX headers
+            before it are not applied.
     """
+    return _Archive(max_sample_bytes, missing_end, feed).read()
+
+
+class _Archive:
+    """One archive, and the sample whose members are being read."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        max_sample_bytes: int = 1 << 28,
-        offset: int = 0,
-        missing_end: MissingEnd = "error",
+        self, max_sample_bytes: int, missing_end: MissingEnd, feed: Feed
     ) -> None:
-        self.offset = offset
-        self.is_over = False
-        self._url = url
-        self._missing_end = missing_end
-        self._groups = Groups(url, max_sample_bytes)
-        # The piece, its offset in the archive, the position in it, and kept bytes.
-        self._view = memoryview(b"")
-        self._base, self._pos = offset, 0
-        self._parts: list[bytes] = []
-        self._have = 0
-        self._is_ended = self._is_stopped = False
-        # How many bytes are read next, and by which method.
-        self._need = BLOCK_BYTES
-        self._then: _Handler = TarParser._on_header
-        # The header read next, the first one of its member, and the member before.
-        self._at = self._from = offset
-        self._name = ""
-        # The tail of the last plain header, and its sum.
-        self._tail, self._tail_sum = b"", 0
-        # Values from extended headers for the next member, and from global ones.
-        self._extras: dict[str, bytes] = {}
+        self._feed, self._url = feed, feed.url
+        self._max_bytes, self._missing_end = max_sample_bytes, missing_end
+        # Samples, or failures in their place.
+        self._ready: list[Any] = []
+        # The sample being collected: its key, where it starts, what it has, how many
+        # more bytes it may have, and why it failed.
+        self._key: str | None = None
+        self._start = self._room = 0
+        self._fields: dict[str, Any] = {}
+        self._bad: Bad | None = None
+        # The last member, and the last header read: one of the member that follows.
+        self._name, self._at = "", feed.at
         self._globals: dict[str, bytes] = {}
-        # The body of the last header: its member, position, length and field.
-        self._owner, self._begin, self._size, self._field = "", offset, 0, ""
+        # The tail of the last plain header, and its sum; the key as bytes, if known;
+        # fields by the part of a name after the first dot.
+        self._tail, self._tail_sum = b"", 0
+        self._stem: bytes | None = None
+        self._endings: dict[bytes, str] = {}
 
-    def feed(self, piece: Buffer) -> None:
-        """Add bytes; bytes left of the last piece are read first.
+    def read(self) -> Steps:
+        """Yield samples, and a ``Bad`` for each that fails, or for the damaged rest.
 
-        Args:
-            piece: Stays valid and unchanged until ``take`` returns fewer samples than
-                requested.
+        A sample fails if it is too large, or has a sparse member or a duplicate field.
         """
-        self._walk(sys.maxsize)
-        if self._is_stopped:
-            return
-        self._view = memoryview(piece).cast("B")
+        try:
+            yield from self._read_members()
+        except DamageError as damage:
+            after = (
+                f"after member {self._name!r}" if self._name else "the first one read"
+            )
+            text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {damage}"
+            self._give_up(DatasetError(text + self._loss(), location=self._url))
+        except DatasetError as error:
+            self._give_up(error)
+        if self._ready:
+            yield self._ready, self._at
 
-    def end(self) -> None:
-        """Note that there are no more bytes."""
-        self._is_ended = True
+    def _taken(self) -> tuple[list[Any], int]:
+        """Return the samples that are ready, and where the next one starts."""
+        ready, self._ready = self._ready, []
+        return ready, self._feed.at if self._key is None else self._start
 
-    def take(self, limit: int) -> list[Any]:
-        """Return the next samples.
+    # -- members --------------------------------------------------------------------
 
-        Args:
-            limit: Most samples to return, at least 1.
+    def _read_members(self) -> Steps:
+        while True:
+            member = None if self._globals else self._read_plain()
+            if member is None and not self._ready:
+                member = yield from self._read_headers()
+                if member is None:
+                    return
+            if self._ready:
+                yield self._taken()
+            if member is not None:
+                field, size = member
+                owner = f"member {self._name!r}"
+                body = yield from self._read_body(
+                    owner, size, is_kept=field is not None
+                )
+                if field is not None:
+                    self._fields[field] = body
 
-        Returns:
-            Dicts; a ``Bad`` for a sample that is too large, or has a sparse member or a
-            duplicate field, and for damage. Fewer than ``limit`` only if more bytes are
-            needed, or nothing more will come.
-        """
-        self._walk(limit)
-        groups = self._groups
-        taken = groups.take(limit)
-        if groups.ready:
-            self.offset = groups.starts[0]
-        else:
-            self.offset = self._from if groups.key is None else groups.start
-        self.is_over = self._is_stopped and not groups.ready
-        return taken
-
-    def _walk(self, limit: int) -> None:
-        """Parse until ``limit`` samples are ready, or more bytes are needed."""
-        while not self._is_stopped:
-            is_plain = not (self._have or self._extras or self._globals)
-            if is_plain and self._then is TarParser._on_header:
-                self._run(limit)
-            if len(self._groups.ready) >= limit:
-                return
-            if not self._step():
-                self._keep()
-                if self._is_ended:
-                    self._finish()
-                return
-
-    def _keep(self) -> None:
-        """Copy the rest of the piece, and release it."""
-        view = self._view
-        if self._pos < len(view):
-            self._parts.append(bytes(view[self._pos :]))
-            self._have += len(view) - self._pos
-            self._pos = len(view)
-        self._base += len(view)
-        self._pos -= len(view)
-        view.release()
-        self._view = memoryview(b"")
-
-    def _run(self, limit: int) -> None:
+    def _read_plain(self) -> _Member | None:
         """Read members that are whole in the piece and have a plain header.
 
-        The first other member is left to ``_step``, with its header unread.
+        Returns:
+            The next one, without its body, if that is not whole here; None if its
+            header is not, or not plain: it is left unread.
         """
-        view, pos, start, base = self._view, self._pos, self._from, self._base
-        groups, ready, length = self._groups, self._groups.ready, len(view)
-        name = b""
-        while (body := pos + BLOCK_BYTES) <= length and len(ready) < limit:
-            fields = FIELDS.unpack_from(view, pos)
+        feed, view, at = self._feed, self._feed.view, self._feed.used
+        base, length, ready, want = feed.at - at, len(view), self._ready, feed.want
+        start, name, member = at, b"", None
+        while (body := at + BLOCK_BYTES) <= length and len(ready) < want:
+            fields = FIELDS.unpack_from(view, at)
             if fields[3] != self._tail:
-                block = bytes(view[pos:body])
+                block = bytes(view[at:body])
                 if block[156] == PAX and (following := self._pass_pax(block, body)):
-                    pos = following
+                    at = following
                     continue
                 if not self._learn(block):
                     break
-            size = read_plain(view[pos : pos + 148], fields, self._tail_sum)
+            size = read_plain(view[at : at + 148], fields, self._tail_sum)
             if size < 0:
                 break
-            following = (stop := body + size) + (-size & 511)
-            if following > length:
-                break
             name = fields[0]
-            field = groups.place_plain(name, size, start)
+            field = self._place_plain(name, size, base + start)
+            start = at = (stop := body + size) + (-size & 511)
+            if at > length:
+                start, member = body, (field, size)
+                break
             if field is not None:
-                groups.fields[field] = bytes(view[body:stop])
-            pos = following
-            start = base + pos
+                self._fields[field] = bytes(view[body:stop])
         if name:
             self._name = read_text(name)
-        if pos != self._pos:
-            self._pos = pos
-            self._expect_header()
-            self._from = start
+        feed.used = start
+        return member
 
     def _pass_pax(self, block: bytes, body: int) -> int:
         """Return where a PAX header ends; 0 if it is relevant, or not whole here."""
         size = size_of_pax(block)
         if size is None:
             return 0
+        view = self._feed.view
         following = (stop := body + size) + (-size & 511)
-        if following > len(self._view) or not is_silent(bytes(self._view[body:stop])):
+        if following > len(view) or not is_silent(bytes(view[body:stop])):
             return 0
         return following
 
@@ -217,199 +183,238 @@ class TarParser(MarksEnd):
         self._tail, self._tail_sum = block[156:], tail_sum
         return True
 
-    def _step(self) -> bool:
-        """Read one header or body; return whether the bytes sufficed."""
-        stop = self._pos + self._need - self._have
-        if stop > len(self._view):
-            return False
-        data = bytes(self._view[self._pos : stop])
-        if self._parts:
-            data = b"".join([*self._parts, data])
-            self._parts, self._have = [], 0
-        self._pos = stop
-        self._use(data)
-        return True
-
-    def _use(self, data: bytes) -> None:
-        """Use the next header, body or padding."""
-        try:
-            self._then(self, data)
-        except DamageError as damage:
-            self._break(str(damage))
-
-    def _expect_header(self, *, is_same_member: bool = False) -> None:
-        """Expect a header next, of the announced member or of another."""
-        self._need, self._then = BLOCK_BYTES, TarParser._on_header
-        self._at = self._base + self._pos
-        if not is_same_member:
-            self._from = self._at
-
-    def _announce(self, owner: str, size: int) -> None:
-        """Note which member's body starts here."""
-        self._owner, self._begin, self._size = owner, self._base + self._pos, size
-
-    def _on_header(self, block: bytes) -> None:
-        if block == ZEROS:
-            if self._from != self._at:
-                raise DamageError("zeros where a member must follow its long name")
-            self._then = TarParser._on_second_zeros
-            return
-        if not is_sound(block):
-            hint = "" if self._name else "; is it a tar archive, and not compressed?"
-            raise DamageError(f"no header, or one with a wrong checksum{hint}")
-        if block[156] in EXTENDED:
+    def _read_headers(self) -> Generator[Any, None, _Member | None]:
+        """Read the headers of a member of any kind; None at the end of the archive."""
+        feed, start, extras = self._feed, self._feed.at, dict[str, bytes]()
+        while True:
+            self._at = feed.at
+            block = yield from feed.read(BLOCK_BYTES)
+            if len(block) < BLOCK_BYTES or block == ZEROS:
+                yield from self._read_end(block, is_between=start == self._at)
+                return None
+            if not is_sound(block):
+                what = "no header, or one with a wrong checksum"
+                hint = "; is it a tar archive, and not compressed?"
+                raise DamageError(what if self._name else what + hint)
+            if (kind := block[156]) not in EXTENDED:
+                break
             size = read_extended_size(block)
-            self._announce("the long name or PAX header of a member", size)
-            self._need, self._then = size, self._EXTENSIONS[block[156]]
-        else:
-            self._begin_member(block)
+            owner = "the long name or PAX header of a member"
+            data = yield from self._read_body(owner, size)
+            if kind == LONG_NAME:
+                extras["path"] = data
+            elif kind == GLOBAL:
+                self._globals.update(read_pax(data))
+                # Unlike the others it may be alone, after the last member.
+                start = feed.at if start == self._at else start
+            elif kind in PAX_KINDS:
+                extras.update(read_pax(data))
+        extras = {**self._globals, **extras}
+        self._name, size = read_member(block, extras)
+        field = self._field_of(block, extras, size, start)
+        yield from self._skip_map(block)
+        return field, size
 
-    def _on_second_zeros(self, block: bytes) -> None:
-        if block != ZEROS:
-            raise DamageError("a lone block of zeros")
-        self._groups.flush()
-        self._then = TarParser._on_padding
+    def _skip_map(self, block: bytes) -> Steps:
+        """Skip the rest of a sparse member's map, which its size excludes."""
+        has_more = block[156] == SPARSE and block[482]
+        while has_more:
+            block = yield from self._feed.read(BLOCK_BYTES)
+            if len(block) < BLOCK_BYTES:
+                raise self._cut_header(len(block))
+            has_more = block[504]
 
-    def _on_padding(self, block: bytes) -> None:
-        if block.strip(b"\0"):
-            raise DamageError(
-                "the zeros that end an archive, with other bytes after them; data is "
-                "missing there, or archives were joined: join them by `tar -A`"
-            )
-
-    def _on_long_name(self, data: bytes) -> None:
-        self._extras["path"] = data
-        self._end_extended()
-
-    def _on_long_link(self, _: bytes) -> None:
-        self._end_extended()
-
-    def _on_pax(self, data: bytes) -> None:
-        self._extras.update(read_pax(data))
-        self._end_extended()
-
-    def _on_global(self, data: bytes) -> None:
-        self._globals.update(read_pax(data))
-        # Unlike the others it may be alone, after the last member.
-        self._end_extended(is_of_member=self._from != self._at)
-
-    def _end_extended(self, *, is_of_member: bool = True) -> None:
-        self._pos += -self._size & 511
-        self._expect_header(is_same_member=is_of_member)
-
-    def _begin_member(self, block: bytes) -> None:
-        """Read the header of a member, and decide how to treat its body."""
-        extras = {**self._globals, **self._extras}
-        name, size = read_member(block, extras)
-        self._extras, self._name = {}, name
-        self._announce(f"member {name!r}", size)
+    def _field_of(
+        self, block: bytes, extras: dict[str, bytes], size: int, start: int
+    ) -> str | None:
+        """Return the field for a member's body; None to skip it."""
         kind, field = block[156], None
-        if kind in REGULAR:
-            field = self._groups.place(name, size, self._from)
-        elif kind in LINKS:
-            _mention_links(self._url, name)
+        if kind in LINKS:
+            _mention_links(self._url, self._name)
+        elif kind in REGULAR:
+            field = self._place(self._name, size, start)
         if field is not None and (kind == SPARSE or "sparse" in extras):
-            self._groups.spoil(name, "is sparse, which is not supported")
-            field = None
-        if kind == SPARSE and block[482]:
-            self._then = TarParser._on_sparse_map
-        elif field is None:
-            self._pass_over()
-        else:
-            self._field, self._need, self._then = field, size, TarParser._on_body
+            self._spoil(self._name, "is sparse, which is not supported")
+            return None
+        return field
 
-    def _on_sparse_map(self, block: bytes) -> None:
-        """Read one more block of a sparse member's map, which its size excludes."""
-        self._announce(self._owner, self._size)
-        if not block[504]:
-            self._pass_over()
+    def _read_body(
+        self, owner: str, size: int, *, is_kept: bool = True
+    ) -> Generator[None, None, bytes]:
+        """Return a body after its padding; skip it if it is not to be kept."""
+        feed, begin, data = self._feed, self._feed.at, b""
+        padded = size + (-size & 511)
+        if is_kept:
+            data = yield from feed.read(size)
+        missing = yield from feed.skip(padded - len(data))
+        if missing:
+            received = padded - missing
+            expected = size if received < size else padded
+            raise self._cut(owner, begin, expected, received)
+        return data
 
-    def _pass_over(self) -> None:
-        self._pos += self._size + (-self._size & 511)
-        self._expect_header()
+    # -- the end --------------------------------------------------------------------
 
-    def _on_body(self, data: bytes) -> None:
-        self._groups.fields[self._field] = data
-        self._pos += -self._size & 511
-        self._expect_header()
-
-    def _stop(self) -> None:
-        self._is_stopped = True
-        self._view.release()
-        self._view, self._parts = memoryview(b""), []
-
-    def _break(self, reason: str) -> None:
-        """Give up the rest of the archive because of damage at the last header."""
-        after = f"after member {self._name!r}" if self._name else "the first one read"
-        text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {reason}"
-        self._give_up(DatasetError(text + self._groups.loss(), location=self._url))
-
-    def _finish(self) -> None:
-        """Check that the archive may end where the bytes do."""
-        if self._then is TarParser._on_padding:
-            self._use(b"".join(self._parts))
-            self._stop()
+    def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
+        """Read what follows the last member, from its first block on."""
+        feed = self._feed
+        if len(block) < BLOCK_BYTES:
+            if block or not is_between:
+                raise self._cut_header(len(block))
+            self._check_missing_end()
+            self._end_sample()
             return
-        total = self._base + len(self._view)
-        received, padded = total - self._begin, self._size + (-self._size & 511)
-        if received < padded:
-            expected = self._size if received < self._size else padded
-            self._cut_short(self._owner, self._begin, expected, received)
-            return
-        received = self._have + len(self._view) - self._pos
-        if received or self._from != self._at or self._then not in self._BETWEEN:
-            what = f"the header after member {self._name!r}"
-            self._cut_short(what, total - received, BLOCK_BYTES, received)
-            return
-        is_marked = self.is_part or self._then is TarParser._on_second_zeros
-        if not (is_marked or self._may_lack_end(total)):
-            return
-        self._groups.flush()
-        self._stop()
+        if not is_between:
+            raise DamageError("zeros where a member must follow its long name")
+        block = yield from feed.read(BLOCK_BYTES)
+        if 0 < len(block) < BLOCK_BYTES:
+            raise self._cut_header(len(block))
+        if block.strip(b"\0"):
+            raise DamageError("a lone block of zeros")
+        self._end_sample()
+        ready, self._ready = self._ready, []
+        yield ready, self._at
+        while not feed.has_ended:
+            rest = bytes(feed.view[feed.used :])
+            feed.used = len(feed.view)
+            if rest.strip(b"\0"):
+                raise DamageError(
+                    "the zeros that end an archive, with other bytes after them; data "
+                    "is missing there, or archives were joined: join them by `tar -A`"
+                )
+            yield None
 
-    def _may_lack_end(self, total: int) -> bool:
-        """Return whether the archive may end without zeros; if not, give up."""
+    def _check_missing_end(self) -> None:
+        """Check that the archive may end without zeros.
+
+        Raises:
+            TruncatedReadError: If not.
+        """
+        total = self._feed.at
+        if self._feed.is_part:
+            return
         if total and self._missing_end == "warn":
             warn(
                 f"{self._url!r} stops at byte {total:,} without the zeros at the end "
                 "of a tar archive; it is read to there, because of missing_end='warn'"
             )
-            return True
+            return
         why = "was cut short, or its writer leaves them out (missing_end='warn')"
-        why = f"{why if total else 'is empty'}{self._groups.loss()}"
-        error = TruncatedReadError(
+        raise TruncatedReadError(
             f"{self._url!r} stops at byte {total:,} without the zeros at the end of a "
-            f"tar archive: it {why}",
+            f"tar archive: it {why if total else 'is empty'}{self._loss()}",
             location=self._url,
             expected=total + 2 * BLOCK_BYTES,
             received=total,
         )
-        self._give_up(error)
-        return False
 
-    def _cut_short(self, what: str, begin: int, expected: int, received: int) -> None:
-        """Give up because the bytes end within an item."""
-        error = TruncatedReadError(
+    def _cut_header(self, received: int) -> TruncatedReadError:
+        what, begin = (
+            f"the header after member {self._name!r}",
+            self._feed.at - received,
+        )
+        return self._cut(what, begin, BLOCK_BYTES, received)
+
+    def _cut(
+        self, what: str, begin: int, expected: int, received: int
+    ) -> TruncatedReadError:
+        return TruncatedReadError(
             f"{self._url!r} ends within {what}: {received:,} of {expected:,} bytes at "
-            f"byte {begin:,}{self._groups.loss()}",
+            f"byte {begin:,}{self._loss()}",
             location=self._url,
             expected=expected,
             received=received,
         )
-        self._give_up(error)
+
+    def _loss(self) -> str:
+        """Return the part of a message that names the sample lost with the rest."""
+        if self._key is None or self._bad is not None:
+            return ""
+        return f"; sample {self._key!r} at byte {self._start:,} is lost"
 
     def _give_up(self, error: DatasetError) -> None:
-        self._groups.give_up(error, self._from)
-        self._stop()
+        """Replace the rest of the archive, and the current sample, with ``error``.
 
-    _BETWEEN: ClassVar[tuple[_Handler, ...]] = (_on_header, _on_second_zeros)
-    _EXTENSIONS: ClassVar[dict[int, _Handler]] = {
-        ord("L"): _on_long_name,
-        ord("K"): _on_long_link,
-        ord("x"): _on_pax,
-        ord("X"): _on_pax,  # Solaris
-        ord("g"): _on_global,
-    }
+        A sample that has already failed keeps its own error.
+        """
+        if self._bad is not None:
+            self._end_sample()
+        self._ready.append(Bad(error))
+
+    # -- samples --------------------------------------------------------------------
+
+    def _place_plain(self, name: bytes, size: int, start: int) -> str | None:
+        """Like ``_place``, but faster where a name is like the previous ones.
+
+        Args:
+            name: As in a header, padded with zeros.
+            size: As for ``_place``.
+            start: As for ``_place``.
+        """
+        stem, dot, ending = name.partition(b".")
+        field = self._endings.get(ending)
+        if field is None:
+            if dot and b"\0" not in stem and b"/" not in ending:
+                if len(self._endings) >= _ENDINGS:
+                    self._endings.clear()
+                self._endings[ending] = read_text(ending).lower()
+            return self._place(read_text(name), size, start)
+        if stem != self._stem:
+            if not stem or 0 in stem or stem[-1] == _SLASH or stem[0] == _LOW_LINE:
+                return self._place(read_text(name), size, start)
+            self._begin(stem.decode("utf-8", "surrogateescape"), start)
+            self._stem = stem
+        return self._admit(name, size, field)
+
+    def _place(self, name: str, size: int, start: int) -> str | None:
+        """Find the sample of a member, and end the previous one if it differs.
+
+        Args:
+            name: Path of the member.
+            size: Size of its body, in bytes.
+            start: Where its first header starts.
+
+        Returns:
+            The field for its body; None to skip it.
+        """
+        split = split_name(name)
+        if split is None:
+            return None
+        self._begin(split[0], start)
+        return self._admit(name, size, split[1])
+
+    def _begin(self, key: str, start: int) -> None:
+        """Start the next sample, unless the current one has the same key."""
+        if key != self._key:
+            self._end_sample()
+            self._key, self._start, self._room = key, start, self._max_bytes
+            self._fields = {"__key__": key, "__url__": self._url}
+
+    def _end_sample(self) -> None:
+        if self._key is not None:
+            self._ready.append(self._bad or self._fields)
+            self._key = self._bad = self._stem = None
+
+    def _admit(self, name: str | bytes, size: int, field: str) -> str | None:
+        """Return the field for a member's body, unless the sample fails, or has."""
+        self._room -= size
+        if self._bad is None and field in self._fields:
+            self._spoil(name, f"is the second one for the field {field!r}")
+        elif self._bad is None and self._room < 0:
+            self._spoil(
+                name,
+                f"has {size:,} bytes, which makes the sample larger than "
+                f"max_sample_bytes ({self._max_bytes:,})",
+            )
+        return field if self._bad is None else None
+
+    def _spoil(self, name: str | bytes, what: str) -> None:
+        """Replace the sample with an error, and skip the rest of it."""
+        name = read_text(name) if isinstance(name, bytes) else name
+        text = f"{self._url!r}: sample {self._key!r} at byte {self._start:,} "
+        text += f"cannot be read: its member {name!r} {what}"
+        self._bad = Bad(DatasetError(text, location=self._url))
+        self._fields = {}
 
 
 def _mention_links(url: str, name: str) -> None:

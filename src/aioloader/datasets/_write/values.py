@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from aioloader.datasets._decode import encode, is_buffer
-from aioloader.datasets._tar.groups import Groups
+from aioloader.datasets._tar.headers import split_name
 
 _BLOCK = 512
-_ENDLESS = 1 << 62
 _NUMBER_BYTES = 8
 
 
@@ -48,11 +47,9 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
 
 def _check_name(key: Any, name: str) -> None:
     """Raise a ValueError unless a reader finds the same key and field."""
-    groups = Groups("", _ENDLESS)
-    if isinstance(key, str) and not key.startswith("/") and ".." not in key:
-        field = groups.place(f"{key}.{name}", 0, 0)
-        if groups.key == key and field == name:
-            return
+    is_path = isinstance(key, str) and not key.startswith("/") and ".." not in key
+    if is_path and split_name(f"{key}.{name}") == (key, name):
+        return
     raise ValueError(
         f"a tar cannot hold the key {key!r} with {name!r}: keys are relative paths "
         f"without a dot in the last part, or in the whole if there is one part"

@@ -1,0 +1,573 @@
+"""The engine of byte formats: runs a generator of samples over the bytes of a shard.
+
+A format is a generator function, and owes little. It starts where a sample starts, and
+goes forward. There are two kinds:
+
+- One of a user's gets a blocking binary ``file`` and yields samples. Whenever it
+  yields, it leaves the file where the next sample starts: that is all it has to say
+  about resuming. It runs in a thread of its own, which may wait for the network, and is
+  closed in that thread.
+- One of aioloader's (``Steps``) gets a ``Feed`` and yields blocks of samples, each with
+  the position of the sample after it, or None where it needs another piece of the
+  bytes. It never waits, so it runs wherever the bytes are: in a thread of the loop, or
+  on the loop in short turns.
+
+The engine unpacks, limits blocks in number, bytes and time, keeps what a cancelled step
+has made, and knows the position of each sample: the one before its block, and how many
+were passed on since. What comes in pieces of another kind (tables, rows) fits as well:
+a position is whatever JSON holds.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import functools
+import gc
+import inspect
+import io
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias, cast
+
+from typing_extensions import Buffer
+
+from aioloader._order.raising import raisable
+from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
+from aioloader.datasets._stores.bytes import Bytes
+from aioloader.datasets._stores.cache_dir import CacheDir
+from aioloader.datasets._stores.file_bytes import FileBytes
+from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
+from aioloader.datasets._stores.versions import Known, Version
+from aioloader.datasets._streams.shards import (
+    CountsBytes,
+    CutsShards,
+    KnowsVersion,
+    Parser,
+    Position,
+    ShardReader,
+    Summary,
+    WeighsShards,
+    summary_of,
+)
+from aioloader.errors import ShardChangedError
+
+# Most samples of a block: short lines would be many. Fewer of those that are
+# containers, because the garbage collector scans all that are held: with more of
+# them it costs more than parsing.
+_AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
+# Bytes that make a block of a user's generator full, and seconds.
+_FULL_BYTES, _FULL_SECONDS = 1 << 20, 0.02
+# Bytes used at once without a thread, and seconds of the processor.
+_HERE, _TURN = 1 << 17, 0.002
+# Buffer of the file that a user's generator gets.
+_BUFFER = 1 << 16
+_NOTHING = memoryview(b"")
+_END: Any = ()
+
+
+class Feed:
+    """The bytes of a shard, as ``Steps`` get them: piece by piece.
+
+    Attributes:
+        url: Redacted address of the shard, for samples and errors.
+        is_part: Whether the bytes end before the shard does, between two samples.
+        want: Most samples that should be yielded at once.
+        wait: Returns the next piece; only for a generator that waits.
+        view: The current piece, valid until the next one.
+        used: How many bytes of it were used.
+        has_ended: Whether there are no more pieces.
+    """
+
+    def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
+        self.url = url
+        self.is_part = is_part
+        self.want = 1
+        self.wait: Callable[[], Buffer]
+        self.view = _NOTHING
+        self.used = 0
+        self.has_ended = False
+        self._base = at
+
+    @property
+    def at(self) -> int:
+        """The offset in the shard of the next byte."""
+        return self._base + self.used
+
+    def give(self, piece: Buffer) -> None:
+        """Replace the current piece, all of which is used; an empty one is the end."""
+        self._base += len(self.view)
+        self.used -= len(self.view)
+        self.view = memoryview(piece).cast("B")
+        self.has_ended = not self.view
+
+    def read(self, count: int) -> Generator[None, None, bytes]:
+        """Return a copy of the next bytes, by ``yield from``; fewer only at the end."""
+        parts: list[bytes] = []
+        left = count
+        while True:
+            part = bytes(self.view[self.used : self.used + left])
+            self.used += len(part)
+            left -= len(part)
+            parts.append(part)
+            if not left or self.has_ended:
+                return part if len(parts) == 1 else b"".join(parts)
+            yield
+
+    def skip(self, count: int) -> Generator[None, None, int]:
+        """Use the next bytes, by ``yield from``; return how many are missing."""
+        self.used += count
+        while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
+            yield
+        return max(0, missing)
+
+
+# Blocks with the position after them; None to ask for another piece.
+Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
+
+
+class Kind(NamedTuple):
+    """How the shards of one format become samples.
+
+    Attributes:
+        steps: Makes the generator.
+        is_quick: Whether a small piece needs less time than a thread costs.
+        waits: Whether the generator takes the pieces itself, and waits for them.
+        copies: Whether it mostly copies bytes: all but the first block of a file are
+            then cheaper in a thread, in larger pieces.
+    """
+
+    steps: Callable[[Feed], Steps]
+    is_quick: bool = False
+    waits: bool = False
+    copies: bool = False
+
+
+# What a user has for a format: a generator function of a file, or a parser of a shard
+# by its label and the offset of the first byte it will get.
+Make: TypeAlias = (
+    Kind | Callable[[BinaryIO], Iterable[Any]] | Callable[[str, int], Parser]
+)
+
+
+def kind_of(make: Make) -> Kind:
+    """Return how a format reads a shard."""
+    if isinstance(make, Kind):
+        return make
+    call = getattr(make, "__call__", None)  # noqa: B004  (of an instance)
+    if inspect.isgeneratorfunction(make) or inspect.isgeneratorfunction(call):
+        return Kind(functools.partial(_generated, cast("Any", make)), waits=True)
+    return Kind(functools.partial(_parsed, cast("Any", make)))
+
+
+def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
+    """Run a parser; for one release, after which formats are generators."""
+    parser = make(feed.url, feed.at)
+    while True:
+        want = feed.want
+        taken = parser.take(want)
+        if taken:
+            yield taken, parser.offset
+        if len(taken) < want:
+            if feed.has_ended or parser.is_over:
+                return
+            yield None
+            feed.used = len(feed.view)
+            if feed.has_ended:
+                parser.end()
+            else:
+                parser.feed(feed.view)
+
+
+def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
+    """Run a user's generator over a blocking file, in blocks."""
+    raw = _Forward(feed)
+    file: Any = io.BufferedReader(raw, _BUFFER)
+    samples: Any = generate(file)
+    failure: BaseException | None = None
+    is_going, now = True, time.monotonic
+    with contextlib.closing(samples):
+        while is_going:
+            block, want = list[Any](), feed.want
+            raw.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
+            is_going = False
+            try:
+                for sample in samples:
+                    block.append(sample)
+                    if len(block) >= want or raw.left <= 0 or now() > stop:
+                        is_going = True
+                        break
+            except BaseException as error:  # noqa: BLE001  (raised after the block)
+                failure = error
+            yield block, file.tell()
+    if failure is not None:
+        raise failure
+
+
+class _Forward(io.RawIOBase):
+    """The bytes of a shard as a blocking file that only goes forward.
+
+    Attributes:
+        left: Bytes until a block is full.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self.name = feed.url
+        self.left = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._feed.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_CUR:
+            offset += self._feed.at
+        if whence == io.SEEK_END or offset < self._feed.at:
+            raise io.UnsupportedOperation("a shard is read forward only")
+        self._feed.used += offset - self._feed.at
+        return offset
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        feed, target = self._feed, memoryview(buffer).cast("B")
+        while feed.used >= len(feed.view) and not feed.has_ended:
+            feed.give(feed.wait())
+        part = feed.view[feed.used : feed.used + len(target)]
+        target[: len(part)] = part
+        feed.used += len(part)
+        self.left -= len(part)
+        return len(part)
+
+
+class ByteReader(KnowsVersion, CountsBytes):
+    """Samples of one shard, in order.
+
+    They are made in threads, a block at a time; by a quick generator without a thread,
+    as long as a file's bytes are in the page cache. A position is the start of a block
+    and the number of samples passed on since. A failed sample counts too: it is
+    reported once. A compressed shard can only start at its beginning; samples read
+    before are read again, and dropped.
+
+    Args:
+        source: The shard's bytes; owned.
+        kind: Makes samples of them.
+        feed: Where the samples get them.
+        unpacker: Unpacks the shard; None: it is not compressed.
+        skip: Samples to drop first.
+    """
+
+    def __init__(
+        self,
+        source: Bytes,
+        kind: Kind,
+        feed: Feed,
+        *,
+        unpacker: Callable[[str], Unpacking] | None,
+        skip: int,
+    ) -> None:
+        self._source, self._feed, self._location = source, feed, feed.url
+        self._unpacking = unpacker and unpacker(feed.url)
+        self._skip = skip
+        self._is_quick = kind.is_quick and unpacker is None
+        self._waits, self._copies = kind.waits, kind.copies
+        self._steps = kind.steps(feed)
+        # Position before the block that is next, and before the current one; samples
+        # before that; the block; how much of it was passed on.
+        self._next = self._byte = feed.at
+        self._before = 0
+        self._block: list[Any] = []
+        self._passed = 0
+        self._limit = _TRACKED_AT_ONCE
+        # Whether the generator wants a piece, has ended, is no longer wanted; whether
+        # a piece must be read, or the one that is here.
+        self._asks = self._is_over = self._is_closed = False
+        self._is_hungry = not isinstance(source, FileBytes)
+        self._piece: Buffer | None = None
+        self._failure: BaseException | None = None
+        self._making: asyncio.Task[_Made] | None = None
+        # Of a generator that waits: its thread, and what it waits for.
+        self._thread: concurrent.futures.Executor | None = None
+        self._fetching: concurrent.futures.Future[Buffer] | None = None
+        self.is_draining = source.is_draining
+        self.begin = source.begin
+
+    async def pull(self, limit: int) -> list[Any]:
+        """Return the next samples, from 1 to ``limit``; an empty list at the end."""
+        while self._passed < len(self._block) or await self._turn():
+            dropped = min(self._skip, len(self._block) - self._passed)
+            self._skip -= dropped
+            start = self._passed + dropped
+            self._passed = min(start + limit, len(self._block))
+            if start < self._passed:
+                return self._block[start : self._passed]
+        if self._skip:
+            raise ShardChangedError(
+                f"{self._location!r} ends {self._skip:,} samples before the position "
+                "in the state; it has changed since",
+                location=self._location,
+            )
+        return []
+
+    def version(self) -> tuple[str, Version] | None:
+        """Return the address and version of the stored shard."""
+        version = self._source.version
+        return None if version is None else (self._location, version)
+
+    def position(self) -> Position:
+        """Return the position of the next sample."""
+        passed = self._before + self._passed + self._skip
+        return {"byte": self._byte, "sample": passed}
+
+    def bytes_ahead(self) -> int | None:
+        """Return the number of bytes requested and not yet used."""
+        return self._source.bytes_ahead()
+
+    async def aclose(self) -> None:
+        """Stop pending work and wait for it to end, even if cancelled meanwhile."""
+        self._is_closed = True
+        if self._making is None and self._thread is None:
+            await self._source.aclose()
+        else:
+            await outlast(asyncio.ensure_future(self._end()))
+
+    async def _end(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+        try:
+            if self._making is not None:
+                self._making.cancel()
+                await asyncio.wait([self._making])
+                if not self._making.cancelled():
+                    self._making.exception()  # retrieved: nobody else will
+                self._making = None
+            if self._thread is not None:
+                await in_thread(self._steps.close, executor=self._thread)
+        finally:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                thread.shutdown(wait=False)
+            await self._source.aclose()
+
+    async def _turn(self) -> bool:
+        """Move to the next block; return whether there is one."""
+        while self._making is not None or not self._is_over:
+            position, block = await self._make_here() or await self._make_in_task()
+            if block:
+                is_tracked = gc.is_tracked(block[-1])
+                self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
+                if self._unpacking is not None:
+                    self._before += len(self._block)
+                else:
+                    self._byte = position
+                self._block, self._passed = block, 0
+                return True
+        return False
+
+    async def _make_here(self) -> "_Made | None":
+        """Make a block of bytes that are here, or in the page cache, without a thread.
+
+        None if a thread must do it: from the first time on that samples are large, or
+        bytes of a file are missing. Other tasks of the loop get a turn before it.
+        """
+        source, read = self._source, self._take_piece
+        if not self._is_quick or self._is_hungry or self._making is not None:
+            return None
+        if isinstance(source, FileBytes):
+            await source.open()
+            read = source.read_cached
+        await asyncio.sleep(0)
+        made = self._gather(_HERE, read, _TURN)
+        is_costly = self._copies and isinstance(source, FileBytes)
+        self._is_quick = self._is_hungry or (bool(made[1]) and not is_costly)
+        return made if made[1] or self._is_over else None
+
+    async def _make_in_task(self) -> "_Made":
+        """Make a block; if this call is cancelled, the next one has it."""
+        if self._making is None:
+            self._making = asyncio.create_task(self._make())
+        await asyncio.wait([self._making])  # cancellation does not reach it
+        making, self._making = self._making, None
+        return making.result()
+
+    async def _make(self) -> "_Made":
+        source, gather = self._source, functools.partial(self._gather, sys.maxsize)
+        if self._waits:
+            if self._thread is None:
+                loop = asyncio.get_running_loop()
+                read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
+                if isinstance(source, FileBytes):
+                    read = await source.use(lambda read: read)
+                self._feed.wait = lambda: self._unpacked(read) or b""
+                self._thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
+            return await in_thread(gather, lambda: None, executor=self._thread)
+        if isinstance(source, FileBytes):
+            return await source.use(functools.partial(self._gather, source.at_once))
+        if self._is_hungry:
+            self._piece, self._is_hungry = await source.read(), False
+            if self._is_quick:
+                made = self._gather(_HERE, self._take_piece, _TURN)
+                self._is_quick = bool(made[1])
+                return made
+        return await in_thread(gather, self._take_piece)
+
+    def _take_piece(self) -> Buffer | None:
+        piece, self._piece = self._piece, None
+        self._is_hungry = piece is None
+        return piece
+
+    def _gather(
+        self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
+    ) -> "_Made":
+        """Run the generator until a block is full, or bytes are missing.
+
+        Args:
+            most: Bytes after which no further piece is read; with ``seconds``, only if
+                there are no samples.
+            read: Returns a piece; None if it is not there yet.
+            seconds: Processor time after which a block ends.
+        """
+        if self._failure is not None:
+            raise self._failure
+        feed, begin, block = self._feed, self._next, list[Any]()
+        stop = time.thread_time() + seconds
+        try:
+            while len(block) < self._limit and not self._is_over:
+                if self._asks:
+                    is_enough = most <= 0 and (not block or stop == math.inf)
+                    piece = None if is_enough else self._unpacked(read)
+                    if piece is None:
+                        break
+                    feed.give(piece)
+                    most -= len(feed.view)
+                feed.want = self._limit - len(block)
+                step = next(self._steps, _END)
+                self._asks, self._is_over = step is None, step is _END
+                if step:
+                    made, self._next = step
+                    block += made
+                    if time.thread_time() > stop:
+                        break
+        except BaseException as error:  # noqa: BLE001  (raised)
+            self._failure = raisable(error, "the parser")
+            if not block:  # or else after the samples before it
+                raise self._failure  # noqa: B904  (it keeps its cause)
+        return begin, block
+
+    def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
+        """Return the next piece, unpacked; None if ``read`` has none."""
+        if self._unpacking is None:
+            return read()
+        packed: Buffer | None = None
+        try:
+            while (piece := self._unpacking.send(packed)) is None:
+                packed = read()
+                if packed is None:
+                    return None
+        except StopIteration:
+            return b""
+        return piece
+
+    def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
+        read = self._source.read()
+        self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
+        if self._is_closed:
+            self._fetching.cancel()
+        try:
+            return self._fetching.result()
+        except concurrent.futures.CancelledError:
+            raise GeneratorExit from None  # as `close` raises it in the generator
+
+
+# The position before a block, and its samples.
+_Made: TypeAlias = tuple[Any, list[Any]]
+
+
+class ByteFormat(CutsShards, WeighsShards):
+    """Shards of bytes.
+
+    Args:
+        addresses: Patterns of the shards' addresses.
+        places: Opens addresses.
+        make: Makes samples of the bytes.
+        cuts: Finds where a shard can be cut; None: nowhere.
+    """
+
+    def __init__(
+        self, addresses: Any, places: Places, make: Make, cuts: Cuts | None = None
+    ) -> None:
+        self._addresses = addresses
+        self.places = places
+        self._kind = kind_of(make)
+        self._cuts = cuts
+
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same format, with shards read through a cache."""
+        clone = copy.copy(self)
+        clone.places = self.places.cached(cache)
+        return clone
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: Summary | None = None
+    ) -> list[Any]:
+        """Return the addresses, in order."""
+        stack.push_async_callback(self.places.aclose)
+        return await self.places.expand(self._addresses)
+
+    async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
+        """Return ``count`` parts of the shards, if they can be cut.
+
+        Raises:
+            ValueError: If only some of them can be.
+        """
+        if self._cuts is None:
+            return shards
+        return await cut_shards(self.places, shards, count, self._cuts)
+
+    async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:
+        """Return the lengths of the shards, in bytes, if all are known."""
+        if isinstance(shards[0], Part):
+            return [part.stop - part.start for part in shards]
+        return await self.places.sizes(shards, must=must)
+
+    def summary(self, shards: Sequence[Any]) -> Summary:
+        """Return the number of shards, their names, and their cuts."""
+        if not isinstance(shards[0], Part):
+            return summary_of(shards)
+        names = summary_of(part.address for part in shards)
+        return {**names, "cuts": checksum_of(shards)}
+
+    def describe(self) -> dict[str, Any]:
+        """Return nothing: the stream's kind determines what its samples are."""
+        return {}
+
+    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
+        """Return a reader of one shard."""
+        part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
+        return self.read(part, self._kind, position, budget)
+
+    def read(
+        self, part: Part, kind: Kind, position: Position, budget: int
+    ) -> ByteReader:
+        """Return a reader of a shard, or of a part of one if it is not compressed."""
+        address, start, stop, version = part
+        label = self.places.label(address)
+        unpacker = unpacker_of(self.places.name(address))
+        start = position.get("byte", start)
+        if unpacker is not None:
+            start, stop = 0, None
+        known = Known.of(position, version)
+        source = self.places.open(address, start, budget, known, stop)
+        is_part = bool(stop and version and stop < version.size)
+        feed = Feed(label, start, is_part=is_part)
+        skip = position.get("sample", 0)
+        return ByteReader(source, kind, feed, unpacker=unpacker, skip=skip)
