@@ -1,17 +1,19 @@
 """A file's bytes: in a thread, or without one where they are in the page cache."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
 from io import FileIO
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import aiofiles
 import numpy as np
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.bytes import SMALLEST
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import (
     NOTHING,
     Known,
@@ -28,10 +30,12 @@ T = TypeVar("T")
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # A piece read without a thread: parsing it must not hold the loop for long.
 _CACHED_PIECE = 1 << 17
+# Reads into a buffer, and returns how much; None: it might wait.
+_Read: TypeAlias = Callable[[int, memoryview], int | None]
 
 
 class FileBytes:
-    """A file's bytes, read into one buffer.
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
 
     Attributes:
         version: The file's version; None until it is open.
@@ -62,14 +66,14 @@ class FileBytes:
         self.at_once = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
-        self._file: FileIO | None = None
+        self._file: Any = None
 
     def begin(self) -> None:
         """Do nothing: a file needs no request."""
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        return await self.use(lambda read: read())
+        return await self.use(_next)
 
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
         """Return what ``function`` makes of the next pieces, in the same thread.
@@ -77,19 +81,23 @@ class FileBytes:
         Its argument reads one piece, which is valid until the next one is read. One
         thread call is cheaper than one per piece, and pieces stay in that core's cache.
         """
-        return await in_thread(self._use, function)
+        await self.open()
+        return await in_thread(function, self._next)
 
     async def open(self) -> None:
         """Open the file, unless it is open."""
-        if self.version is None:
-            await in_thread(self._open)
+        if self._file is None:
+            try:
+                await outlast(asyncio.create_task(self._open()))
+            except OSError as error:
+                raise file_failure(self._path, error) from error
 
     def read_cached(self) -> Buffer | None:
         """Return the next small piece; None if that might wait, for a disk or network.
 
         The file must be open.
         """
-        return self._read(_read_cached, min(_CACHED_PIECE, self._length))
+        return self._read_piece(_read_cached, min(_CACHED_PIECE, self._length))
 
     def is_draining(self) -> bool:
         """Return whether the end is near."""
@@ -105,70 +113,71 @@ class FileBytes:
         """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
-            await in_thread(file.close)
+            await outlast(asyncio.ensure_future(file.close()))
 
-    # -- in a thread ----------------------------------------------------------------
+    async def _open(self) -> None:
+        # Unbuffered: large reads need no second copy.
+        self._file = await aiofiles.open(self._path, "rb", buffering=0)
+        version = version_of_file(self._file.fileno())
+        self._known.check(self._path, version, self._at)
+        self.version = version
+        if self._at:
+            await self._file.seek(self._at)
 
-    def _use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
-        if self.version is None:
-            self._open()
-        return function(self._next)
+    def _next(self) -> Any:
+        return self._read_piece(_read_into, self._length)
 
-    def _open(self) -> None:
+    def _read_piece(self, read: _Read, most: int) -> Buffer | None:
         try:
-            # Unbuffered: large reads need no second copy.
-            self._file = self._file or FileIO(self._path)
-            version = version_of_file(self._file.fileno())
-            self._known.check(self._path, version, self._at)
-            self._file.seek(self._at)
+            length = self._fill(read, most)
         except OSError as error:
             raise file_failure(self._path, error) from error
-        self.version = version
+        return None if length is None else self._buffer[:length]
 
-    def _next(self) -> Buffer:
-        piece = self._read(FileIO.readinto, self._length)
-        assert piece is not None
-        return piece
-
-    def _read(
-        self, read: Callable[[FileIO, memoryview], int | None], most: int
-    ) -> Buffer | None:
-        """Read one piece; check that the file is unchanged. None if it might wait."""
-        file, version = self._file, self.version
-        assert file is not None
-        assert version is not None
-        wanted = min(most, max(0, min(version.size, self._end) - self._at))
+    def _fill(self, read: _Read, most: int) -> int | None:
+        """Read one piece; check that the file is unchanged."""
+        assert self.version is not None
+        size = self.version.size
+        stop = min(size, self._end)
+        wanted = min(most, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
-            self._buffer = np.empty(min(_FILE_PIECES, version.size), np.uint8).data
-        try:
-            length = read(file, self._buffer[:wanted]) if wanted else 0
-            now = version_of_file(file.fileno())
-        except OSError as error:
-            raise file_failure(self._path, error) from error
+            self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
+        # The file of aiofiles would use another thread.
+        file: int = self._file.fileno()
+        length = read(file, self._buffer[:wanted]) if wanted else 0
         if length is None:
             return None
         self._at += length
-        if now != version:
-            raise changed(self._path, version, now)
+        now = version_of_file(file)
+        if now != self.version:
+            raise changed(self._path, self.version, now)
         if wanted and not length:
             raise TruncatedReadError(
-                f"{self._path!r} gave {self._at:,} of {version.size:,} bytes",
+                f"{self._path!r} gave {self._at:,} of {size:,} bytes",
                 location=self._path,
-                expected=version.size,
+                expected=size,
                 received=self._at,
             )
-        return self._buffer[:length]
+        return length
 
 
-def _read_cached(file: FileIO, buffer: memoryview) -> int | None:
+def _next(read: Callable[[], Buffer]) -> Buffer:
+    return read()
+
+
+def _read_into(file: int, buffer: memoryview) -> int:
+    return FileIO(file, closefd=False).readinto(buffer) or 0
+
+
+def _read_cached(file: int, buffer: memoryview) -> int | None:
     """Read what is in the page cache; None if nothing is, or that cannot be known.
 
     Linux 5.9 and 5.10 may return 0 before the end: then it is not known, either.
     """
     try:
         # -1: where the file is at
-        return os.preadv(file.fileno(), [buffer], -1, os.RWF_NOWAIT) or None
+        return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
     except (AttributeError, OSError):  # no Linux; a file system that may always wait
         return None
