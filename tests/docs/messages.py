@@ -169,7 +169,7 @@ PASSED_ON = {
     "datasets/_stores/hub.py:HubSource._failure": "carries another error",
     "datasets/_stores/requests.py:read_failure": "carries another error",
     "datasets/_streams/iterated.py:Iterated.__aiter__": "is the warning of iterables",
-    "datasets/_streams/repeats.py:": "says again what a state holds",
+    "datasets/_streams/steps.py:Repeated": "says again what a state holds",
     "testing/_formats.py:_check_positions": "says what another error says",
 }
 
