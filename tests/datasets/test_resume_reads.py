@@ -16,7 +16,6 @@ from pyarrow import parquet as pq
 from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
-    CSVDataset,
     ParquetDataset,
     TarDataset,
     TextDataset,
@@ -123,10 +122,9 @@ def test_the_row_group() -> None:
     ("stream", "make", "ending"),
     [
         (TextDataset, packed, ".gz"),
-        (CSVDataset, csv, ""),
         (ArrowDataset, partial(arrow, is_stream=True), ""),
     ],
-    ids=["gzip", "csv", "arrow stream"],
+    ids=["gzip", "arrow stream"],
 )
 def test_the_shard_from_its_start(
     stream: Any, make: Callable[[int], bytes], ending: str

@@ -47,9 +47,12 @@ class Source:
             if not isinstance(value, str):
                 kind = type(value).__name__
                 raise TypeError(f"{name} must be a string, got {kind}")
-        self.text, self.key = text, key
-        self.columns = None if columns is None else tuple(columns)
-        self.parameters = tuple(parameters)
+        self.text: str = text
+        self.key: str = key
+        self.columns: tuple[str, ...] | None = (
+            None if columns is None else tuple(columns)
+        )
+        self.parameters: tuple[Any, ...] = tuple(parameters)
         if self.parameters and not self.is_query:
             raise ValueError("parameters are for a query, and this is a table")
         if self.columns is not None and not self.columns:

@@ -243,6 +243,8 @@ class StoredObject:
         )
         if version is not None and not now.is_of(version):
             raise changed(self.location, version, now)
+        if (expected := min(stop, now.size) - start) > 0:
+            raise truncated(self.location, expected, 0, start)
         return Piece(b"", now)
 
     async def _get(
