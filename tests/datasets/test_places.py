@@ -15,9 +15,9 @@ from obstore.store import MemoryStore
 
 from aioloader import DataLoader
 from aioloader.datasets import Requests, TarDataset, TextDataset
-from aioloader.datasets._stores.bytes import ObjectBytes, Piece
+from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.versions import Piece, Version
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

@@ -29,7 +29,7 @@ _FIRST_GUESS = _CHUNK_SECONDS / 4
 class ReadBatcher:
     """Combines the reads of one event loop into chunks for threads.
 
-    While it has users, chunks run in threads of its own, else in the loop's default
+    While it has users, chunks run in a separate thread pool, else in the loop's default
     executor. All methods belong to the loop's thread.
 
     Args:

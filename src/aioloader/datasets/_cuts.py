@@ -14,7 +14,8 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from aioloader.datasets._stores.addresses import Address
-from aioloader.datasets._stores.bytes import Bytes, NoRangesError
+from aioloader.datasets._stores.bytes import Bytes
+from aioloader.datasets._stores.failures import NoRangesError
 from aioloader.datasets._stores.places import Places, each
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Version

@@ -5,7 +5,7 @@ goes forward. There are two kinds:
 
 - One of a user's gets a blocking binary ``file`` and yields samples. Whenever it
   yields, it leaves the file where the next sample starts: that is all it has to say
-  about resuming. It runs in a thread of its own, which may wait for the network, and is
+  about resuming. It runs in a separate thread, which may wait for the network, and is
   closed in that thread.
 - One of aioloader's (``Steps``) gets a ``Feed`` and yields blocks of samples, each with
   the position of the sample after it, or None where it needs another piece of the

@@ -83,7 +83,7 @@ class Named(HasLifespan):
 
 
 class ReadDataset(Named):
-    """Named bytes that each event loop reads by a reader of its own.
+    """Named bytes, read by one reader for each event loop.
 
     As an async context manager it releases the loop's reader at the last exit; a loader
     does this.

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.bytes import NoRangesError
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
 from aioloader.errors import TruncatedReadError

@@ -8,14 +8,13 @@ size and version that came with the first.
 import asyncio
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from typing_extensions import Buffer
 
-from aioloader.datasets._stores.versions import NOTHING, Known, Version
-
-if TYPE_CHECKING:
-    from aioloader.datasets._stores.stored import StoredObject, WholeObject
+from aioloader.datasets._stores.failures import NoRangesError
+from aioloader.datasets._stores.stored import StoredObject, WholeObject
+from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
@@ -58,17 +57,6 @@ class Bytes(Protocol):
         """Stop pending work and wait for it to end."""
 
 
-class Piece(NamedTuple):
-    """A part of an object, and the version of the whole."""
-
-    data: Buffer
-    version: Version
-
-
-class NoRangesError(Exception):
-    """Internal: a server gives objects only as a whole."""
-
-
 class ObjectBytes:
     """An object's bytes, by ranged requests, or in one if the server has no ranges.
 
@@ -86,7 +74,7 @@ class ObjectBytes:
 
     def __init__(
         self,
-        object: "StoredObject",  # noqa: A002
+        object: StoredObject,  # noqa: A002
         start: int,
         budget: int,
         known: Known = NOTHING,
@@ -154,7 +142,7 @@ class ObjectBytes:
             piece.cancel()
         await asyncio.gather(*pieces, return_exceptions=True)
 
-    async def _next_chunk(self, whole: "WholeObject") -> Buffer:
+    async def _next_chunk(self, whole: WholeObject) -> Buffer:
         """Return the next part of the whole object, after the start."""
         while True:
             piece = await whole.read()

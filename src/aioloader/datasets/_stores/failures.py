@@ -40,6 +40,10 @@ _NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
+class NoRangesError(Exception):
+    """Internal: a server gives objects only as a whole."""
+
+
 class ShortReadError(EOFError):
     """A read returned another number of bytes than announced."""
 

@@ -18,7 +18,6 @@ from anyio.to_thread import run_sync
 
 from aioloader._order.forks import fork_safe
 from aioloader.datasets._stores.addresses import Address
-from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.options import Options, revealed
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.per_loop import PerLoop
@@ -29,7 +28,7 @@ from aioloader.datasets._stores.requests import (
     Source,
     UnreachableError,
 )
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.versions import Piece, Version
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

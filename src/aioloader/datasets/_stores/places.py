@@ -32,9 +32,9 @@ from aioloader.datasets._stores.addresses import (
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import Bytes, NoRangesError, ObjectBytes
+from aioloader.datasets._stores.bytes import Bytes, ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import Listing, list_async

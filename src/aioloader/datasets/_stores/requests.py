@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.retry import RETRIED
-from aioloader.datasets._stores.bytes import NoRangesError
-from aioloader.datasets._stores.failures import Reason, failure_of
+from aioloader.datasets._stores.failures import NoRangesError, Reason, failure_of
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
 

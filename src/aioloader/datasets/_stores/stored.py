@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import Buffer
 
 from aioloader._observe.warnings import warn
-from aioloader.datasets._stores.bytes import NoRangesError, Piece
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import Reason, truncated
+from aioloader.datasets._stores.failures import NoRangesError, Reason, truncated
 from aioloader.datasets._stores.flights import Flights, import_obstore
 from aioloader.datasets._stores.hub import HubSource
 from aioloader.datasets._stores.requests import RefusedError, Requests, Tries
 from aioloader.datasets._stores.stores import StoreSource, version_of
-from aioloader.datasets._stores.versions import Version, changed
+from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:

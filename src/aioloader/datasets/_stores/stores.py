@@ -19,7 +19,6 @@ from aioloader.datasets._stores.addresses import (
     path_of,
     sealed,
 )
-from aioloader.datasets._stores.bytes import Piece
 from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import (
@@ -36,7 +35,7 @@ from aioloader.datasets._stores.redact import (
     secret_options,
 )
 from aioloader.datasets._stores.requests import RefusedError, Source, read_failure
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.versions import Piece, Version
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:

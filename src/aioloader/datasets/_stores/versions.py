@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from typing_extensions import Buffer
+
 from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
 
 
@@ -70,6 +72,13 @@ def saved(location: str, version: Version) -> Mapping[str, Any]:
 def _hash(text: str) -> str:
     data = text.encode("utf-8", "surrogateescape")
     return blake2b(data, digest_size=4).hexdigest()
+
+
+class Piece(NamedTuple):
+    """A part of an object, and the version of the whole."""
+
+    data: Buffer
+    version: Version
 
 
 class Known(NamedTuple):
