@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
 from aioloader._order.shared_end import Count, Counts, SharedEnd
+from aioloader._pipeline.evened import EvenedQueue
+from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError, DatasetError
 from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
@@ -182,6 +184,26 @@ def test_tasks(tmp_path: Path) -> None:
     whole = read_all(stream, 3, tail="pad", batch_size=4)  # imports what is needed
     found = side_by_side(read, 3)
     assert [plain(rank) for rank in found] == [plain(rank) for rank in whole]
+
+
+def test_a_last_batch_that_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts, though its rank ends before the thread that made it goes on."""
+    hand_over, end_here = ReadyQueue.put, EvenedQueue.end_here
+    ended = {f"rank {rank} of 2": threading.Event() for rank in range(2)}
+
+    def waits(queue: Any, number: int, result: Any, **options: Any) -> None:
+        hand_over(queue, number, result, **options)
+        if number == 1:
+            assert ended[queue.talk.who].wait(20)
+
+    def notes(queue: Any) -> None:
+        end_here(queue)
+        ended[queue.talk.who].set()
+
+    monkeypatch.setattr(ReadyQueue, "put", waits)
+    monkeypatch.setattr(EvenedQueue, "end_here", notes)
+    found = read_all(numbers(8).map(abs), 2, tail="pad", batch_size=2)
+    assert [masked(batches) for batches in found] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 # -- resume ---------------------------------------------------------------------------

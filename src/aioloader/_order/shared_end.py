@@ -145,7 +145,7 @@ class EndTalk(abc.ABC):
 
     @abc.abstractmethod
     def waits_for(self) -> str:
-        """Return which ranks have told less than the others, or ""; blocks."""
+        """Return which other ranks it waits for: those that have told less; blocks."""
 
     @abc.abstractmethod
     def close(self) -> None:

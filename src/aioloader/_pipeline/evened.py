@@ -62,10 +62,12 @@ class EvenedQueue(ReadyQueue):
 
     def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
         """Add the result of request ``number``, and count its batch, any thread."""
-        super().put(number, result, more=more)
-        if _is_batch(number, result, self._dropped) and not self.end.has_ended:
+        is_counted = _is_batch(number, result, self._dropped) and not self.end.has_ended
+        if is_counted:  # before the consumer sees it, which may then end
             with self._waiters.lock:
                 self.end.made += 1
+        super().put(number, result, more=more)
+        if is_counted:
             if self.end.has_news():
                 self.talk.note()
             if self.end.needs_others():
@@ -228,7 +230,7 @@ class EvenedIterator(PipelineIterator):
             return
         ranks = "the other ranks"
         with contextlib.suppress(RuntimeError):  # the store is gone too
-            ranks = self._queue.talk.waits_for() or ranks
+            ranks = self._queue.talk.waits_for()
         limit = self._limit() or 0.0
         raise BatchTimeoutError(
             f"DataLoader timed out after {limit:g} seconds: {self._queue.talk.who} has "

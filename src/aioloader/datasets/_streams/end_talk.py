@@ -99,14 +99,15 @@ class StoreTalk(EndTalk):
         return not any(thread.is_alive() for thread in self._threads)
 
     def waits_for(self) -> str:
-        """Return which ranks have told less than the others, or ""; blocks."""
+        """Return which other ranks it waits for: those that have told less; blocks."""
         store, late = self._store.open(), []
-        for rank in range(self._ranks):
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for rank in others:
             has_told = store.check([self._key_of(rank)])
             if not has_told or self._told_by(store, rank)[0] < self._round:
                 late.append(rank)
-        words = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-        return words if late else ""
+        late = late or others  # all have told, and one has not said what follows
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
 
     # -- in the threads -----------------------------------------------------------
 
