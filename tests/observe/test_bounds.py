@@ -273,6 +273,19 @@ def test_nothing_is_advised_if_the_replay_is_off() -> None:
     assert found.limit.startswith("Nothing is advised: a replay of these batches")
 
 
+@pytest.mark.parametrize("step", [7, 9])
+def test_a_gain_within_the_replays_error_is_not_advised(step: int) -> None:
+    """Of 8 samples in flight the setting says 7: the replay is off by 14 %."""
+    records = Clock(LOOP, [Ticks((20,) * 4, step=step)]).run(96)
+    found = report(records, replace(LOOP, concurrency=7))
+    assert 0.1 < abs(found.model_error) < 0.15
+    if step == 7:  # the gain is 42 %
+        assert found.advice is not None
+        assert found.advice.argument == "concurrency"
+    else:  # 11 %
+        assert found.advice is None
+
+
 def test_samples_at_hand() -> None:
     """Reads of a microsecond wait for no store, whatever their processor time says."""
     for cpu in (0.0, 0.1):

@@ -3,7 +3,8 @@
 Each change of an argument is tried in a replay of the recorded batches, as is each
 stage at twice its speed. The advice is the change that gains most there, but no change
 gains more than was waited, or than idle processors and lanes allow, and none is advised
-if the replay of the recorded setting differs from what was measured.
+if the replay of the recorded setting differs from what was measured, or by more than
+the gain.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from aioloader._observe.words import seconds_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
-# The least gain of an advice, in percent.
+# The least gain of an advice, in percent; more if the replay's error is larger.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
@@ -265,7 +266,7 @@ class _Case:
             share: Share of the time that the consumer waits.
             error: Error of the replay.
         """
-        best = None if abs(error) > _IS_OFF else self.best()
+        best = None if abs(error) > _IS_OFF else self.best(error)
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
         else:
@@ -284,21 +285,24 @@ class _Case:
         }
         return min(halved, key=lambda name: halved[name].seconds)
 
-    def best(self) -> tuple[Change, float] | None:
+    def best(self, error: float = 0.0) -> tuple[Change, float] | None:
         """Return the change to make and its gain in percent; None if none is worth it.
+
+        A gain within the replay's ``error`` is none.
 
         It is the cheapest change within 5 percent of the best speed, or within a
         quarter if that needs new code; among equal ones the first, which changes least.
         """
+        enough = _enough(error)
         found = changes(self.batches, self.setting, self.slow, self.start)
         tried = [(one, self.gain(one)) for one in found]
         arguments = [pair for pair in tried if not pair[0].needs_code]
         for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
             best = max((gain for _, gain in tried), default=0.0)
             most = max((gain for _, gain in some), default=0.0)
-            if most < _LEAST_GAIN or 100 + most < as_good * (100 + best):
+            if most < enough or 100 + most < as_good * (100 + best):
                 continue
-            least = max(_LEAST_GAIN, _AS_GOOD * (100 + most) - 100)
+            least = max(enough, _AS_GOOD * (100 + most) - 100)
             good = [(one, gain) for one, gain in some if gain >= least]
             return min(good, key=lambda pair: pair[0].cost)
         return None
@@ -358,6 +362,11 @@ def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> s
     return f"{words} holds training back: {waits}."
 
 
+def _enough(error: float) -> float:
+    """Return the least gain that is advised, in percent."""
+    return max(_LEAST_GAIN, 100 * abs(error))
+
+
 def _limit(stage: str, case: _Case, error: float) -> str:
     """Return what sets the pace if no change of an argument helps."""
     setting = case.setting
@@ -373,15 +382,16 @@ def _limit(stage: str, case: _Case, error: float) -> str:
         f"by {error:+.0%} seconds per batch."
     )
     link = "The link to the device sets the pace: make batches smaller in bytes."
+    least = f"{_enough(error):.0f} % or more"
     texts = (
         (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
         (case.bounds.cores < _BUSY, busy),
         (is_handed, "Handing batches over sets the pace: larger ones cost less of it."),
         (abs(error) > _IS_OFF, doubtful),
-        (is_store, "The store sets the pace: no argument gains 5 % or more."),
+        (is_store, f"The store sets the pace: no argument gains {least}."),
         (is_link, link),
     )
-    last = "No argument gains 5 % or more: this stage must get cheaper."
+    last = f"No argument gains {least}: this stage must get cheaper."
     return next((text for is_so, text in texts if is_so), last)
 
 
