@@ -77,6 +77,18 @@ def test_cores_that_the_step_keeps_busy(used: float) -> None:
         assert busy.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_lane_that_is_handed_a_batch_late_is_not_idle(is_read: bool) -> None:
+    """It is idle for a tenth of the time; more reads help only if it waits for them."""
+    records = []
+    for number in range(32):
+        started, ended = 0.01 * number + 0.001, 0.01 * number + 0.01
+        times = 0.0, 0.0 if is_read else started, started, ended, ended, 0.1, 0.0, 0.0
+        records.append(Record(number, started, ended, 0, 4, times))
+    bounds = bounds_of(records, LOOP, batches_of(records, LOOP), 0.5)
+    assert bounds.lanes == pytest.approx(1.0 if is_read else 1 / 0.9)
+
+
 def test_busy_cores_are_not_taken_for_waiting() -> None:
     """Others take the processors for most of the time: no store is waited for."""
     setting = Setting("thread", window=2, batch_size=4, cores=2)

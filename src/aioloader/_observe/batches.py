@@ -225,6 +225,9 @@ def busy_lanes(
 ) -> float:
     """Return the share of the time in which the lanes that make batches are busy.
 
+    A lane is not idle for want of samples while a batch that was read waits for it:
+    the hand-over, or the interpreter's lock, takes that time.
+
     Args:
         records: The records in the order of delivery.
         setting: The loader's setting.
@@ -232,11 +235,14 @@ def busy_lanes(
     """
     first, last, begins = records[0].taken, records[-1].taken, making_starts(setting)
     busy = 0.0
-    for one in records:
-        if is_made(one):
-            begin, end = max(first, one.made[begins]), min(last, one.made[4])
-            factor = slow[one.lane] if one.lane < len(slow) else 1.0
-            busy += max(0.0, end - begin) / factor
+    free: dict[int, float] = {}  # since when each lane is
+    for one in sorted(filter(is_made, records), key=lambda one: one.made[begins]):
+        begin, end = one.made[begins], one.made[4]
+        if begins == 2:  # the lane gets batches that were read
+            begin = min(begin, max(one.made[1], free.get(one.lane, begin)))
+        free[one.lane] = end
+        factor = slow[one.lane] if one.lane < len(slow) else 1.0
+        busy += max(0.0, min(last, end) - max(first, begin)) / factor
     seconds = (last - first) * making_lanes(setting)
     return min(1.0, busy / seconds) if seconds > 0 else 0.0
 
