@@ -288,7 +288,7 @@ class _Case:
     def best(self, error: float = 0.0) -> tuple[Change, float] | None:
         """Return the change to make and its gain in percent; None if none is worth it.
 
-        A gain within the replay's ``error`` is none.
+        A gain counts only as far as it exceeds the replay's ``error``.
 
         It is the cheapest change within 5 percent of the best speed, or within a
         quarter if that needs new code; among equal ones the first, which changes least.
@@ -363,8 +363,8 @@ def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> s
 
 
 def _enough(error: float) -> float:
-    """Return the least gain that is advised, in percent."""
-    return max(_LEAST_GAIN, 100 * abs(error))
+    """Return the least gain that is advised, in percent: some, beyond the error."""
+    return _LEAST_GAIN + 100 * abs(error)
 
 
 def _limit(stage: str, case: _Case, error: float) -> str:
