@@ -71,7 +71,7 @@ def test_every_format_of_ones_own() -> None:
     own_format.main()
 
 
-class Rows:
+class Rows(ShardFormat):
     """A format of the smallest kind: each shard is a list in a JSON file."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,24 +87,17 @@ class Rows:
         """Return names."""
         return {"count": len(shards), "names": list(shards)}
 
-    def describe(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
     def open(self, shard: str, position: dict[str, Any], _budget: int) -> ShardReader:
         """Return a reader."""
         reader: ShardReader = self.reader(self.rows[shard], position.get("at", 0))
         return reader
 
 
-class RowsReader:
+class RowsReader(ShardReader):
     """What ``Rows`` reads."""
 
     def __init__(self, rows: list[int], at: int) -> None:
         self.rows, self.at = rows, at
-
-    def begin(self) -> None:
-        """Do nothing."""
 
     async def pull(self, limit: int) -> list[int]:
         """Return the next rows."""
@@ -116,13 +109,6 @@ class RowsReader:
     def position(self) -> dict[str, Any]:
         """Return the number of the next one."""
         return {"at": self.at}
-
-    def is_draining(self) -> bool:
-        """Return whether it is at its end."""
-        return self.at >= len(self.rows)
-
-    async def aclose(self) -> None:
-        """Do nothing."""
 
 
 class TooMany(RowsReader):
@@ -184,9 +170,8 @@ def rows(tmp_path: Path) -> Rows:
 
 async def test_a_format_of_ones_own(rows: Rows) -> None:
     """It keeps the laws, and is a stream like the others."""
-    made_by: ShardFormat = rows
-    await check_shard_format(made_by)
-    assert await names(ShardedStream(made_by)) == ["1", "2", "3", "4", "5"]
+    await check_shard_format(rows)
+    assert await names(ShardedStream(rows)) == ["1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,11 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
-    CountsBytes,
-    CutsShards,
-    KnowsVersion,
     Parser,
     Position,
     ShardReader,
+    StoredFormat,
     Summary,
-    WeighsShards,
     summary_of,
 )
 from aioloader.errors import ShardChangedError
@@ -249,7 +246,7 @@ class _Forward(io.RawIOBase):
         return len(part)
 
 
-class ByteReader(KnowsVersion, CountsBytes):
+class ByteReader(ShardReader):
     """Samples of one shard, in order.
 
     They are made in threads, a block at a time; by a quick generator without a thread,
@@ -298,8 +295,14 @@ class ByteReader(KnowsVersion, CountsBytes):
         # Of a generator that waits: its thread, and what it waits for.
         self._thread: concurrent.futures.Executor | None = None
         self._fetching: concurrent.futures.Future[Buffer] | None = None
-        self.is_draining = source.is_draining
-        self.begin = source.begin
+
+    def begin(self) -> None:
+        """Request the first bytes."""
+        self._source.begin()
+
+    def is_draining(self) -> bool:
+        """Return whether all bytes were requested."""
+        return self._source.is_draining()
 
     async def pull(self, limit: int) -> list[Any]:
         """Return the next samples, from 1 to ``limit``; an empty list at the end."""
@@ -492,7 +495,7 @@ class ByteReader(KnowsVersion, CountsBytes):
 _Made: TypeAlias = tuple[Any, list[Any]]
 
 
-class ByteFormat(CutsShards, WeighsShards):
+class ByteFormat(StoredFormat):
     """Shards of bytes.
 
     Args:
@@ -545,10 +548,6 @@ class ByteFormat(CutsShards, WeighsShards):
             return summary_of(shards)
         names = summary_of(part.address for part in shards)
         return {**names, "cuts": checksum_of(shards)}
-
-    def describe(self) -> dict[str, Any]:
-        """Return nothing: the stream's kind determines what its samples are."""
-        return {}
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
