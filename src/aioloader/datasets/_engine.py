@@ -1,21 +1,15 @@
-"""The engine of byte formats: runs a generator of samples over the bytes of a shard.
+"""Byte formats: a generator makes samples of the bytes of a shard.
 
-A format is a generator function, and owes little. It starts where a sample starts, and
-goes forward. There are two kinds:
+It starts where a sample starts, and goes forward. There are two kinds:
 
-- One of a user's gets a blocking binary ``file`` and yields samples. Whenever it
-  yields, it leaves the file where the next sample starts: that is all it has to say
-  about resuming. It runs in a separate thread, which may wait for the network, and is
-  closed in that thread.
+- A user's gets a blocking binary ``file`` and yields samples. Whenever it yields, it
+  leaves the file where the next sample starts: that is all it has to say about
+  resuming. It runs in a separate thread, which may wait, and is closed in that thread.
 - One of aioloader's (``Steps``) gets a ``Feed`` and yields blocks of samples, each with
-  the position of the sample after it, or None where it needs another piece of the
-  bytes. It never waits, so it runs wherever the bytes are: in a thread of the loop, or
-  on the loop in short turns.
+  the offset after it, or None where it needs another piece of the bytes. It never
+  waits, so it runs wherever the bytes are: in a thread of the loop, or on the loop.
 
-The engine unpacks, limits blocks in number, bytes and time, keeps what a cancelled step
-has made, and knows the position of each sample: the one before its block, and how many
-were passed on since. What comes in pieces of another kind (tables, rows) fits as well:
-a position is whatever JSON holds.
+The reader unpacks, and limits blocks in number, bytes and time.
 """
 
 import asyncio
@@ -29,18 +23,18 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias, cast
 
 from typing_extensions import Buffer
 
-from aioloader._order.raising import raisable
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
+from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
@@ -52,14 +46,13 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import ShardChangedError
 
 # Most samples of a block: short lines would be many. Fewer of those that are
 # containers, because the garbage collector scans all that are held: with more of
 # them it costs more than parsing.
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 # Bytes that make a block of a user's generator full, and seconds.
-_FULL_BYTES, _FULL_SECONDS = 1 << 20, 0.02
+_FULL_BYTES, _FULL_SECONDS = 1 << 22, 0.02
 # Bytes used at once without a thread, and seconds of the processor.
 _HERE, _TURN = 1 << 17, 0.002
 # Buffer of the file that a user's generator gets.
@@ -169,7 +162,7 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
         want = feed.want
         taken = parser.take(want)
         if taken:
-            yield taken, parser.offset
+            yield [*taken], parser.offset
         if len(taken) < want:
             if feed.has_ended or parser.is_over:
                 return
@@ -246,8 +239,8 @@ class _Forward(io.RawIOBase):
         return len(part)
 
 
-class ByteReader(ShardReader):
-    """Samples of one shard, in order.
+class ByteReader(Reader):
+    """Samples of one shard of bytes, in order.
 
     They are made in threads, a block at a time; by a quick generator without a thread,
     as long as a file's bytes are in the page cache. A position is the start of a block
@@ -272,165 +265,116 @@ class ByteReader(ShardReader):
         unpacker: Callable[[str], Unpacking] | None,
         skip: int,
     ) -> None:
-        self._source, self._feed, self._location = source, feed, feed.url
+        super().__init__(feed.url, feed.at, skip)
+        self._source, self._kind, self._feed = source, kind, feed
         self._unpacking = unpacker and unpacker(feed.url)
-        self._skip = skip
         self._is_quick = kind.is_quick and unpacker is None
-        self._waits, self._copies = kind.waits, kind.copies
-        self._steps = kind.steps(feed)
-        # Position before the block that is next, and before the current one; samples
-        # before that; the block; how much of it was passed on.
-        self._next = self._byte = feed.at
-        self._before = 0
-        self._block: list[Any] = []
-        self._passed = 0
+        self._steps = self.generator = kind.steps(feed)
+        self._next: Any = feed.at  # the mark before the next block
         self._limit = _TRACKED_AT_ONCE
-        # Whether the generator wants a piece, has ended, is no longer wanted; whether
-        # a piece must be read, or the one that is here.
-        self._asks = self._is_over = self._is_closed = False
-        self._is_hungry = not isinstance(source, FileBytes)
+        # Whether the generator wants a piece; whether one must be read, or is here.
+        self._asks, self._is_hungry = False, not isinstance(source, FileBytes)
         self._piece: Buffer | None = None
-        self._failure: BaseException | None = None
-        self._making: asyncio.Task[_Made] | None = None
-        # Of a generator that waits: its thread, and what it waits for.
-        self._thread: concurrent.futures.Executor | None = None
         self._fetching: concurrent.futures.Future[Buffer] | None = None
 
     def begin(self) -> None:
         """Request the first bytes."""
         self._source.begin()
 
-    def is_draining(self) -> bool:
-        """Return whether all bytes were requested."""
-        return self._source.is_draining()
-
-    async def pull(self, limit: int) -> list[Any]:
-        """Return the next samples, from 1 to ``limit``; an empty list at the end."""
-        while self._passed < len(self._block) or await self._turn():
-            dropped = min(self._skip, len(self._block) - self._passed)
-            self._skip -= dropped
-            start = self._passed + dropped
-            self._passed = min(start + limit, len(self._block))
-            if start < self._passed:
-                return self._block[start : self._passed]
-        if self._skip:
-            raise ShardChangedError(
-                f"{self._location!r} ends {self._skip:,} samples before the position "
-                "in the state; it has changed since",
-                location=self._location,
-            )
-        return []
+    def position(self) -> Position:
+        """Return the position of the next sample."""
+        count = self.taken if self._unpacking is None else self.passed
+        return {"byte": self.mark, "sample": count + self.skip}
 
     def version(self) -> tuple[str, Version] | None:
         """Return the address and version of the stored shard."""
         version = self._source.version
-        return None if version is None else (self._location, version)
-
-    def position(self) -> Position:
-        """Return the position of the next sample."""
-        passed = self._before + self._passed + self._skip
-        return {"byte": self._byte, "sample": passed}
+        return None if version is None else (self.location, version)
 
     def bytes_ahead(self) -> int | None:
         """Return the number of bytes requested and not yet used."""
         return self._source.bytes_ahead()
 
-    async def aclose(self) -> None:
-        """Stop pending work and wait for it to end, even if cancelled meanwhile."""
-        self._is_closed = True
-        if self._making is None and self._thread is None:
-            await self._source.aclose()
-        else:
-            await outlast(asyncio.ensure_future(self._end()))
+    def is_draining(self) -> bool:
+        """Return whether all bytes were requested."""
+        return self._source.is_draining()
 
-    async def _end(self) -> None:
-        if self._fetching is not None:
-            self._fetching.cancel()
-        try:
-            if self._making is not None:
-                self._making.cancel()
-                await asyncio.wait([self._making])
-                if not self._making.cancelled():
-                    self._making.exception()  # retrieved: nobody else will
-                self._making = None
-            if self._thread is not None:
-                await in_thread(self._steps.close, executor=self._thread)
-        finally:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                thread.shutdown(wait=False)
-            await self._source.aclose()
+    # -- steps ----------------------------------------------------------------------
 
-    async def _turn(self) -> bool:
-        """Move to the next block; return whether there is one."""
-        while self._making is not None or not self._is_over:
-            position, block = await self._make_here() or await self._make_in_task()
-            if block:
-                is_tracked = gc.is_tracked(block[-1])
-                self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
-                if self._unpacking is not None:
-                    self._before += len(self._block)
-                else:
-                    self._byte = position
-                self._block, self._passed = block, 0
-                return True
-        return False
-
-    async def _make_here(self) -> "_Made | None":
-        """Make a block of bytes that are here, or in the page cache, without a thread.
+    async def make_here(self) -> Made | None:
+        """Make a block of bytes that are here, or in the page cache.
 
         None if a thread must do it: from the first time on that samples are large, or
         bytes of a file are missing. Other tasks of the loop get a turn before it.
         """
         source, read = self._source, self._take_piece
-        if not self._is_quick or self._is_hungry or self._making is not None:
+        if not self._is_quick or self._is_hungry:
             return None
         if isinstance(source, FileBytes):
             await source.open()
             read = source.read_cached
         await asyncio.sleep(0)
-        made = self._gather(_HERE, read, _TURN)
-        is_costly = self._copies and isinstance(source, FileBytes)
-        self._is_quick = self._is_hungry or (bool(made[1]) and not is_costly)
-        return made if made[1] or self._is_over else None
+        made = self._gathered(_HERE, read, _TURN)
+        is_costly = self._kind.copies and isinstance(source, FileBytes)
+        self._is_quick = self._is_hungry or (bool(made) and not is_costly)
+        return made if made or self.is_over else None
 
-    async def _make_in_task(self) -> "_Made":
-        """Make a block; if this call is cancelled, the next one has it."""
-        if self._making is None:
-            self._making = asyncio.create_task(self._make())
-        await asyncio.wait([self._making])  # cancellation does not reach it
-        making, self._making = self._making, None
-        return making.result()
-
-    async def _make(self) -> "_Made":
-        source, gather = self._source, functools.partial(self._gather, sys.maxsize)
-        if self._waits:
-            if self._thread is None:
-                loop = asyncio.get_running_loop()
-                read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
-                if isinstance(source, FileBytes):
-                    read = await source.use(lambda read: read)
-                self._feed.wait = lambda: self._unpacked(read) or b""
-                self._thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
-            return await in_thread(gather, lambda: None, executor=self._thread)
+    async def make(self) -> Made:
+        """Make a block in a thread; or only get a piece, of which one is made here."""
+        source = self._source
+        if self._kind.waits:
+            if self.thread is None:
+                await self._start_thread()
+            # One step, which is limited in bytes and time where it reads.
+            args = 0, lambda: None, 0.0
+            return await in_thread(self._gathered, *args, executor=self.thread)
         if isinstance(source, FileBytes):
-            return await source.use(functools.partial(self._gather, source.at_once))
+            return await source.use(functools.partial(self._gathered, source.at_once))
         if self._is_hungry:
             self._piece, self._is_hungry = await source.read(), False
             if self._is_quick:
-                made = self._gather(_HERE, self._take_piece, _TURN)
-                self._is_quick = bool(made[1])
-                return made
-        return await in_thread(gather, self._take_piece)
+                return []
+        return await in_thread(self._gathered, sys.maxsize, self._take_piece)
+
+    async def interrupt(self) -> None:
+        """End the wait of a generator for bytes."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    async def release(self) -> None:
+        """Close the source."""
+        await self._source.aclose()
+
+    async def _start_thread(self) -> None:
+        """Start the thread of a generator that waits."""
+        loop = asyncio.get_running_loop()
+        read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
+        if isinstance(self._source, FileBytes):
+            read = await self._source.use(lambda read: read)
+        self._feed.wait = lambda: self._unpacked(read) or b""
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
+
+    def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
+        read = self._source.read()
+        self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
+        if self.is_over:
+            self._fetching.cancel()
+        try:
+            return self._fetching.result()
+        except concurrent.futures.CancelledError:
+            raise GeneratorExit from None  # as `close` raises it in the generator
 
     def _take_piece(self) -> Buffer | None:
         piece, self._piece = self._piece, None
         self._is_hungry = piece is None
         return piece
 
-    def _gather(
+    def _gathered(self, *args: Any) -> Made:
+        return self.gather(self._blocks(*args))
+
+    def _blocks(
         self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
-    ) -> "_Made":
+    ) -> Iterator[tuple[Any, list[Any]]]:
         """Run the generator until a block is full, or bytes are missing.
 
         Args:
@@ -439,32 +383,33 @@ class ByteReader(ShardReader):
             read: Returns a piece; None if it is not there yet.
             seconds: Processor time after which a block ends.
         """
-        if self._failure is not None:
-            raise self._failure
-        feed, begin, block = self._feed, self._next, list[Any]()
+        feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
-        try:
-            while len(block) < self._limit and not self._is_over:
-                if self._asks:
-                    is_enough = most <= 0 and (not block or stop == math.inf)
-                    piece = None if is_enough else self._unpacked(read)
-                    if piece is None:
-                        break
-                    feed.give(piece)
-                    most -= len(feed.view)
-                feed.want = self._limit - len(block)
-                step = next(self._steps, _END)
-                self._asks, self._is_over = step is None, step is _END
-                if step:
-                    made, self._next = step
-                    block += made
-                    if time.thread_time() > stop:
-                        break
-        except BaseException as error:  # noqa: BLE001  (raised)
-            self._failure = raisable(error, "the parser")
-            if not block:  # or else after the samples before it
-                raise self._failure  # noqa: B904  (it keeps its cause)
-        return begin, block
+        while count < limit:
+            if self._asks:
+                is_enough = most <= 0 and (not count or stop == math.inf)
+                piece = None if is_enough else self._unpacked(read)
+                if piece is None:
+                    return
+                feed.give(piece)
+                most -= len(feed.view)
+            feed.want = limit - count
+            step = next(self._steps, _END)
+            self._asks = step is None
+            if step is _END:
+                self.is_over = True
+                return
+            if step:
+                made, after = step
+                if made:
+                    yield self._next, made
+                    count += len(made)
+                    is_tracked = gc.is_tracked(made[-1])
+                    self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
+                if self._unpacking is None:
+                    self._next = after
+                if time.thread_time() > stop:
+                    return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
         """Return the next piece, unpacked; None if ``read`` has none."""
@@ -479,20 +424,6 @@ class ByteReader(ShardReader):
         except StopIteration:
             return b""
         return piece
-
-    def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
-        read = self._source.read()
-        self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
-        if self._is_closed:
-            self._fetching.cancel()
-        try:
-            return self._fetching.result()
-        except concurrent.futures.CancelledError:
-            raise GeneratorExit from None  # as `close` raises it in the generator
-
-
-# The position before a block, and its samples.
-_Made: TypeAlias = tuple[Any, list[Any]]
 
 
 class ByteFormat(StoredFormat):
