@@ -352,7 +352,7 @@ class ByteReader(Reader):
         if isinstance(self._source, FileBytes):
             read = await self._source.use(lambda read: read)
         self._feed.wait = lambda: self._unpacked(read) or b""
-        self.thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
+        self.own_thread()
 
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
         read = self._source.read()

@@ -7,9 +7,9 @@ pull that is cancelled loses nothing: the next pull gets what its step has made.
 
 import abc
 import asyncio
-import concurrent.futures
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeAlias
 
 from aioloader._order.blocks import Block, cut
@@ -42,7 +42,7 @@ class Reader(ShardReader):
         skip: Samples that are still to be dropped.
         is_over: No other step will follow; a step that runs should end.
         generator: Makes the samples; closed in the thread that runs it.
-        thread: That thread, if it has one of its own because it may wait.
+        thread: That thread, if it is the reader's own; None: any of the loop's.
     """
 
     is_ahead: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Reader(ShardReader):
         self.taken = self.passed = 0
         self.is_over = False
         self.generator: Generator[Any, Any, Any] | None = None
-        self.thread: concurrent.futures.Executor | None = None
+        self.thread: ThreadPoolExecutor | None = None
         self._block: Block = []
         self._made: deque[tuple[Any, Block]] = deque()
         self._making: asyncio.Task[Made] | None = None
@@ -90,6 +90,11 @@ class Reader(ShardReader):
         except BaseException as error:  # noqa: BLE001  (raised by ``pull``)
             self._failure, self.is_over = raisable(error, "the format"), True
         return made
+
+    def own_thread(self) -> ThreadPoolExecutor:
+        """Return a thread that may wait, and so is none of the loop's."""
+        self.thread = self.thread or ThreadPoolExecutor(1, "aioloader")
+        return self.thread
 
     def start(self, step: "Coroutine[Any, Any, Made] | None" = None) -> None:
         """Start ``make``, or another step for this reader; unless one runs already."""
