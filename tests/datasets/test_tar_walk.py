@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets import _tar as tar_walk
 from aioloader.datasets._engine import Feed
-from aioloader.datasets._tar import walk as tar_walk
-from aioloader.datasets._tar.walk import samples
+from aioloader.datasets._tar import samples
 from datasets.tar_archives import (
     FORMATS,
     URL,

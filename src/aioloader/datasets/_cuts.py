@@ -45,7 +45,7 @@ class Cuts(Protocol):
     async def __call__(
         self, places: Places, address: Address, size: int, count: int
     ) -> Sequence[int]:
-        """Return where parts start, except the first: in order, without duplicates.
+        """Return where all parts but the first start: in order, without duplicates.
 
         Args:
             places: Opens addresses.

@@ -1,4 +1,4 @@
-"""Reads tar archives: consecutive members with the same key make one sample.
+"""Reads tar archives (v7, ustar, GNU, PAX): members with the same key make one sample.
 
 Members with a plain header that lies whole in a piece take a fast path, all others are
 read step by step. Damage ends the archive; it is not detected in bodies, long names and
@@ -8,48 +8,189 @@ is enough, and only zeros may follow.
 
 import logging
 from collections.abc import Generator
+from functools import lru_cache
+from struct import Struct
 from typing import Any, TypeAlias
+from zlib import adler32
+
+from typing_extensions import Buffer
 
 from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad
 from aioloader.datasets._engine import Feed, Steps
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets._tar.headers import (
-    BLOCK_BYTES,
-    EXTENDED,
-    FIELDS,
-    GLOBAL,
-    LINKS,
-    LONG_NAME,
-    PAX,
-    PAX_KINDS,
-    REGULAR,
-    SPARSE,
-    ZEROS,
-    DamageError,
-    is_silent,
-    is_sound,
-    read_extended_size,
-    read_member,
-    read_pax,
-    read_plain,
-    read_text,
-    size_of_pax,
-    split_name,
-    sum_plain,
-)
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _LOG = logging.getLogger("aioloader")
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+_EXTENDED_BYTES = 1 << 20  # a longer name or PAX header is damage, or an attack
+
+# Typeflags.
+_PAX, _GLOBAL, _LONG_NAME = b"xgL"
+_PAX_KINDS = b"xX"  # X is Solaris' x
+_SPARSE = ord("S")
+_REGULAR = b"0\x007S"
+_LINKS = b"12"
+_EXTENDED = b"LKxXg"
+_PLAIN = b"0\0"
+_BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
+
+# Name, size, checksum, and the tail: the rest from the typeflag on, which members of
+# the same type and owner share.
+_FIELDS = Struct("100s24x12s12x8s356s")
+_TAIL = 156
 # Most endings of names that are cached.
 _ENDINGS = 64
 _SLASH, _LOW_LINE = ord("/"), ord("_")
+# The last character of a key whose base name is empty: that of a hidden file. Of
+# those in folders WebDataset makes samples named "folder/", which nobody wants.
+_NO_STEM = frozenset({"", "/"})
 # The field for the body of a member (None: to skip it), and the body's size.
 _Member: TypeAlias = tuple[str | None, int]
 
 
+class DamageError(Exception):
+    """What is damaged, without its place."""
+
+
+# -- headers: pure functions of whole blocks ----------------------------------------
+
+
+def _read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
+    """Return the size in a header; -1 if the checksum or another field is not plain.
+
+    The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521, which 148
+    bytes do not reach: exact, and much faster than ``sum``.
+    """
+    try:
+        checksum = int(fields[2].rstrip(b"\0 "), 8)
+        size = int(fields[1].rstrip(b"\0 "), 8)
+    except ValueError:
+        return -1
+    # 255: eight spaces in place of the checksum, less the 1.
+    is_sound = (adler32(head) & 0xFFFF) + 255 + tail_sum == checksum
+    return size if is_sound else -1
+
+
+def _is_sound(block: bytes) -> bool:
+    """Verify a checksum, of unsigned bytes or, as from old writers, signed ones."""
+    try:
+        checksum = _read_number(block[148:_TAIL])
+    except DamageError:
+        return False
+    rest = block[:148] + b" " * 8 + block[_TAIL:]
+    # In halves, because 256 bytes do not reach the modulus either.
+    found = (adler32(rest[:256]) & 0xFFFF) + (adler32(rest[256:]) & 0xFFFF) - 2
+    if found == checksum:
+        return True
+    return found - 256 * sum(byte > 127 for byte in rest) == checksum
+
+
+@lru_cache(maxsize=16)  # some writers put the same header before each member
+def _size_of_pax(block: bytes) -> int | None:
+    """Return the size of the records after a PAX header; None if it is invalid."""
+    try:
+        return _read_extended_size(block) if _is_sound(block) else None
+    except DamageError:
+        return None
+
+
+def _read_extended_size(block: bytes) -> int:
+    """Return the size of a long name or of PAX records."""
+    size = _read_number(block[124:136])
+    if size > _EXTENDED_BYTES:
+        raise DamageError(f"a long name or PAX header of {size:,} bytes, over 1 MiB")
+    return size
+
+
+def _read_size(block: bytes, extras: dict[str, bytes]) -> int:
+    digits = extras.get("size")
+    if block[_TAIL] in _BODILESS:
+        return 0
+    if not digits:
+        return _read_number(block[124:136])
+    if len(digits) > 20 or not digits.isdigit():
+        raise DamageError(f"{digits[:20]!r} for a size in a PAX header")
+    return int(digits)
+
+
+def _read_number(field: bytes) -> int:
+    """Return a number: octal digits, or base 256 if the top bit is set."""
+    try:
+        if field[0] & 0x80:
+            number = int.from_bytes(field, signed=True)
+            # The first of the top two bits marks the base, the second is the sign.
+            number += 0 if field[0] & 0x40 else 1 << (8 * len(field) - 1)
+        else:
+            number = int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        raise DamageError(f"{field!r} for an octal number") from None
+    if number < 0:
+        raise DamageError(f"a negative number, {number:,}")
+    return number
+
+
+def _read_name(block: bytes) -> str:
+    name = _read_text(block[:100])
+    if block[345] and block[257:263] == b"ustar\0":
+        return f"{_read_text(block[345:500])}/{name}"
+    return name
+
+
+def _read_text(field: bytes) -> str:
+    """Return text up to a zero; bytes that are not UTF-8 can be encoded back."""
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _is_silent(records: bytes) -> bool:
+    """Return whether PAX records are irrelevant, by a quick search."""
+    has_any = b"path=" in records or b"size=" in records or b"GNU.sparse." in records
+    return not has_any
+
+
+def _read_pax(records: bytes) -> dict[str, bytes]:
+    """Return the relevant PAX records: path, size, whether the member is sparse."""
+    extras: dict[str, bytes] = {}
+    at, records = 0, b"" if _is_silent(records) else records.rstrip(b"\0")
+    while at < len(records):  # lines of "length key=value"
+        space = records.find(b" ", at, at + 20)
+        digits = records[at : max(space, at)]
+        stop = at + int(digits) if digits.isdigit() else 0
+        if stop <= space or records[stop - 1 : stop] != b"\n":
+            raise DamageError(f"a broken PAX record at byte {at:,} of its header")
+        key, _, value = records[space + 1 : stop - 1].partition(b"=")
+        if key == b"size":
+            extras["size"] = value
+        elif key in {b"path", b"GNU.sparse.name"}:
+            extras["path"] = value
+        if key.startswith(b"GNU.sparse."):
+            extras["sparse"] = value
+        at = stop
+    return extras
+
+
+def _split_name(name: str) -> tuple[str, str] | None:
+    """Return the key and the field of a member; None if it is of no sample."""
+    key, dot, field = name.partition(".")
+    if "/" in field:  # the dot is in a folder name
+        folder, _, base = name.rpartition("/")
+        stem, dot, field = base.partition(".")
+        key = f"{folder}/{stem}"
+    if not dot or key[-1:] in _NO_STEM:
+        return None
+    # The first part of a path like ``__meta__``.
+    top = name.partition("/")[0]
+    if len(top) >= 4 and top.startswith("__") and top.endswith("__"):
+        return None
+    return key, field.lower()
+
+
+# -- archives -----------------------------------------------------------------------
+
+
 def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
-    """Yield the samples of an archive.
+    """Yield the samples of an archive; a ``Bad`` for one that fails, or for the rest.
 
     Args:
         max_sample_bytes: Largest total size of one sample's members. A member takes
@@ -87,10 +228,7 @@ class _Archive:
         self._endings: dict[bytes, str] = {}
 
     def read(self) -> Steps:
-        """Yield samples, and a ``Bad`` for each that fails, or for the damaged rest.
-
-        A sample fails if it is too large, or has a sparse member or a duplicate field.
-        """
+        error: DatasetError | None = None
         try:
             yield from self._read_members()
         except DamageError as damage:
@@ -98,57 +236,52 @@ class _Archive:
                 f"after member {self._name!r}" if self._name else "the first one read"
             )
             text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {damage}"
-            self._give_up(DatasetError(text + self._loss(), location=self._url))
-        except DatasetError as error:
-            self._give_up(error)
+            error = DatasetError(text + self._loss(), location=self._url)
+        except DatasetError as cut:
+            error = cut
+        if error is not None:
+            if self._bad is not None:  # it keeps its own error
+                self._end_sample()
+            self._ready.append(Bad(error))
         if self._ready:
             yield self._ready, self._at
 
-    def _taken(self) -> tuple[list[Any], int]:
-        """Return the samples that are ready, and where the next one starts."""
-        ready, self._ready = self._ready, []
-        return ready, self._feed.at if self._key is None else self._start
-
-    # -- members --------------------------------------------------------------------
-
     def _read_members(self) -> Steps:
         while True:
-            member = None if self._globals else self._read_plain()
+            member = None if self._globals else self._read_plain_ones()
             if member is None and not self._ready:
                 member = yield from self._read_headers()
                 if member is None:
                     return
             if self._ready:
-                yield self._taken()
+                ready, self._ready = self._ready, []
+                yield ready, self._feed.at if self._key is None else self._start
             if member is not None:
                 field, size = member
-                owner = f"member {self._name!r}"
+                is_kept = field is not None
                 body = yield from self._read_body(
-                    owner, size, is_kept=field is not None
+                    f"member {self._name!r}", size, is_kept=is_kept
                 )
                 if field is not None:
                     self._fields[field] = body
 
-    def _read_plain(self) -> _Member | None:
-        """Read members that are whole in the piece and have a plain header.
+    # -- members with a plain header, whole in the piece -----------------------------
 
-        Returns:
-            The next one, without its body, if that is not whole here; None if its
-            header is not, or not plain: it is left unread.
-        """
+    def _read_plain_ones(self) -> _Member | None:
+        """Read all; return the next member if only its body is not whole here."""
         feed, view, at = self._feed, self._feed.view, self._feed.used
         base, length, ready, want = feed.at - at, len(view), self._ready, feed.want
         start, name, member = at, b"", None
-        while (body := at + BLOCK_BYTES) <= length and len(ready) < want:
-            fields = FIELDS.unpack_from(view, at)
+        while (body := at + _BLOCK) <= length and len(ready) < want:
+            fields = _FIELDS.unpack_from(view, at)
             if fields[3] != self._tail:
                 block = bytes(view[at:body])
-                if block[156] == PAX and (following := self._pass_pax(block, body)):
+                if block[_TAIL] == _PAX and (following := self._pass_pax(block, body)):
                     at = following
                     continue
                 if not self._learn(block):
                     break
-            size = read_plain(view[at : at + 148], fields, self._tail_sum)
+            size = _read_plain(view[at : at + 148], fields, self._tail_sum)
             if size < 0:
                 break
             name = fields[0]
@@ -160,80 +293,83 @@ class _Archive:
             if field is not None:
                 self._fields[field] = bytes(view[body:stop])
         if name:
-            self._name = read_text(name)
+            self._name = _read_text(name)
         feed.used = start
         return member
 
     def _pass_pax(self, block: bytes, body: int) -> int:
         """Return where a PAX header ends; 0 if it is relevant, or not whole here."""
-        size = size_of_pax(block)
+        size = _size_of_pax(block)
         if size is None:
             return 0
         view = self._feed.view
         following = (stop := body + size) + (-size & 511)
-        if following > len(view) or not is_silent(bytes(view[body:stop])):
-            return 0
-        return following
+        is_whole = following <= len(view) and _is_silent(bytes(view[body:stop]))
+        return following if is_whole else 0
 
     def _learn(self, block: bytes) -> bool:
-        """Keep the tail of a header if it is plain; return whether it is."""
-        tail_sum = sum_plain(block)
-        if tail_sum is None:
-            return False
-        self._tail, self._tail_sum = block[156:], tail_sum
-        return True
+        """Keep the tail of a header if it is plain, and its share of the checksum."""
+        is_plain = block[_TAIL] in _PLAIN and not block[345]
+        if is_plain:
+            self._tail = block[_TAIL:]
+            self._tail_sum = sum(self._tail.translate(None, b"\0"))
+        return is_plain
+
+    # -- members of any kind ----------------------------------------------------------
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
-        """Read the headers of a member of any kind; None at the end of the archive."""
+        """Read the headers of one member; None at the end of the archive."""
         feed, start, extras = self._feed, self._feed.at, dict[str, bytes]()
         while True:
             self._at = feed.at
-            block = yield from feed.read(BLOCK_BYTES)
-            if len(block) < BLOCK_BYTES or block == ZEROS:
+            block = yield from feed.read(_BLOCK)
+            if len(block) < _BLOCK or block == _ZEROS:
                 yield from self._read_end(block, is_between=start == self._at)
                 return None
-            if not is_sound(block):
+            if not _is_sound(block):
                 what = "no header, or one with a wrong checksum"
                 hint = "; is it a tar archive, and not compressed?"
                 raise DamageError(what if self._name else what + hint)
-            if (kind := block[156]) not in EXTENDED:
+            if (kind := block[_TAIL]) not in _EXTENDED:
                 break
-            size = read_extended_size(block)
             owner = "the long name or PAX header of a member"
-            data = yield from self._read_body(owner, size)
-            if kind == LONG_NAME:
+            data = yield from self._read_body(owner, _read_extended_size(block))
+            if kind == _LONG_NAME:
                 extras["path"] = data
-            elif kind == GLOBAL:
-                self._globals.update(read_pax(data))
+            elif kind == _GLOBAL:
+                self._globals.update(_read_pax(data))
                 # Unlike the others it may be alone, after the last member.
                 start = feed.at if start == self._at else start
-            elif kind in PAX_KINDS:
-                extras.update(read_pax(data))
+            elif kind in _PAX_KINDS:
+                extras.update(_read_pax(data))
         extras = {**self._globals, **extras}
-        self._name, size = read_member(block, extras)
-        field = self._field_of(block, extras, size, start)
-        yield from self._skip_map(block)
+        path = extras.get("path")
+        self._name = _read_text(path) if path else _read_name(block)
+        size = _read_size(block, extras)
+        field = self._field_of(kind, size, start, is_sparse="sparse" in extras)
+        if kind == _SPARSE:
+            yield from self._skip_map(block)
         return field, size
 
     def _skip_map(self, block: bytes) -> Steps:
         """Skip the rest of a sparse member's map, which its size excludes."""
-        has_more = block[156] == SPARSE and block[482]
+        has_more = block[482]
         while has_more:
-            block = yield from self._feed.read(BLOCK_BYTES)
-            if len(block) < BLOCK_BYTES:
+            block = yield from self._feed.read(_BLOCK)
+            if len(block) < _BLOCK:
                 raise self._cut_header(len(block))
             has_more = block[504]
 
     def _field_of(
-        self, block: bytes, extras: dict[str, bytes], size: int, start: int
+        self, kind: int, size: int, start: int, *, is_sparse: bool
     ) -> str | None:
         """Return the field for a member's body; None to skip it."""
-        kind, field = block[156], None
-        if kind in LINKS:
+        field = None
+        if kind in _LINKS:
             _mention_links(self._url, self._name)
-        elif kind in REGULAR:
+        elif kind in _REGULAR:
             field = self._place(self._name, size, start)
-        if field is not None and (kind == SPARSE or "sparse" in extras):
+        if field is not None and (kind == _SPARSE or is_sparse):
             self._spoil(self._name, "is sparse, which is not supported")
             return None
         return field
@@ -241,7 +377,7 @@ class _Archive:
     def _read_body(
         self, owner: str, size: int, *, is_kept: bool = True
     ) -> Generator[None, None, bytes]:
-        """Return a body after its padding; skip it if it is not to be kept."""
+        """Return a body, and skip its padding, or all if it is not to be kept."""
         feed, begin, data = self._feed, self._feed.at, b""
         padded = size + (-size & 511)
         if is_kept:
@@ -253,12 +389,12 @@ class _Archive:
             raise self._cut(owner, begin, expected, received)
         return data
 
-    # -- the end --------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------
 
     def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
         """Read what follows the last member, from its first block on."""
         feed = self._feed
-        if len(block) < BLOCK_BYTES:
+        if len(block) < _BLOCK:
             if block or not is_between:
                 raise self._cut_header(len(block))
             self._check_missing_end()
@@ -266,8 +402,8 @@ class _Archive:
             return
         if not is_between:
             raise DamageError("zeros where a member must follow its long name")
-        block = yield from feed.read(BLOCK_BYTES)
-        if 0 < len(block) < BLOCK_BYTES:
+        block = yield from feed.read(_BLOCK)
+        if 0 < len(block) < _BLOCK:
             raise self._cut_header(len(block))
         if block.strip(b"\0"):
             raise DamageError("a lone block of zeros")
@@ -285,11 +421,6 @@ class _Archive:
             yield None
 
     def _check_missing_end(self) -> None:
-        """Check that the archive may end without zeros.
-
-        Raises:
-            TruncatedReadError: If not.
-        """
         total = self._feed.at
         if self._feed.is_part:
             return
@@ -304,16 +435,15 @@ class _Archive:
             f"{self._url!r} stops at byte {total:,} without the zeros at the end of a "
             f"tar archive: it {why if total else 'is empty'}{self._loss()}",
             location=self._url,
-            expected=total + 2 * BLOCK_BYTES,
+            expected=total + 2 * _BLOCK,
             received=total,
         )
 
     def _cut_header(self, received: int) -> TruncatedReadError:
-        what, begin = (
-            f"the header after member {self._name!r}",
-            self._feed.at - received,
+        begin = self._feed.at - received
+        return self._cut(
+            f"the header after member {self._name!r}", begin, _BLOCK, received
         )
-        return self._cut(what, begin, BLOCK_BYTES, received)
 
     def _cut(
         self, what: str, begin: int, expected: int, received: int
@@ -332,59 +462,37 @@ class _Archive:
             return ""
         return f"; sample {self._key!r} at byte {self._start:,} is lost"
 
-    def _give_up(self, error: DatasetError) -> None:
-        """Replace the rest of the archive, and the current sample, with ``error``.
-
-        A sample that has already failed keeps its own error.
-        """
-        if self._bad is not None:
-            self._end_sample()
-        self._ready.append(Bad(error))
-
-    # -- samples --------------------------------------------------------------------
+    # -- samples ----------------------------------------------------------------------
 
     def _place_plain(self, name: bytes, size: int, start: int) -> str | None:
-        """Like ``_place``, but faster where a name is like the previous ones.
-
-        Args:
-            name: As in a header, padded with zeros.
-            size: As for ``_place``.
-            start: As for ``_place``.
-        """
+        """Like ``_place``, but faster where a name is like the previous ones."""
         stem, dot, ending = name.partition(b".")
         field = self._endings.get(ending)
         if field is None:
             if dot and b"\0" not in stem and b"/" not in ending:
                 if len(self._endings) >= _ENDINGS:
                     self._endings.clear()
-                self._endings[ending] = read_text(ending).lower()
-            return self._place(read_text(name), size, start)
+                self._endings[ending] = _read_text(ending).lower()
+            return self._place(_read_text(name), size, start)
         if stem != self._stem:
             if not stem or 0 in stem or stem[-1] == _SLASH or stem[0] == _LOW_LINE:
-                return self._place(read_text(name), size, start)
+                return self._place(_read_text(name), size, start)
             self._begin(stem.decode("utf-8", "surrogateescape"), start)
             self._stem = stem
         return self._admit(name, size, field)
 
     def _place(self, name: str, size: int, start: int) -> str | None:
-        """Find the sample of a member, and end the previous one if it differs.
+        """Return the field for a member's body; None to skip it.
 
-        Args:
-            name: Path of the member.
-            size: Size of its body, in bytes.
-            start: Where its first header starts.
-
-        Returns:
-            The field for its body; None to skip it.
+        A member of another sample than the previous one ends that.
         """
-        split = split_name(name)
+        split = _split_name(name)
         if split is None:
             return None
         self._begin(split[0], start)
         return self._admit(name, size, split[1])
 
     def _begin(self, key: str, start: int) -> None:
-        """Start the next sample, unless the current one has the same key."""
         if key != self._key:
             self._end_sample()
             self._key, self._start, self._room = key, start, self._max_bytes
@@ -410,7 +518,7 @@ class _Archive:
 
     def _spoil(self, name: str | bytes, what: str) -> None:
         """Replace the sample with an error, and skip the rest of it."""
-        name = read_text(name) if isinstance(name, bytes) else name
+        name = _read_text(name) if isinstance(name, bytes) else name
         text = f"{self._url!r}: sample {self._key!r} at byte {self._start:,} "
         text += f"cannot be read: its member {name!r} {what}"
         self._bad = Bad(DatasetError(text, location=self._url))
