@@ -131,11 +131,10 @@ def _read_number(field: bytes) -> int:
     return number
 
 
-def _read_name(block: bytes) -> str:
-    name = _read_text(block[:100])
+def _read_name(block: bytes) -> bytes:
     if block[345] and block[257:263] == b"ustar\0":
-        return f"{_read_text(block[345:500])}/{name}"
-    return name
+        return block[345:500].partition(b"\0")[0] + b"/" + block[:100]
+    return block[:100]
 
 
 def _read_text(field: bytes) -> str:
@@ -285,7 +284,7 @@ class _Archive:
             if size < 0:
                 break
             name = fields[0]
-            field = self._place_plain(name, size, base + start)
+            field = self._place(name, size, base + start)
             start = at = (stop := body + size) + (-size & 511)
             if at > length:
                 start, member = body, (field, size)
@@ -319,18 +318,10 @@ class _Archive:
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
         """Read the headers of one member; None at the end of the archive."""
-        feed, start, extras = self._feed, self._feed.at, dict[str, bytes]()
+        start, extras = self._feed.at, dict[str, bytes]()
         while True:
-            self._at = feed.at
-            block = yield from feed.read(_BLOCK)
-            if len(block) < _BLOCK or block == _ZEROS:
-                yield from self._read_end(block, is_between=start == self._at)
-                return None
-            if not _is_sound(block):
-                what = "no header, or one with a wrong checksum"
-                hint = "; is it a tar archive, and not compressed?"
-                raise DamageError(what if self._name else what + hint)
-            if (kind := block[_TAIL]) not in _EXTENDED:
+            block = yield from self._read_header(start)
+            if block is None or (kind := block[_TAIL]) not in _EXTENDED:
                 break
             owner = "the long name or PAX header of a member"
             data = yield from self._read_body(owner, _read_extended_size(block))
@@ -339,40 +330,44 @@ class _Archive:
             elif kind == _GLOBAL:
                 self._globals.update(_read_pax(data))
                 # Unlike the others it may be alone, after the last member.
-                start = feed.at if start == self._at else start
+                start = self._feed.at if start == self._at else start
             elif kind in _PAX_KINDS:
                 extras.update(_read_pax(data))
+        if block is None:
+            return None
         extras = {**self._globals, **extras}
-        path = extras.get("path")
-        self._name = _read_text(path) if path else _read_name(block)
-        size = _read_size(block, extras)
-        field = self._field_of(kind, size, start, is_sparse="sparse" in extras)
-        if kind == _SPARSE:
-            yield from self._skip_map(block)
-        return field, size
-
-    def _skip_map(self, block: bytes) -> Steps:
-        """Skip the rest of a sparse member's map, which its size excludes."""
-        has_more = block[482]
-        while has_more:
-            block = yield from self._feed.read(_BLOCK)
-            if len(block) < _BLOCK:
-                raise self._cut_header(len(block))
-            has_more = block[504]
-
-    def _field_of(
-        self, kind: int, size: int, start: int, *, is_sparse: bool
-    ) -> str | None:
-        """Return the field for a member's body; None to skip it."""
-        field = None
+        name, size = extras.get("path") or _read_name(block), _read_size(block, extras)
+        self._name, field = _read_text(name), None
         if kind in _LINKS:
             _mention_links(self._url, self._name)
         elif kind in _REGULAR:
-            field = self._place(self._name, size, start)
-        if field is not None and (kind == _SPARSE or is_sparse):
-            self._spoil(self._name, "is sparse, which is not supported")
+            field = self._place(name, size, start)
+        if field is not None and (kind == _SPARSE or "sparse" in extras):
+            self._spoil(name, "is sparse, which is not supported")
+            field = None
+        yield from self._skip_map(block)
+        return field, size
+
+    def _read_header(self, start: int) -> Generator[Any, None, bytes | None]:
+        """Read a header of the member that starts at ``start``; None at the end."""
+        self._at = self._feed.at
+        block = yield from self._feed.take(_BLOCK)
+        if len(block) < _BLOCK or block == _ZEROS:
+            yield from self._read_end(block, is_between=start == self._at)
             return None
-        return field
+        if not _is_sound(block):
+            hint = "" if self._name else "; is it a tar archive, and not compressed?"
+            raise DamageError(f"no header, or one with a wrong checksum{hint}")
+        return block
+
+    def _skip_map(self, block: bytes) -> Steps:
+        """Skip the rest of a sparse member's map, which its size excludes."""
+        has_more = block[_TAIL] == _SPARSE and block[482]
+        while has_more:
+            block = yield from self._feed.take(_BLOCK)
+            if len(block) < _BLOCK:
+                raise self._cut_header(len(block))
+            has_more = block[504]
 
     def _read_body(
         self, owner: str, size: int, *, is_kept: bool = True
@@ -381,7 +376,7 @@ class _Archive:
         feed, begin, data = self._feed, self._feed.at, b""
         padded = size + (-size & 511)
         if is_kept:
-            data = yield from feed.read(size)
+            data = yield from feed.take(size)
         missing = yield from feed.skip(padded - len(data))
         if missing:
             received = padded - missing
@@ -402,7 +397,7 @@ class _Archive:
             return
         if not is_between:
             raise DamageError("zeros where a member must follow its long name")
-        block = yield from feed.read(_BLOCK)
+        block = yield from feed.take(_BLOCK)
         if 0 < len(block) < _BLOCK:
             raise self._cut_header(len(block))
         if block.strip(b"\0"):
@@ -464,33 +459,39 @@ class _Archive:
 
     # -- samples ----------------------------------------------------------------------
 
-    def _place_plain(self, name: bytes, size: int, start: int) -> str | None:
-        """Like ``_place``, but faster where a name is like the previous ones."""
-        stem, dot, ending = name.partition(b".")
-        field = self._endings.get(ending)
-        if field is None:
-            if dot and b"\0" not in stem and b"/" not in ending:
-                if len(self._endings) >= _ENDINGS:
-                    self._endings.clear()
-                self._endings[ending] = _read_text(ending).lower()
-            return self._place(_read_text(name), size, start)
-        if stem != self._stem:
-            if not stem or 0 in stem or stem[-1] == _SLASH or stem[0] == _LOW_LINE:
-                return self._place(_read_text(name), size, start)
-            self._begin(stem.decode("utf-8", "surrogateescape"), start)
-            self._stem = stem
-        return self._admit(name, size, field)
-
-    def _place(self, name: str, size: int, start: int) -> str | None:
+    def _place(self, name: bytes, size: int, start: int) -> str | None:
         """Return the field for a member's body; None to skip it.
 
-        A member of another sample than the previous one ends that.
+        A member of another sample than the previous one ends that. Names like previous
+        ones are split faster: the ending is known, and nothing else is special.
         """
-        split = _split_name(name)
-        if split is None:
+        stem, dot, ending = name.partition(b".")
+        field = self._endings.get(ending)
+        if field is None or stem != self._stem:
+            is_plain = field is not None and stem and 0 not in stem
+            if is_plain and stem[-1] != _SLASH and stem[0] != _LOW_LINE:
+                self._begin(stem.decode("utf-8", "surrogateescape"), start)
+                self._stem = stem
+            else:
+                split = _split_name(_read_text(name))
+                if split is None:
+                    return None
+                key, field = split
+                self._begin(key, start)
+                if dot and b"\0" not in stem and b"/" not in ending:
+                    if len(self._endings) >= _ENDINGS:
+                        self._endings.clear()
+                    self._endings[ending] = field
+        assert field is not None
+        self._room -= size
+        if self._bad is not None:
             return None
-        self._begin(split[0], start)
-        return self._admit(name, size, split[1])
+        if field in self._fields:
+            self._spoil(name, f"is the second one for the field {field!r}")
+        elif self._room < 0:
+            what = "which makes the sample larger than max_sample_bytes"
+            self._spoil(name, f"has {size:,} bytes, {what} ({self._max_bytes:,})")
+        return None if self._bad else field
 
     def _begin(self, key: str, start: int) -> None:
         if key != self._key:
@@ -503,24 +504,10 @@ class _Archive:
             self._ready.append(self._bad or self._fields)
             self._key = self._bad = self._stem = None
 
-    def _admit(self, name: str | bytes, size: int, field: str) -> str | None:
-        """Return the field for a member's body, unless the sample fails, or has."""
-        self._room -= size
-        if self._bad is None and field in self._fields:
-            self._spoil(name, f"is the second one for the field {field!r}")
-        elif self._bad is None and self._room < 0:
-            self._spoil(
-                name,
-                f"has {size:,} bytes, which makes the sample larger than "
-                f"max_sample_bytes ({self._max_bytes:,})",
-            )
-        return field if self._bad is None else None
-
-    def _spoil(self, name: str | bytes, what: str) -> None:
+    def _spoil(self, name: bytes, what: str) -> None:
         """Replace the sample with an error, and skip the rest of it."""
-        name = _read_text(name) if isinstance(name, bytes) else name
         text = f"{self._url!r}: sample {self._key!r} at byte {self._start:,} "
-        text += f"cannot be read: its member {name!r} {what}"
+        text += f"cannot be read: its member {_read_text(name)!r} {what}"
         self._bad = Bad(DatasetError(text, location=self._url))
         self._fields = {}
 

@@ -256,7 +256,7 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
             sample = _decode(columns, sizes, body, feed.url, at)
             at += length
             yield [sample], at
-        if (yield from feed.read(1)):
+        if (yield from feed.take(1)):
             what = "bytes after the last sample that the index lists"
             raise _damage(feed.url, at, what)
     except DatasetError as error:
@@ -264,7 +264,7 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
 
 
 def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
-    data = yield from feed.read(length)
+    data = yield from feed.take(length)
     if len(data) < length:
         raise TruncatedReadError(
             f"{feed.url!r} has {feed.at:,} of {stop:,} bytes",
