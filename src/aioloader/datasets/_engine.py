@@ -31,12 +31,11 @@ from typing_extensions import Buffer
 
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._reader import Made, Reader
-from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Parser,
@@ -237,28 +236,29 @@ class ByteReader(Reader):
     before are read again, and dropped.
 
     Args:
-        source: The shard's bytes; owned.
-        kind: Makes samples of them.
-        feed: Where the samples get them.
-        unpacker: Unpacks the shard; None: it is not compressed.
-        skip: Samples to drop first.
+        places: Opens it.
+        part: The shard, or a part of one, if it is not compressed.
+        kind: Makes samples of the bytes.
+        position: Where to start.
+        budget: Bytes to read ahead.
     """
 
     def __init__(
-        self,
-        source: Bytes,
-        kind: Kind,
-        feed: Feed,
-        *,
-        unpacker: Callable[[str], Unpacking] | None,
-        skip: int,
+        self, places: Places, part: Part, kind: Kind, position: Position, budget: int
     ) -> None:
-        super().__init__(feed.url, feed.at, skip)
-        self._source, self._kind, self._feed = source, kind, feed
-        self._unpacking = unpacker and unpacker(feed.url)
+        address, start, stop, version = part
+        start = position.get("byte", start)
+        if unpacker := unpacker_of(places.name(address)):
+            start, stop = 0, None
+        super().__init__(places.label(address), start, position.get("sample", 0))
+        known = Known.of(position, version)
+        self._source = source = places.open(address, start, budget, known, stop)
+        is_part = bool(stop and version and stop < version.size)
+        self._kind, self._feed = kind, Feed(self.location, start, is_part=is_part)
+        self._unpacking = unpacker and unpacker(self.location)
         self._is_quick = kind.is_quick and unpacker is None
-        self._steps = self.generator = kind.steps(feed)
-        self._next: Any = feed.at  # the mark before the next block
+        self._steps = self.generator = kind.steps(self._feed)
+        self._next: Any = start  # the mark before the next block
         self._limit = _TRACKED_AT_ONCE
         # Whether the generator wants a piece; whether one must be read, or is here.
         self._asks, self._is_hungry = False, not isinstance(source, FileBytes)
@@ -471,21 +471,4 @@ class ByteFormat(StoredFormat):
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
-        return self.read(part, self._kind, position, budget)
-
-    def read(
-        self, part: Part, kind: Kind, position: Position, budget: int
-    ) -> ByteReader:
-        """Return a reader of a shard, or of a part of one if it is not compressed."""
-        address, start, stop, version = part
-        label = self.places.label(address)
-        unpacker = unpacker_of(self.places.name(address))
-        start = position.get("byte", start)
-        if unpacker is not None:
-            start, stop = 0, None
-        known = Known.of(position, version)
-        source = self.places.open(address, start, budget, known, stop)
-        is_part = bool(stop and version and stop < version.size)
-        feed = Feed(label, start, is_part=is_part)
-        skip = position.get("sample", 0)
-        return ByteReader(source, kind, feed, unpacker=unpacker, skip=skip)
+        return ByteReader(self.places, part, self._kind, position, budget)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, cast
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._cuts import Part, nearest, read_whole, shares
-from aioloader.datasets._engine import ByteFormat, Feed, Kind, Steps
+from aioloader.datasets._engine import ByteFormat, ByteReader, Feed, Kind, Steps
 from aioloader.datasets._mds_encodings import Decode, decoder_of
 from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets._stores.addresses import Address, sibling
@@ -174,7 +174,7 @@ class MDSFormat(ByteFormat):
         columns = _decoders(shard.columns, allow_unsafe_types=allow)
         kind = Kind(partial(samples, columns, shard.samples, shard.stop))
         part = Part(shard.address, shard.start, stop, None)
-        return self.read(part, kind, position, budget)
+        return ByteReader(self.places, part, kind, position, budget)
 
 
 @lru_cache(maxsize=16)
