@@ -252,7 +252,7 @@ def test_every_format_of_ones_own() -> None:
     [
         ("few", "and there were more"),
         ("offset", "from offset 0, before sample 1"),
-        ("keeps", ""),
+        ("keeps", r"\w"),
     ],
 )
 def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
