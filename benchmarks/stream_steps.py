@@ -14,7 +14,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
+from aioloader.datasets import (
+    ShardFormat,
+    ShardReader,
+    TextDataset,
+    from_async_iterable,
+    from_iterable,
+)
 from aioloader.datasets.sharded import ShardedStream
 from harness import Metric, Question, main_in_one_process
 
@@ -44,7 +50,7 @@ async def single(stream: Any) -> float:
     return (time.process_time() - began) / count * 1e6
 
 
-class OneSample:
+class OneSample(ShardReader):
     """A shard of one sample, and its reader."""
 
     def __init__(self) -> None:
@@ -55,9 +61,6 @@ class OneSample:
         found, self.left = self.left, []
         return found
 
-    def begin(self) -> None:
-        """Do nothing."""
-
     def position(self) -> dict[str, Any]:
         """Return nothing: there is no resuming."""
         return {}
@@ -66,11 +69,8 @@ class OneSample:
         """Return True: there is no more."""
         return True
 
-    async def aclose(self) -> None:
-        """Do nothing."""
 
-
-class ManyShards:
+class ManyShards(ShardFormat):
     """A format of many shards, none of which is read."""
 
     async def shards(self, _stack: Any, _known: Any = None, /) -> range:
@@ -80,10 +80,6 @@ class ManyShards:
     def summary(self, shards: Any) -> dict[str, Any]:
         """Return how many there are."""
         return {"count": len(shards)}
-
-    def describe(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
 
     def open(self, _shard: Any, _position: Any, _budget: int) -> Any:
         """Return a reader."""

@@ -15,6 +15,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams import lane
 from aioloader.datasets._streams import weave as weaving
 from aioloader.datasets._streams.cursors import Reading, State
+from aioloader.datasets._streams.shards import ShardFormat, ShardReader
 from aioloader.datasets.sharded import ShardedStream
 
 # Uneven shards, dealt to three lanes: the last lane ends first, the first one last.
@@ -29,7 +30,7 @@ def as_rows(numbers: list[int]) -> Block:
     return Rows(pa.table({"n": numbers, "text": [f"{n}" for n in numbers]}))
 
 
-class Reader:
+class Reader(ShardReader):
     """A shard in memory, in blocks of at most ``most`` samples."""
 
     def __init__(self, numbers: list[int], at: int, most: int, make: Samples) -> None:
@@ -37,9 +38,6 @@ class Reader:
         self._at = at
         self._most = most
         self._make = make
-
-    def begin(self) -> None:
-        """Do nothing: all is there."""
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples; fail at a negative one."""
@@ -58,11 +56,8 @@ class Reader:
         """Tell whether all was pulled."""
         return self._at >= len(self._numbers)
 
-    async def aclose(self) -> None:
-        """Do nothing."""
 
-
-class Memory:
+class Memory(ShardFormat):
     """Shards in memory: sample ``k`` of shard ``s`` is ``100 * s + k``."""
 
     def __init__(self, make: Samples, most: int = 5) -> None:
@@ -75,10 +70,6 @@ class Memory:
     ) -> list[list[int]]:
         """Return the samples themselves."""
         return self.made
-
-    def describe(self) -> dict[str, Any]:
-        """Return nothing: there is nothing to choose."""
-        return {}
 
     def summary(self, shards: Any) -> dict[str, Any]:
         """Return their number."""

@@ -6,7 +6,6 @@ import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 
@@ -226,20 +225,46 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
     assert cuts == [cuts[0]] * 4
 
 
+class Empty(ShardReader):
+    """A shard without samples."""
+
+    async def pull(self, _limit: int) -> list[Any]:
+        """Return nothing."""
+        return []
+
+    def position(self) -> dict[str, Any]:
+        """Return the beginning."""
+        return {}
+
+
+class Budgets(ShardFormat):
+    """24 empty shards; notes the budget of each that is opened."""
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+
+    async def shards(self, _stack: Any, _known: Any = None, /) -> range:
+        """Return their numbers."""
+        return range(24)
+
+    def summary(self, shards: Any) -> dict[str, Any]:
+        """Return how many there are."""
+        return {"count": len(shards)}
+
+    def open(self, _shard: Any, _position: Any, budget: int) -> Empty:
+        """Note the budget."""
+        self.noted.append(budget)
+        return Empty()
+
+
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
     """Budgets add up to ``max_bytes``, whatever the number of readers."""
-    reader: Any = create_autospec(ShardReader, instance=True)
-    reader.pull.return_value, reader.is_draining.return_value = [], False
-    made_by: Any = create_autospec(ShardFormat, instance=True)
-    made_by.shards.return_value, made_by.open.return_value = [*range(24)], reader
-    made_by.describe.return_value, made_by.summary.return_value = {}, {"count": 24}
-    stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
     for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
-        made_by.open.reset_mock()
+        made_by = Budgets()
+        stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
         await read(stream.readers(count).shard(0, ranks))
-        budgets = [call.args[2] for call in made_by.open.call_args_list]
-        assert sum(budgets) == 2400, count
-        assert len(budgets) == 24 // ranks
+        assert sum(made_by.noted) == 2400, count
+        assert len(made_by.noted) == 24 // ranks
 
 
 async def test_readers_begin_at_once() -> None:

@@ -17,7 +17,6 @@ from typing import (
     Any,
     ClassVar,
     NamedTuple,
-    Protocol,
     Self,
     SupportsIndex,
     TypeAlias,
@@ -54,11 +53,10 @@ from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
 from aioloader.datasets._streams.shards import (
-    CutsShards,
     Shard,
     ShardFormat,
+    StoredFormat,
     Summary,
-    WeighsShards,
 )
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
@@ -172,7 +170,7 @@ class ShardedStream(Stream[Sample_co]):
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: not if its order may change."""
-        changes = getattr(self.made_by, "changes", False)
+        changes = self.made_by.changes
         return Ahead.FREE if self._deterministic and not changes else Ahead.NEVER
 
     def places(self) -> list[str]:
@@ -208,9 +206,8 @@ class ShardedStream(Stream[Sample_co]):
     ) -> "_Listing":
         """Return all shards, cut if too few."""
         shards = await self.made_by.shards(stack, known)
-        made_by = self.made_by
-        if isinstance(made_by, CutsShards) and made_by.count(shards) < readers:
-            shards = await made_by.cut(shards, readers)
+        if self.made_by.count(shards) < readers:
+            shards = await self.made_by.cut(shards, readers)
         # In a thread, because many shards take a while.
         summarise = self.made_by.summary
         is_long = len(shards) > _MANY
@@ -233,8 +230,6 @@ class ShardedStream(Stream[Sample_co]):
         is_moot = readers == 1 or len(shards) <= readers
         must = known is not None and "sizes" in known
         if is_moot or not (known is None or must):
-            return None
-        if not isinstance(self.made_by, WeighsShards):
             return None
         found = await self.made_by.sizes(shards, must=must)
         return None if found is None or min(found) == max(found) else found
@@ -328,13 +323,6 @@ class _Picked(Sequence[Shard]):
 
     def __getitem__(self, number: Any) -> Shard:
         return self._shards[self._places[number]]
-
-
-class StoredFormat(ShardFormat, Protocol):
-    """A format of shards in a store."""
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same format, with shards read through a cache."""
 
 
 class StoredStream(ShardedStream[Sample_co]):

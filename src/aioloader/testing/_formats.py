@@ -15,7 +15,6 @@ import cloudpickle
 
 from aioloader._order.blocks import Bad, Block
 from aioloader.datasets._streams.shards import (
-    NamesPositions,
     Parser,
     Position,
     Shard,
@@ -99,9 +98,9 @@ async def _check_positions(
                 block = await reader.pull(limit)
                 if not len(block):
                     break
-                if isinstance(reader, NamesPositions):
+                if (positions := reader.positions()) is not None:
                     for one in range(1, len(block) + 1):
-                        position, at = reader.positions()(one), count + one
+                        position, at = positions(one), count + one
                         await _check_rest(made_by, shard, position, at, expected)
                 count += len(block)
         except AssertionError as error:

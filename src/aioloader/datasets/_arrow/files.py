@@ -28,7 +28,7 @@ from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version
-from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
+from aioloader.datasets._streams.shards import StoredFormat, summary_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -75,7 +75,7 @@ class End:
         return self.version.size
 
 
-class TableFormat(CutsShards, WeighsShards):
+class TableFormat(StoredFormat):
     """Tables in files, each with one or more shards.
 
     Args:

@@ -24,7 +24,7 @@ from aioloader.datasets._arrow.reader import (
 )
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import Replayed, State
-from aioloader.datasets._streams.shards import CutsShards, WeighsShards, summary_of
+from aioloader.datasets._streams.shards import ShardFormat, summary_of
 
 if TYPE_CHECKING:
     from pyarrow import dataset as ds
@@ -40,7 +40,7 @@ Range: TypeAlias = tuple[int, int]
 Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
 
 
-class MemoryFormat(CutsShards, WeighsShards):
+class MemoryFormat(ShardFormat):
     """Ranges of rows of a table.
 
     Args:
@@ -90,7 +90,7 @@ class MemoryFormat(CutsShards, WeighsShards):
         return TableReader(opening, location, unit, position, budget)
 
 
-class FragmentFormat(CutsShards):
+class FragmentFormat(ShardFormat):
     """Fragments of a pyarrow dataset, or parts of them; Parquet by row groups.
 
     Args:

@@ -27,7 +27,6 @@ from aioloader.datasets._arrow.reader import (
 )
 from aioloader.datasets._arrow.wanted import checked
 from aioloader.datasets._stores.versions import Version
-from aioloader.datasets._streams.shards import OpensTogether
 from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Group(NamedTuple):
         return _within(_LEAST_BUFFER, window // 4 // len(self.spans), _MOST_BUFFER)
 
 
-class ParquetFormat(TableFormat, OpensTogether):
+class ParquetFormat(TableFormat):
     """Row groups of Parquet files.
 
     A shard is an address and a number; then a word if no row of it is wanted, or a part

@@ -19,7 +19,7 @@ from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.versions import Version
-from aioloader.datasets._streams.shards import CountsBytes, KnowsVersion
+from aioloader.datasets._streams.shards import ShardReader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def shares(count: int, among: int) -> list[int]:
     return [count * (at + 1) // among - count * at // among for at in range(among)]
 
 
-class TableReader(KnowsVersion, CountsBytes):
+class TableReader(ShardReader):
     """A shard's rows, in order.
 
     Args:

@@ -22,6 +22,7 @@ from aioloader.datasets._sql.session import Session
 from aioloader.datasets._sql.source import Source, is_list
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._stores.redact import Sealed
+from aioloader.datasets._streams.shards import ShardFormat
 
 if TYPE_CHECKING:
     from aioloader.datasets._streams.shards import Position, Summary
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SQLShard: TypeAlias = tuple[Span, Session]
 
 
-class SQLFormat:
+class SQLFormat(ShardFormat):
     """Read a table or query in ranges of a key, in the order of the key.
 
     All ranges of an iteration read one snapshot. The key must be unique and not NULL,

@@ -16,7 +16,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.failures import Retries, failure_of, may_pass
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._stores.outlast import outlast
-from aioloader.datasets._streams.shards import NamesPositions, Position
+from aioloader.datasets._streams.shards import Position, ShardReader
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,7 @@ _LOG = logging.getLogger("aioloader")
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22
 
 
-class SQLReader(NamesPositions):
+class SQLReader(ShardReader):
     """Reads one range.
 
     Args:

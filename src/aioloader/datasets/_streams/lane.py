@@ -9,10 +9,6 @@ from aioloader.datasets._stores.bytes import START_DIVISOR
 from aioloader.datasets._stores.versions import Version, saved
 from aioloader.datasets._streams.cursors import Replayed, State, skip
 from aioloader.datasets._streams.shards import (
-    CountsBytes,
-    KnowsVersion,
-    NamesPositions,
-    OpensTogether,
     Position,
     Shard,
     ShardFormat,
@@ -103,9 +99,10 @@ class Lane(Replayed):
 
     def _after(self, reader: ShardReader, before: State) -> Callable[[int], State]:
         """Return what maps a number of samples of the last block to a state."""
-        if isinstance(reader, NamesPositions):
-            return partial(_named, self._number, reader.positions())
-        return partial(_counted, before)
+        positions = reader.positions()
+        if positions is None:
+            return partial(_counted, before)
+        return partial(_named, self._number, positions)
 
     async def _drop(self, reader: ShardReader) -> None:
         """Drop the samples passed on before the state was saved."""
@@ -136,9 +133,8 @@ class Lane(Replayed):
         while (number := self._number + len(ahead) + 1) < len(shards):
             if not self._has_room():
                 return
-            if isinstance(self._format, OpensTogether):
-                few = [shards[at] for at in range(number, len(shards))[:_TOGETHER]]
-                ahead.extend(self._format.open_together(few, self._budget))
+            few = [shards[at] for at in range(number, len(shards))[:_TOGETHER]]
+            ahead.extend(self._format.open_together(few, self._budget))
             if len(ahead) < number - self._number:  # none of them
                 ahead.append(self._open(number, {}))
                 ahead[-1].begin()
@@ -149,11 +145,12 @@ class Lane(Replayed):
         One whose size is not known yet is expected to be small if the current one is,
         and may take as much as any shard before it is pulled.
         """
-        left, start = self._budget // 2, self._budget // START_DIVISOR
+        left: float = self._budget // 2
+        start = self._budget // START_DIVISOR
         current = self._version()
         is_small = current is None or current[1].size <= start
         for reader in self._ahead:
-            count = reader.bytes_ahead() if isinstance(reader, CountsBytes) else left
+            count = reader.bytes_ahead()
             is_whole = is_small if count is None else reader.is_draining()
             if not is_whole:
                 return False
@@ -162,8 +159,7 @@ class Lane(Replayed):
 
     def _version(self) -> tuple[str, Version] | None:
         """Return the address and version of the current shard, if known."""
-        reader = self._reader
-        return reader.version() if isinstance(reader, KnowsVersion) else None
+        return None if self._reader is None else self._reader.version()
 
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(self._shards[number], position, self._budget)

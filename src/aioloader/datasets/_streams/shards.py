@@ -1,19 +1,21 @@
 """What a sharded format implements: listing shards, and reading one from a position.
 
 Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
-among readers, state) is built on these three protocols alone.
+among readers, state) is built on these two base classes alone.
 """
 
 import abc
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, get_args
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
+from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.versions import Version
 
 Shard: TypeAlias = Any
@@ -57,65 +59,66 @@ class Parser(Protocol):
         """Return up to ``limit`` samples; fewer only if more bytes are needed."""
 
 
-class ShardReader(Protocol):
-    """One open shard, read forward."""
+class ShardReader(abc.ABC):
+    """One open shard, read forward. Only ``pull`` and ``position`` have no default."""
 
+    @abc.abstractmethod
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
 
-    def begin(self) -> None:
-        """Start reading ahead, before the first pull; calling it is optional."""
-
+    @abc.abstractmethod
     def position(self) -> Position:
         """Return the position after the last sample returned."""
 
+    def begin(self) -> None:  # noqa: B027  (a default)
+        """Start reading ahead, before the first pull; calling it is optional."""
+
+    def positions(self) -> Callable[[int], Position] | None:
+        """Return what maps a number of samples of the last block to a position.
+
+        None if samples are counted from the position before their block: right where
+        a shard is the same whenever it is read.
+        """
+        return None
+
+    def version(self) -> tuple[str, Version] | None:
+        """Return the redacted address and the version; None if not known (yet).
+
+        A state then holds it too; ``open`` gets it back within the position, to check
+        that the shard is the same.
+        """
+        return None
+
+    def bytes_ahead(self) -> float | None:
+        """Return how many bytes were requested and not yet pulled.
+
+        Small shards are opened together by it. None until the size of the shard is
+        known: that reader may grow to an eighth of the budget (``START_DIVISOR``), all
+        that a reader requests before it is pulled. Infinite if it is never known:
+        nothing is opened after this one then, until it is the current one.
+        """
+        return math.inf
+
     def is_draining(self) -> bool:
         """Return whether all was requested, so that another shard may be opened."""
+        return False
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027  (a default)
         """Stop pending work and wait for it to end."""
 
 
-class NamesPositions(abc.ABC):
-    """A reader of aioloader's that can name the position after each of its samples.
+class ShardFormat(abc.ABC):
+    """How the shards of one dataset are listed and opened.
 
-    Other readers name that of a block, from which samples are counted.
+    Only ``shards``, ``summary`` and ``open`` have no default.
+
+    Attributes:
+        changes: Whether a shard may have other samples when it is read again.
     """
 
-    @abc.abstractmethod
-    def positions(self) -> Callable[[int], Position]:
-        """Return what maps a number of samples of the last block to a position."""
-
-
-class CountsBytes(abc.ABC):
-    """A reader that knows how much it has read ahead, so small shards open together.
-
-    With other readers, the next shard is opened while the current one ends.
-    """
+    changes: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def bytes_ahead(self) -> int | None:
-        """Return how many bytes were requested and not yet pulled.
-
-        None until the size of the shard is known: that reader may grow to an eighth of
-        the budget (``START_DIVISOR``), all that a reader requests before it is pulled.
-        """
-
-
-class KnowsVersion(abc.ABC):
-    """A reader that knows the version of its shard, which a state then holds too.
-
-    ``open`` gets it back within the position, to check that the shard is the same.
-    """
-
-    @abc.abstractmethod
-    def version(self) -> tuple[str, Version] | None:
-        """Return the redacted address and the version; None before it is known."""
-
-
-class ShardFormat(Protocol):
-    """How the shards of one dataset are listed and opened."""
-
     async def shards(
         self, stack: AsyncExitStack, known: Summary | None = None, /
     ) -> Sequence[Shard]:
@@ -127,6 +130,7 @@ class ShardFormat(Protocol):
                 cuts its shards itself cuts them at the same places again.
         """
 
+    @abc.abstractmethod
     def summary(self, shards: Sequence[Shard]) -> Summary:
         """Return a summary of ``shards`` for a state: small, and JSON-serialisable.
 
@@ -134,13 +138,7 @@ class ShardFormat(Protocol):
         ``"count"``, their number.
         """
 
-    def describe(self) -> dict[str, Any]:
-        """Return what determines the samples of a shard, JSON-serialisable.
-
-        Columns or an encoding, for example: a state is refused where they differ. Left
-        out: where the shards lie, and secrets.
-        """
-
+    @abc.abstractmethod
     def open(self, shard: Shard, position: Position, budget: int) -> ShardReader:
         """Return a reader of ``shard`` from ``position`` on (``{}``: its beginning).
 
@@ -150,51 +148,64 @@ class ShardFormat(Protocol):
             budget: Bytes that it may read ahead of the pulls.
         """
 
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the samples of a shard, JSON-serialisable.
 
-class CutsShards(abc.ABC):
-    """A format whose shards can be cut, if there are fewer shards than readers."""
+        Columns or an encoding, for example: a state is refused where they differ. Left
+        out: where the shards lie, and secrets.
+        """
+        return {}
 
     def count(self, shards: Sequence[Shard]) -> int:
         """Return the number of shards, without those known to be empty."""
         return len(shards)
 
-    @abc.abstractmethod
-    async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:
+    async def cut(self, shards: Sequence[Shard], count: int) -> Sequence[Shard]:  # noqa: ARG002
         """Return ``count`` shards that have the same samples in the same order.
 
-        All ranks must get the same ones; whatever decides that belongs in ``summary``.
+        Called where there are fewer shards than readers; they are returned as they are
+        if none can be cut. All ranks must get the same ones; whatever decides that
+        belongs in ``summary``.
 
         Raises:
-            ValueError: If they cannot be cut; it says what to do.
+            ValueError: If only some can be cut; it says what to do.
         """
+        return shards
 
-
-class WeighsShards(abc.ABC):
-    """A format that knows how long its shards are, so that readers get equal shares."""
-
-    @abc.abstractmethod
     async def sizes(
-        self, shards: Sequence[Shard], *, must: bool
+        self,
+        shards: Sequence[Shard],  # noqa: ARG002
+        *,
+        must: bool,  # noqa: ARG002
     ) -> Sequence[int] | None:
         """Return the lengths of the shards, all in one unit; None if some are unknown.
+
+        By them readers get equal shares.
 
         Args:
             shards: What ``shards`` returned.
             must: Whether to ask the store for those that are unknown.
         """
+        return None
 
+    def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:  # noqa: ARG002
+        """Return open readers of the first of ``shards``; of none by default.
 
-class OpensTogether(abc.ABC):
-    """A format that can read several small shards at the cost of one."""
-
-    @abc.abstractmethod
-    def open_together(self, shards: Sequence[Shard], budget: int) -> list[ShardReader]:
-        """Return open readers of the first of ``shards``; perhaps of none.
+        For small shards that can be read at the cost of one.
 
         Args:
             shards: In order.
             budget: Bytes that all of them may read ahead of the pulls.
         """
+        return []
+
+
+class StoredFormat(ShardFormat):
+    """A format of shards in a store."""
+
+    @abc.abstractmethod
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same format, with shards read through a cache."""
 
 
 def check_missing_end(given: object) -> None:
