@@ -85,35 +85,26 @@ def test_shows_names_and_root(folder: Path) -> None:
     assert shown.endswith(f"root={str(folder)!r})")
 
 
-async def test_missing_file(tmp_path: Path) -> None:
-    """The error names the path and is also what ``open`` would raise."""
-    with pytest.raises(ObjectNotFoundError, match="no such file") as caught:
-        await FileDataset([tmp_path / "gone"])[0]
-    assert isinstance(caught.value, FileNotFoundError)
-    assert caught.value.location == str(tmp_path / "gone")
-    assert isinstance(caught.value.__cause__, FileNotFoundError)
-
-
-async def test_forbidden_file(forbidden: Path) -> None:
-    """A refused read is told apart."""
-    with pytest.raises(ObjectPermissionError, match="may not read") as caught:
-        await FileDataset([forbidden])[0]
-    assert isinstance(caught.value, PermissionError)
-    assert caught.value.location == str(forbidden)
-
-
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "kind", "builtin", "words"),
     [
-        (".", "is a directory"),
-        ("/dev/null/x", "Not a directory"),
-        ("a\0b", "null byte"),
+        ("{0}/gone", ObjectNotFoundError, FileNotFoundError, "no such file"),
+        ("{1}", ObjectPermissionError, PermissionError, "may not read"),
+        (".", DatasetError, Exception, "is a directory"),
+        ("/dev/null/x", DatasetError, Exception, "Not a directory"),
+        ("a\0b", DatasetError, Exception, "null byte"),
     ],
 )
-async def test_other_failures(path: str, words: str) -> None:
-    """What else goes wrong is a DatasetError with the reason."""
-    with pytest.raises(DatasetError, match=words) as caught:
+async def test_failures(
+    path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
+) -> None:
+    """The error names the path, and is also what ``open`` would raise."""
+    path = path.format(tmp_path, forbidden)
+    with pytest.raises(kind, match=words) as caught:
         await FileDataset([path])[0]
+    assert type(caught.value) is kind
+    assert isinstance(caught.value, builtin)
+    assert isinstance(caught.value.__cause__, builtin)
     assert caught.value.location == path
 
 
@@ -139,36 +130,30 @@ async def test_one_failure_fails_one_read(folder: Path) -> None:
     assert ends[2] == b"dogs-z" * 5
 
 
-async def test_reads_of_one_turn_travel_together(folder: Path) -> None:
-    """A hundred reads awaited together make two hops, not a hundred."""
+@pytest.mark.parametrize(
+    ("seconds", "cancelled", "reads", "hops"),
+    [
+        # A hundred reads awaited together make two hops, not a hundred.
+        (1e-6, 0, 100, [MAX_CHUNK, 100 - MAX_CHUNK]),
+        # Where one file takes longer than a hop is worth, each travels alone.
+        (1.0, 0, 4, [1, 1, 1, 1]),
+        # Nothing is read for nobody.
+        (1e-6, 9, 1, [1]),
+    ],
+)
+async def test_hops_to_threads(
+    seconds: float, cancelled: int, reads: int, hops: list[int], folder: Path
+) -> None:
+    """Reads of one turn travel together, as far as that pays."""
     executor = CountingExecutor()
     asyncio.get_running_loop().set_default_executor(executor)
     batcher = ReadBatcher(num_threads=4)
-    batcher._seconds_per_file = 1e-6
-    reads = [batcher.read(f"{folder}/cats/z.bin") for _ in range(100)]
-    assert await asyncio.gather(*reads) == [b"cats-z" * 5] * 100
-    assert executor.hops == [MAX_CHUNK, 100 - MAX_CHUNK]
-
-
-async def test_slow_files_are_spread_over_the_threads(folder: Path) -> None:
-    """Where one file takes longer than a hop is worth, each travels alone."""
-    executor = CountingExecutor()
-    asyncio.get_running_loop().set_default_executor(executor)
-    batcher = ReadBatcher(num_threads=4)
-    batcher._seconds_per_file = 1.0
-    await asyncio.gather(*(batcher.read(f"{folder}/cats/z.bin") for _ in range(4)))
-    assert executor.hops == [1, 1, 1, 1]
-
-
-async def test_reads_cancelled_before_the_hop_are_not_made(folder: Path) -> None:
-    """Nothing is read for nobody."""
-    executor = CountingExecutor()
-    asyncio.get_running_loop().set_default_executor(executor)
-    batcher = ReadBatcher(num_threads=4)
-    for _ in range(9):
+    batcher._seconds_per_file = seconds
+    for _ in range(cancelled):
         batcher.read(f"{folder}/cats/z.bin").cancel()
-    await batcher.read(f"{folder}/cats/z.bin")
-    assert executor.hops == [1]
+    made = [batcher.read(f"{folder}/cats/z.bin") for _ in range(reads)]
+    assert await asyncio.gather(*made) == [b"cats-z" * 5] * reads
+    assert executor.hops == hops
 
 
 async def test_owns_its_threads_while_entered(folder: Path) -> None:

@@ -214,16 +214,6 @@ async def test_a_disk_that_fails(tmp_path: Path) -> None:
     assert await labels(folder) == list(range(COUNT))
 
 
-async def test_a_store_that_refuses() -> None:
-    """The house error, with its address."""
-    store = obstore.store.HTTPStore("http://127.0.0.1:9", client_options={
-        "allow_http": True
-    }, retry_config={"max_retries": 0})  # fmt: skip
-    with pytest.raises(DatasetError, match=r"cannot list 'http://127\.0\.0\.1:9"):
-        async with TarWriter(store):
-            pass
-
-
 @pytest.mark.parametrize("how", ["error", "cancelled"])
 async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> None:
     """Leaves no parts in the store, which would be paid for; also if it is hurried."""
@@ -261,16 +251,15 @@ def keys_of(prefix: str, ending: str) -> list[str]:
     return [key for key in keys if key.endswith(ending)]
 
 
-async def test_no_secret_is_shown(unused_port: int) -> None:
-    """Neither by the writer nor by its errors."""
+async def test_a_store_that_refuses(unused_port: int) -> None:
+    """The house error, with its address; neither it nor the writer shows a secret."""
     url = f"http://user:{MARKER}@127.0.0.1:{unused_port}/x?sig={MARKER}"
     options = {"retry_config": {"max_retries": 0}}
     writer = TarWriter(url, store_options=options)
     assert f"127.0.0.1:{unused_port}/x" in repr(writer)
-    with pytest.raises(DatasetError) as raised:
+    with pytest.raises(DatasetError, match=r"cannot list 'http://127\.0\.") as raised:
         await writer.__aenter__()
-    assert MARKER not in everything_said(raised.value)
-    assert MARKER not in repr(writer)
+    assert MARKER not in everything_said(raised.value) + repr(writer)
 
 
 @pytest.mark.parametrize(

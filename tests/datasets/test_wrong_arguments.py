@@ -1,8 +1,10 @@
 """Wrong arguments, misconfigured stores and missing extras: what to do is said."""
 
 import asyncio
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,19 @@ import pytest
 from obstore.store import MemoryStore
 
 from aioloader.datasets import *  # noqa: F403  (for the calls below)
-from aioloader.datasets import ObjectDataset, Requests, TarDataset, TextDataset
+from aioloader.datasets import (
+    ArrowDataset,
+    CSVDataset,
+    JSONLinesDataset,
+    ObjectDataset,
+    ParquetDataset,
+    ParquetWriter,
+    Requests,
+    TarDataset,
+    TextDataset,
+)
+from aioloader.datasets._options import OrderOptions, StoreOptions, StreamOptions
+from aioloader.datasets.sharded import ShardedStream, StoredStream
 from aioloader.errors import DatasetError
 
 NOWHERE = "http://no.such.host.invalid/a"
@@ -132,6 +146,27 @@ WRONG = {
         "TypeError: url must be a URL or a pool of asyncpg, got int"
     ),
     "Requests(timeout='x')": "TypeError: timeout must be a number of seconds, got str",
+    "Requests(timeout=0)": "ValueError: timeout and deadline must be above 0, got 0 an",
+    "Requests(deadline=-1)": "ValueError: timeout and .* above 0, got 30.0 and -1",
+    "Requests(base_delay=-1)": "ValueError: delays must not .*, got base_delay=-1, max",
+    # Unknown options, of whatever is made and by whichever constructor; the nearest of
+    # its own and of those it shares.
+    "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
+    "TextDataset('a', encodng=1)": "TypeError: TextDataset.*did you mean 'encoding'",
+    "JSONLinesDataset('a', sample_bytes=1)": "TypeError: .*mean 'max_sample_bytes'",
+    "ParquetDataset('a', null=1)": "TypeError: ParquetDataset.*did you mean 'nulls'",
+    "SQLDataset(ROWS, 't', key='id', shufle=1)": "TypeError: SQLDataset.*mean 'shuffle",
+    "SQLDataset(ROWS, 't', key='id', partition=1)": "TypeError: .*mean 'partitions'",
+    "SQLRows(ROWS, 't', key='id', keys=[], shufle=1)": "TypeError: SQLRows.*'shufle'",
+    "SQLRows.discover(ROWS, 't', key='id', conections=1)": (
+        r"TypeError: SQLRows.discover\(\) got an unknown option 'conections': .*'connec"
+    ),
+    "ObjectDataset('s3://b', [], shufle=1)": "TypeError: ObjectDataset.*'shufle'",
+    "ObjectDataset.discover('s3://b', prefx=1)": (
+        r"TypeError: ObjectDataset.discover\(\) got .*'prefx': did you mean 'prefix'"
+    ),
+    "FileDataset([], threads=1)": "TypeError: FileDataset.*did you mean 'num_threads'",
+    "FileDataset.discover('*', shufle=1)": "TypeError: FileDataset.discover.*'shufle'",
 }
 
 
@@ -142,6 +177,82 @@ def test_in_the_constructor(call: str, error: str) -> None:
         eval(call)
     assert re.match(error, f"{type(raised.value).__name__}: {raised.value}")
     assert not Path("/x").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ArrowDataset,
+        CSVDataset,
+        JSONLinesDataset,
+        ParquetDataset,
+        TarDataset,
+        TextDataset,
+    ],
+)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shufle": True}, r"option 'shufle': did you mean 'shuffle'\?"),
+        ({"interleaves": 2}, r"did you mean 'interleave'\?"),
+        ({"store_option": {}}, r"did you mean 'store_options'\?"),
+        ({"cache_size": 1}, r"did you mean 'cache_bytes'\?"),
+        ({"region": "x"}, r"store belong in store_options={'region': \.\.\.}"),
+        ({"aws_region": "x"}, r"store belong in store_options={'aws_region': \.\.\.}"),
+        ({"client_options": {}}, "belong in store_options"),
+        ({"zzz": 1}, "it has cache, cache_bytes, .*deterministic, "),
+    ],
+)
+def test_unknown_options_of_streams(
+    make: Callable[..., Any], options: dict[str, Any], words: str
+) -> None:
+    """In the constructor, by the name of what was to be made."""
+    name = make.__name__
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
+        make("a", **options)
+
+
+def test_a_subclass_adds_its_own() -> None:
+    """A class of a user passes keywords on, and its own are known by name."""
+
+    class Mine(TarDataset):
+        def __init__(self, *, quality: int = 1, **options: Any) -> None:
+            super().__init__("a", **options)
+            self.quality = quality
+
+    assert Mine(quality=2, shuffle=True).quality == 2
+    with pytest.raises(TypeError, match=r"^Mine\(\) .*'qualty': did you mean 'quality"):
+        Mine(qualty=2)
+
+
+@pytest.mark.parametrize(
+    ("shared", "constructors"),
+    [
+        (OrderOptions, [ShardedStream]),
+        (StoreOptions, [StoredStream]),
+        (StreamOptions, [StoredStream, ShardedStream]),
+    ],
+)
+def test_typed_options_are_those_of_the_constructors(
+    shared: Any, constructors: list[type]
+) -> None:
+    """What a type checker knows is what is taken, in the same order."""
+    taken = [
+        name
+        for made in constructors
+        for name, one in inspect.signature(made).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    ]
+    assert list(shared.__annotations__) == taken
+
+
+def test_wrapped_constructors_keep_their_signatures() -> None:
+    """For editors, and for those who ask."""
+    for make, names in (
+        (TextDataset, ["addresses", "encoding", "max_sample_bytes", "options"]),
+        (ParquetWriter, ["destination", "name", "schema", "compression"]),
+    ):
+        assert [*inspect.signature(make).parameters][: len(names)] == names
 
 
 @pytest.fixture
@@ -186,6 +297,8 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
             "no shard matches .* there is no directory '/no/such'",
         ),
         ("TextDataset('/no/such/a')", "no such file: '/no/such/a'"),
+        ("ParquetDataset('/no/such/a')", "no such file: '/no/such/a'"),
+        ("TarDataset('/no/such/*.tar')", r"no shard matches '/no/such/\*\.tar'"),
         ("TextDataset('/')", "'/' is a directory, not a file"),
         ("TarDataset('a//b.tar', store=MemoryStore())", "no empty segment"),
         ("TarDataset('../b.tar', store=MemoryStore())", "rename such objects"),

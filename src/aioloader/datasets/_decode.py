@@ -21,43 +21,20 @@ FOLDER_EXTENSIONS = frozenset({
 })  # fmt: skip
 EXTENSIONS = FOLDER_EXTENSIONS | {"gif", "jfif", "jpe", "pbm", "pnm"}
 _JPEGS = frozenset({"jfif", "jpe", "jpeg", "jpg"})
-# Name: the type, whether its values are floats from 0 to 1, and the colours.
+# Word: the type, whether its values are floats from 0 to 1, and the colors.
 SPECS = {
-    "l": ("numpy", True, "L"),
-    "l8": ("numpy", False, "L"),
-    "pil": ("pil", False, "RGB"),
-    "pill": ("pil", False, "L"),
-    "pilrgb": ("pil", False, "RGB"),
-    "pilrgba": ("pil", False, "RGBA"),
-    "rgb": ("numpy", True, "RGB"),
-    "rgb8": ("numpy", False, "RGB"),
-    "rgba": ("numpy", True, "RGBA"),
-    "rgba8": ("numpy", False, "RGBA"),
-    "torch": ("torch", True, "RGB"),
-    "torchl": ("torch", True, "L"),
-    "torchl8": ("torch", False, "L"),
-    "torchrgb": ("torch", True, "RGB"),
-    "torchrgb8": ("torch", False, "RGB"),
-    "torchrgba": ("torch", True, "RGBA"),
-    "torchrgba8": ("torch", False, "RGBA"),
-}
+    f"{kind}{colors}{bits}": (kind, not bits, colors.upper())
+    for kind, depths in (("", ("", "8")), ("pil", ("",)), ("torch", ("", "8")))
+    for colors in ("l", "rgb", "rgba")
+    for bits in depths
+} | {"pil": ("pil", True, "RGB"), "torch": ("torch", True, "RGB")}
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # Offset of the bit depth in a PNG.
 _PNG_DEPTH = 24
 
 
 class Picture:
-    """Decodes pictures to one format.
-
-    Args:
-        spec: One of ``SPECS``.
-
-    Attributes:
-        spec: The same.
-
-    Raises:
-        ImportError: If Pillow is not installed.
-    """
+    """Decodes pictures to the format of one word of ``SPECS``."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -65,12 +42,7 @@ class Picture:
         pillow()
 
     def __call__(self, data: bytes) -> Any:
-        """Return the picture: as an image, ``(H, W[, C])`` or ``(C, H, W)``.
-
-        Raises:
-            ValueError: If it has values of more than 8 bits, which would be cut.
-            OSError: If it is damaged, or not a picture.
-        """
+        """Return an image, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``."""
         if self._kind == "torch" and self._mode == "RGB" and _is_plain(data):
             reader = _torchvision()
             if reader is not None:
@@ -80,11 +52,10 @@ class Picture:
         if self._kind == "pil":
             return image
         values = np.asarray(image)  # read-only
-        if self._kind == "numpy":
-            floats = self._is_float
-            return values.astype(np.float32) / 255 if floats else values.copy()
-        planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
-        return self._scaled(torch.from_numpy(planes.copy()))
+        if self._kind == "torch":
+            planes = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+            return self._scaled(torch.from_numpy(planes.copy()))
+        return values.astype(np.float32) / 255 if self._is_float else values.copy()
 
     def _opened(self, data: bytes) -> Any:
         with pillow().open(io.BytesIO(data)) as image:
@@ -101,11 +72,7 @@ class Picture:
 
 
 def pillow() -> Any:
-    """Return Pillow's Image module, or raise an error that says how to install it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Return Pillow's Image module, or raise an error that says how to install it."""
     try:
         from PIL import Image  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
@@ -134,13 +101,8 @@ def _is_plain(data: bytes) -> bool:
 
 # -- other members ----------------------------------------------------------------
 
-_TEXT = frozenset({"txt", "text", "transcript"})
 _NUMBER = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 _JSON = frozenset({"json", "jsn"})
-
-
-def _read_npy(data: bytes) -> Any:
-    return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 def _read_npz(data: bytes) -> dict[str, Any]:
@@ -148,30 +110,16 @@ def _read_npz(data: bytes) -> dict[str, Any]:
         return dict(arrays)
 
 
-def _read_pth(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _read_text(data: bytes) -> str:
-    return data.decode()
-
-
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(_TEXT, _read_text),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     **dict.fromkeys(_NUMBER, int),
     **dict.fromkeys(_JSON, json.loads),
-    "npy": _read_npy,
+    "npy": lambda data: np.load(io.BytesIO(data), allow_pickle=False),
     "npz": _read_npz,
-    "pth": _read_pth,
+    "pth": lambda data: torch.load(
+        io.BytesIO(data), map_location="cpu", weights_only=True
+    ),
 }
-
-
-# -- to bytes ---------------------------------------------------------------------
-
-
-def is_light(value: Any) -> bool:
-    """Return whether encoding ``value`` is quick."""
-    return isinstance(value, (bytes, str, int, bytearray, memoryview))
 
 
 def is_buffer(value: Any) -> bool:
@@ -184,11 +132,8 @@ def is_buffer(value: Any) -> bool:
 def encode(value: Any, extension: str) -> bytes:
     """Return ``value`` as the bytes of a member; bytes and text are kept as they are.
 
-    JPEGs have quality 95.
-
-    Raises:
-        TypeError: If the extension cannot hold its type.
-        ValueError: If the extension cannot hold its value.
+    JPEGs have quality 95. Raises a TypeError or a ValueError if the extension cannot
+    hold its type or its value.
     """
     if isinstance(value, str):
         return value.encode()
@@ -220,12 +165,8 @@ def encode(value: Any, extension: str) -> bytes:
 def _image_of(value: Any) -> Any:
     """Return a picture as an image of Pillow.
 
-    Args:
-        value: Such an image; an array ``(H, W[, C])`` or a tensor ``(C, H, W)`` of
-            uint8, or of floats from 0 to 1.
-
-    Raises:
-        ValueError: If it is not a picture.
+    It is one, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``, of uint8 or of floats
+    from 0 to 1.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()

@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -63,23 +63,14 @@ class StreamOptions(StoreOptions, OrderOptions, total=False):
 
 
 def check_at_least(value: int, least: int, name: str) -> None:
-    """Check that an argument is an integer, and large enough.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is less than ``least``.
-    """
+    """Raise a TypeError or a ValueError unless ``value`` is an integer, and enough."""
     check_is(value, SupportsIndex, name, "an integer")
     if operator.index(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Check an argument's type.
-
-    Raises:
-        TypeError: If it is not; the message has ``words`` for the kind.
-    """
+    """Raise a TypeError with ``words`` for the kind, unless ``value`` is of it."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
@@ -87,8 +78,8 @@ def check_is(value: object, kind: Any, name: str, words: str) -> None:
 def names_options(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function reject unknown options, and suggest the nearest name.
 
-    If a constructor passes keywords on, those are suggested too; if a function passes
-    on a typed dictionary, its names are.
+    Known are its own names and those of a typed dictionary that it passes on; a
+    constructor suggests those of the classes that it derives from, too.
     """
 
     @functools.wraps(function)
@@ -98,41 +89,34 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
                 raise _unknown(function, args[0], name)
         return function(*args, **options)
 
-    known = {*inspect.signature(function).parameters, *_passed_on(function)}
+    known = {*inspect.signature(function).parameters, *_options_of(function)}
     return checked
 
 
 def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:
     """Return the error for an option unknown to ``function(first, ...)``."""
-    label, constructors = function.__qualname__, [function]
+    label, functions = function.__qualname__, [function]
     if function.__name__ == "__init__":
         label = type(first).__name__
-        constructors = [
-            vars(kind).get("__init__", kind) for kind in type(first).__mro__
-        ]
-    known = {option for one in constructors for option in _keywords(one)}
-    known |= _passed_on(function)
-    nearest = difflib.get_close_matches(name, sorted(known), 1)
+        functions = [vars(kind).get("__init__", kind) for kind in type(first).__mro__]
+    known = sorted(set().union(*map(_options_of, functions)))
+    nearest = difflib.get_close_matches(name, known, 1)
     if "store_options" in known and name.lower().startswith(_OF_STORES):
         hint = f"options of the store belong in store_options={{{name!r}: ...}}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"
     else:
-        hint = f"it has {', '.join(sorted(known))}"
+        hint = f"it has {', '.join(known)}"
     return TypeError(f"{label}() got an unknown option {name!r}: {hint}")
 
 
-def _passed_on(function: Callable[..., Any]) -> set[str]:
-    """Return the names in the typed dictionary of ``**options``, if there is one."""
-    for one in inspect.signature(function).parameters.values():
-        if one.kind is one.VAR_KEYWORD and (passed := get_args(one.annotation)):
-            return set(passed[0].__annotations__)
-    return set()
-
-
-def _keywords(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of keyword-only parameters."""
+def _options_of(function: Any) -> set[str]:
+    """Return keyword-only names, and those in the typed dictionary of ``**options``."""
+    found: set[str] = set()
     if inspect.isfunction(function):
         for name, one in inspect.signature(function).parameters.items():
             if one.kind is one.KEYWORD_ONLY:
-                yield name
+                found.add(name)
+            elif one.kind is one.VAR_KEYWORD and (passed := get_args(one.annotation)):
+                found |= passed[0].__annotations__.keys()
+    return found

@@ -89,23 +89,20 @@ class Decoder:
                 else value
                 for name, value in sample.items()
             }
-        if is_buffer(sample):
-            return self._decode_picture(sample)
-        if isinstance(sample, tuple) and sample and is_buffer(sample[0]):
-            return (self._decode_picture(sample[0]), *sample[1:])
-        raise TypeError(
-            f"a Decoder takes dicts of bytes by extension, the bytes of a picture, or "
-            f"a tuple that starts with them, got {type(sample).__name__}"
-        )
-
-    def _decode_picture(self, data: Any) -> Any:
+        data, *others = sample if isinstance(sample, tuple) and sample else [sample]
+        if not is_buffer(data):
+            raise TypeError(
+                f"a Decoder takes dicts of bytes by extension, the bytes of a picture, "
+                f"or a tuple that starts with them, got {type(sample).__name__}"
+            )
         if self._picture is None:
             raise TypeError(
                 f"bytes without an extension are decoded as a picture, and {self!r} "
                 f"has no word for pictures, such as 'torch'; or decode them where they "
                 f"have names, with the dataset's `decode`"
             )
-        return self.decode(data, "")
+        picture = self.decode(data, "")
+        return (picture, *others) if isinstance(sample, tuple) else picture
 
     def decode(self, data: Any, extension: str, key: str = "", url: str = "") -> Any:
         """Return the decoded bytes of one member.
@@ -116,27 +113,31 @@ class Decoder:
             key: Name of the sample, for errors.
             url: Address it was read from, for errors.
         """
-        data = bytes(data)
-        extension = extension.lower()
-        function = self._find(extension)
+        data, extension = bytes(data), extension.lower()
+        function = self._named_for(extension)
+        is_own = isinstance(function, Picture)
         try:
             if function is None:
                 for handler in self._functions:
-                    value = handler(f".{extension}", data)
-                    if value is not None:
+                    if (value := handler(f".{extension}", data)) is not None:
                         return value
-                function = self._find_own(extension)
+                is_own, last = True, extension.rpartition(".")[2]
+                function = DECODERS.get(last)
+                if self._picture is not None and (last in EXTENSIONS or not last):
+                    function = self._picture
             return data if function is None else function(data)
         except Exception as error:
-            place = _place(extension, len(data), key, url)
-            if isinstance(function, Picture) or function in DECODERS.values():
-                reason = f"{type(error).__name__}: {error}"
-                text = f"cannot decode {place}: {reason}"
+            what = f"{extension!r}" if extension else "a picture"
+            owner = f" of sample {key!r}" if key else ""
+            where = f" in {url!r}" if url else ""
+            place = f"{what}{owner}{where} ({len(data):,} bytes)"
+            if is_own:
+                text = f"cannot decode {place}: {type(error).__name__}: {error}"
                 raise DecodeError(text, location=url) from error
             error.add_note(f"aioloader: decoding {place}")
             raise
 
-    def _find(self, extension: str) -> Callable[[bytes], Any] | None:
+    def _named_for(self, extension: str) -> Callable[[bytes], Any] | None:
         """Return the user's function for an extension, or its longest tail."""
         while extension and self._named:
             if (function := self._named.get(extension)) is not None:
@@ -144,24 +145,20 @@ class Decoder:
             extension = extension.partition(".")[2]
         return None
 
-    def _find_own(self, extension: str) -> Callable[[bytes], Any] | None:
-        last = extension.rpartition(".")[2]
-        if self._picture is not None and (last in EXTENSIONS or not last):
-            return self._picture
-        return DECODERS.get(last)
-
     def describe(self) -> dict[str, Any]:
         """Return the decoders, and the names of the user's functions."""
-        named = self._named.items()
+        words = {
+            ext: one.spec if isinstance(one, Picture) else "function"
+            for ext, one in sorted(self._named.items(), key=lambda item: item[0])
+        }
         functions = {
-            ext: name_of(one) for ext, one in named if not isinstance(one, Picture)
+            ext: name_of(one)
+            for ext, one in self._named.items()
+            if not isinstance(one, Picture)
         }
         return {
             "pictures": None if self._picture is None else self._picture.spec,
-            "extensions": {
-                ext: one.spec if isinstance(one, Picture) else "function"
-                for ext, one in sorted(named, key=lambda item: item[0])
-            },
+            "extensions": words,
             "handlers": len(self._functions),
             "function": [functions, *map(name_of, self._functions)],
         }
@@ -173,24 +170,10 @@ class Decoder:
         return f"Decoder({', '.join(map(repr, self.specs))})"
 
 
-def extension_of(path: str) -> str:
-    """Return the part after the first dot of a path's base name, as in a tar."""
-    return path.rpartition("/")[2].partition(".")[2]
-
-
-def _place(extension: str, size: int, key: str, url: str) -> str:
-    """Return a description of the bytes for errors."""
-    what = f"{extension!r}" if extension else "a picture"
-    owner = f" of sample {key!r}" if key else ""
-    where = f" in {url!r}" if url else ""
-    return f"{what}{owner}{where} ({size:,} bytes)"
-
-
 def _picture(spec: str) -> Picture:
     if spec in SPECS:
         return Picture(spec)
     near = difflib.get_close_matches(spec, SPECS, 1)
     hint = f": did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"{spec!r} is not a picture format{hint or '.'} There are {', '.join(SPECS)}"
-    )
+    known = ", ".join(sorted(SPECS))
+    raise ValueError(f"{spec!r} is not a picture format{hint or '.'} There are {known}")

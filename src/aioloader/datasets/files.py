@@ -63,14 +63,12 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
         check_at_least(num_threads, 1, "num_threads")
         check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
         check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
-        super().__init__(partial(ReadBatcher, num_threads))
         self.root: str | None = None if root is None else os.fspath(root)
         self._pattern = ""
         if isinstance(paths, (str, bytes, os.PathLike)):
             self._pattern = os.fsdecode(paths)
-            self._names = NameTable(_expand(self._pattern, self.root))
-        else:
-            self._names = NameTable(map(_fspath, paths))
+            paths = _expand(self._pattern, self.root)
+        super().__init__(partial(ReadBatcher, num_threads), map(_fspath, paths))
 
     @classmethod
     @names_options
@@ -79,13 +77,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
     ) -> Self:
         """Look up a pattern without blocking the event loop, and return its dataset.
 
-        Args:
-            pattern: As ``paths`` of the class.
-            root: As for the class.
-            num_threads: As for the class.
-
-        Raises:
-            ValueError: If nothing matches, or ``num_threads`` is below 1.
+        Arguments and errors are those of the class.
         """
         return await asyncio.to_thread(cls, pattern, root=root, num_threads=num_threads)
 
@@ -146,22 +138,18 @@ def _fspath(path: StrPath) -> str:
 
 
 def _expand(pattern: str, root: str | None) -> list[str]:
-    """Return the files that match ``pattern``, sorted by code point.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """Return the files that match ``pattern``, sorted by code point."""
     files, folders = globbed(pattern, root or "")
-    if not files:
-        where = f" in {root!r}" if root is not None else ""
-        also = f" ({folders} directories do)" if folders else ""
-        if re.match("[a-z0-9]+://", pattern):
-            raise ValueError(
-                f"{shown_address(pattern)} is a URL, and FileDataset reads files: use "
-                "ObjectDataset, or TarDataset and the like for shards"
-            )
+    if files:
+        return files
+    if re.match("[a-z0-9]+://", pattern):
         raise ValueError(
-            f"no file matches {pattern!r}{where}{also}; a directory needs a pattern "
-            f"such as 'dir/**/*', and names with [ ] * ? go in a list"
+            f"{shown_address(pattern)} is a URL, and FileDataset reads files: use "
+            "ObjectDataset, or TarDataset and the like for shards"
         )
-    return files
+    where = f" in {root!r}" if root is not None else ""
+    also = f" ({folders} directories do)" if folders else ""
+    raise ValueError(
+        f"no file matches {pattern!r}{where}{also}; a directory needs a pattern "
+        f"such as 'dir/**/*', and names with [ ] * ? go in a list"
+    )

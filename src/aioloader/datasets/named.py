@@ -1,4 +1,4 @@
-"""Map-style datasets of named bytes: read, decoded, and labelled by folder.
+"""Map-style datasets of named bytes: read, decoded, and labeled by folder.
 
 The last two are views of another dataset: they read through it, from several event
 loops too, and can be pickled if it can be.
@@ -6,6 +6,7 @@ loops too, and can be pickled if it can be.
 
 import abc
 import asyncio
+import copy
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Self, SupportsIndex
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset
 from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets.decoders import Decoder, Spec, extension_of
+from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import HasLifespan
 
 
@@ -25,11 +26,12 @@ class Named(HasLifespan):
 
     # Without this, `for x in dataset` would never end: IndexError comes when awaited.
     __iter__: ClassVar[None] = None
+    _names: NameTable
 
     @property
-    @abc.abstractmethod
     def names(self) -> NameTable:
         """The names by index."""
+        return self._names
 
     def __len__(self) -> int:
         return len(self.names)
@@ -90,16 +92,12 @@ class ReadDataset(Named):
 
     Args:
         make_reader: Makes a reader, which counts its ``users``.
+        names: The names by index.
     """
 
-    def __init__(self, make_reader: Callable[[], Any]) -> None:
+    def __init__(self, make_reader: Callable[[], Any], names: Iterable[str]) -> None:
         self._readers = PerLoop(make_reader)
-        self._names = NameTable(())
-
-    @property
-    def names(self) -> NameTable:
-        """The names by index, as all datasets of named bytes have them."""
-        return self._names
+        self._names = names if isinstance(names, NameTable) else NameTable(names)
 
     def lifespan(self) -> Self:
         """Return itself, the context that a loader enters on each reading loop."""
@@ -121,21 +119,12 @@ class ReadDataset(Named):
 
 
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
-    """The samples of a dataset of bytes, decoded in threads.
-
-    Args:
-        dataset: The dataset of bytes.
-        decoder: Decodes them.
-    """
+    """The samples of a dataset of bytes, decoded in threads."""
 
     def __init__(self, dataset: Named, decoder: Decoder) -> None:
         self.dataset = dataset
         self.decoder = decoder
-
-    @property
-    def names(self) -> NameTable:
-        """The names by index."""
-        return self.dataset.names
+        self._names = dataset.names
 
     async def __getitem__(self, index: SupportsIndex) -> Any:
         """Read and decode one sample.
@@ -146,7 +135,7 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         """
         data = await self.dataset[index]
         name = self.names[index]
-        extension = extension_of(name)
+        extension = name.rpartition("/")[2].partition(".")[2]  # as in a tar
         return await asyncio.to_thread(self.decoder.decode, data, extension, name)
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
@@ -197,9 +186,8 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         extensions: Iterable[str] = FOLDER_EXTENSIONS,
     ) -> None:
         self.dataset = dataset
-        start = f"{root.rstrip('/')}/" if root else ""
         wanted = {extension.lower().lstrip(".") for extension in extensions}
-        found = _labelled(dataset.names, start, wanted)
+        found = _labeled(dataset.names, f"{root.rstrip('/')}/" if root else "", wanted)
         folders = {folder for folder, *_ in found}
         if classes is None:
             if empty := sorted({*dataset.folders(root)} - folders):
@@ -225,11 +213,6 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         self._names = NameTable(dataset.names[at] for *_, at in found)
 
     @property
-    def names(self) -> NameTable:
-        """The names by index."""
-        return self._names
-
-    @property
     def samples(self) -> list[tuple[str, int]]:
         """Names and labels, as a new list."""
         return list(zip(self._names, self.targets, strict=True))
@@ -249,8 +232,7 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
 
     def decode(self, *specs: Spec) -> Self:
         """Return the dataset with the files decoded, as ``Named.decode``."""
-        clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__)
+        clone = copy.copy(self)
         clone.dataset = self.dataset.decode(*specs)
         return clone
 
@@ -263,14 +245,10 @@ class ClassFolders(Dataset[Coroutine[Any, Any, "tuple[Any, int]"]], Named):
         return f"{self.dataset!r}.class_folders() of {len(self):,} in {count} classes"
 
 
-def _labelled(
+def _labeled(
     names: NameTable, start: str, wanted: Collection[str]
 ) -> list[tuple[str, str, str, int]]:
-    """Return class, folder, base name and index of included files, in order.
-
-    Raises:
-        ValueError: If no file is included, or one is in no class folder.
-    """
+    """Return class, folder, base name and index of included files, in order."""
     found: list[tuple[str, str, str, int]] = []
     for at, name in enumerate(names):
         folder, _, base = name.rpartition("/")

@@ -83,14 +83,12 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
         self._source = StoreSource(store, hidden(store_options))
         policy = policy_of(requests)
-        super().__init__(partial(Client, policy))
-        self._sizes: npt.NDArray[np.int64] | None = None
         if keys is None:
             keys = list_blocking(self._source, prefix, policy)
+        self._sizes: npt.NDArray[np.int64] | None = None
         if isinstance(keys, Listing):
-            self._names, self._sizes = keys.keys, keys.sizes
-        else:
-            self._names = NameTable(keys)
+            self._sizes, keys = keys.sizes, keys.keys
+        super().__init__(partial(Client, policy), keys)
 
     @classmethod
     @names_options
@@ -104,15 +102,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     ) -> Self:
         """List a store without blocking the event loop, and return its dataset.
 
-        Args:
-            store: As for the class.
-            prefix: As for the class.
-            store_options: As for the class.
-            requests: As for the class.
-
-        Raises:
-            ValueError: If nothing is listed, or an argument is wrong.
-            DatasetError: If listing fails.
+        Arguments and errors are those of the class.
         """
         check_is(prefix, str, "prefix", "a string")
         # With options it makes a store, which reads certificates.

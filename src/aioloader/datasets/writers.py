@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
-from aioloader.datasets._decode import is_light
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
@@ -46,6 +45,8 @@ Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
 _END = bytes(1024)  # two blocks, as a tar ends
+# Encoded at once; others in a thread.
+_LIGHT = bytes, str, int, bytearray, memoryview
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Rows taken from a plain iterable before other tasks get their turn.
 _TURN = 64
@@ -127,15 +128,44 @@ class ShardWriter(abc.ABC):
         self._is_open = False
         self._begin()
 
-    def _begin(self) -> None:
-        """Begin a shard; an unfinished one is discarded."""
-        self._waiting: list[Any] = []
-        self._waiting_bytes = self._sent_bytes = 0
-
     @property
     def shards(self) -> list[str]:
         """The names of the finished shards."""
         return [entry.file for entry in self._manifest.shards]
+
+    async def __aenter__(self) -> Self:
+        """Find the shards already written.
+
+        Raises:
+            StateMismatchError: If the existing shards were made of something else, or
+                not by a writer.
+            DatasetError: If the store refuses.
+        """
+        manifest = self._manifest
+        try:
+            there = await self._sink.open(manifest.name)
+            self._saved = await self._sink.read(manifest.file)
+            self._manifest = manifest.resumed(self._saved, there, self._sink.label)
+            self._resume(self._manifest.schema)
+            await self._save(self._manifest)
+        except BaseException:
+            await self._sink.aclose()
+            raise
+        self.next_sample = sum(entry.samples for entry in self._manifest.shards)
+        self._begin()
+        self._is_open = True
+        return self
+
+    @property
+    def _count(self) -> int:
+        """Number of samples of the unfinished shard."""
+        return self.next_sample - self._first
+
+    def _begin(self) -> None:
+        """Begin a shard; an unfinished one is discarded."""
+        self._first = self.next_sample
+        self._waiting: list[Any] = []
+        self._waiting_bytes = self._sent_bytes = 0
 
     async def write(self, sample: Mapping[str, Any]) -> None:
         """Write one sample; concurrent calls are served in order.
@@ -166,11 +196,6 @@ class ShardWriter(abc.ABC):
                 await self._send()
             self._is_open = True
 
-    @property
-    def _count(self) -> int:
-        """Number of samples of the unfinished shard."""
-        return self.next_sample - self._manifest.num_samples
-
     async def _send(self, *, is_end: bool = False) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         data = await in_thread(partial(self._pack, is_end=is_end), waiting)
@@ -181,8 +206,8 @@ class ShardWriter(abc.ABC):
     async def _finish(self) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
         await self._send(is_end=True)
-        size, index = self._sent_bytes, self._index()
-        manifest = self._manifest.and_then(self._count, size, self._schema())
+        count, size, index = self._count, self._sent_bytes, self._index()
+        manifest = self._manifest.and_then(count, size, self._schema())
         await self._save(manifest)
         if index is not None:  # only once no other writer is possible
             await self._sink.put(f"{self._manifest.next_shard}.idx", index)
@@ -198,29 +223,6 @@ class ShardWriter(abc.ABC):
                 f"meanwhile; run one writer at a time, or give each a different name"
             )
         self._saved = data
-
-    async def __aenter__(self) -> Self:
-        """Find the shards already written.
-
-        Raises:
-            StateMismatchError: If the existing shards were made of something else, or
-                not by a writer.
-            DatasetError: If the store refuses.
-        """
-        manifest = self._manifest
-        try:
-            there = await self._sink.open(manifest.name)
-            self._saved = await self._sink.read(manifest.file)
-            self._manifest = manifest.resumed(self._saved, there, self._sink.label)
-            self._resume(self._manifest.schema)
-            await self._save(self._manifest)
-        except BaseException:
-            await self._sink.aclose()
-            raise
-        self._begin()
-        self.next_sample = self._manifest.num_samples
-        self._is_open = True
-        return self
 
     async def __aexit__(
         self,
@@ -246,12 +248,7 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:
-        """Return the next sample as ``_pack`` takes it, and its approximate size.
-
-        Raises:
-            TypeError: If the sample, or a value, has an unsuitable type.
-            ValueError: If it could not be read back unchanged.
-        """
+        """Return the next sample as ``_pack`` takes it, and its approximate size."""
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
@@ -305,7 +302,7 @@ class TarWriter(ShardWriter):
                 f"sample {self.next_sample:,} has the key {key!r}, like the one before:"
                 f" readers would take both for one sample"
             )
-        if all(map(is_light, sample.values())):
+        if all(isinstance(value, _LIGHT) for value in sample.values()):
             members = members_of(key, sample)
         else:
             members = await in_thread(members_of, key, sample)
@@ -357,9 +354,14 @@ class ParquetWriter(ShardWriter):
         super().__init__(destination, name, **options)
         _import_pyarrow()
         check_at_least(row_group_bytes, 1, "row_group_bytes")
-        self._given = schema
+        self._given: Any = None
+        if schema is not None:
+            self._take(schema)
         self._compression = compression
         self._due_bytes = row_group_bytes
+
+    def _take(self, schema: Any) -> None:
+        self._given, self._columns = schema, frozenset(schema.names)
 
     def _begin(self) -> None:
         super()._begin()
@@ -371,11 +373,11 @@ class ParquetWriter(ShardWriter):
         if not isinstance(sample, Mapping):
             kind = type(sample).__name__
             raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
-        if self._given is not None and sample.keys() - set(self._given.names):
-            unknown = sorted(sample.keys() - set(self._given.names))
+        if self._given is not None and not sample.keys() <= self._columns:
+            unknown = ", ".join(sorted(sample.keys() - self._columns))
             raise ValueError(
-                f"row {number:,} has columns that the schema lacks: "
-                f"{', '.join(unknown)}; pass a schema that has all"
+                f"row {number:,} has columns that the schema lacks: {unknown}; pass a "
+                f"schema that has all"
             )
         row = {name: copied(value) for name, value in sample.items()}
         return row, sum(map(bytes_of, row.values()))
@@ -383,24 +385,19 @@ class ParquetWriter(ShardWriter):
     def _pack(self, encoded: list[dict[str, Any]], *, is_end: bool) -> bytes:
         """Return rows as a row group, and at the end the footer."""
         if encoded:
-            self._write(encoded)
+            pa = _import_pyarrow()
+            import pyarrow.parquet as pq  # noqa: PLC0415  (it takes a while)
+
+            table = table_of(pa, encoded, self._given)
+            if self._file is None:
+                self._take(table.schema)
+                output = pa.PythonFile(self._output, "w")
+                options = {"compression": self._compression}
+                self._file = pq.ParquetWriter(output, table.schema, **options)
+            self._file.write_table(table, row_group_size=len(encoded))
         if is_end:
             self._file.close()
         return self._output.taken()
-
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-        import pyarrow.parquet as pq  # noqa: PLC0415
-
-        table = table_of(pa, rows, self._given)
-        self._given = table.schema
-        if self._file is None:
-            self._file = pq.ParquetWriter(
-                pa.PythonFile(self._output, "w"),
-                self._given,
-                compression=self._compression,
-            )
-        self._file.write_table(table, row_group_size=len(rows))
 
     def _schema(self) -> str:
         return base64.b64encode(self._given.serialize()).decode()
@@ -416,7 +413,7 @@ class ParquetWriter(ShardWriter):
                 expected=str(found),
                 found=str(self._given),
             )
-        self._given = found
+        self._take(found)
 
 
 async def write_parquet(
@@ -469,11 +466,11 @@ async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
         finally:
             if hasattr(iterator, "aclose"):
                 await iterator.aclose()
-        return
-    for number, row in enumerate(rows):
-        if number % _TURN == 0:
-            await asyncio.sleep(0)
-        yield row
+    else:
+        for number, row in enumerate(rows):
+            if number % _TURN == 0:
+                await asyncio.sleep(0)
+            yield row
 
 
 def _import_pyarrow() -> Any:

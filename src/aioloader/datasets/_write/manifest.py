@@ -7,7 +7,7 @@ missing, and is written again; no shard is written twice, and none is unknown.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from aioloader.errors import StateMismatchError
@@ -25,21 +25,17 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The finished shards of one name.
+    """The finished shards of one name, and what decides whether writing resumes.
 
-    Attributes:
-        name: Prefix of the shards' names.
-        ending: Their ending, as in ``"tar"``.
-        metadata: The user's description of the samples' origin.
-        schema: The schema of tables, as text.
-        shards: The shards, in their order.
+    ``ending`` is theirs, as in ``"tar"``; ``metadata`` is the user's description of the
+    samples' origin; ``schema`` is that of tables, as text.
     """
 
     name: str
     ending: str
     metadata: Mapping[str, Any]
     schema: str = ""
-    shards: list[Entry] = field(default_factory=list)
+    shards: tuple[Entry, ...] = ()
 
     @property
     def file(self) -> str:
@@ -51,15 +47,10 @@ class Manifest:
         """Name of the shard after the finished ones."""
         return f"{self.name}-{len(self.shards):06d}.{self.ending}"
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in all shards."""
-        return sum(entry.samples for entry in self.shards)
-
     def and_then(self, samples: int, size: int, schema: str) -> "Manifest":
         """Return the manifest with one more shard."""
         entry = Entry(self.next_shard, samples, size)
-        return replace(self, shards=[*self.shards, entry], schema=schema)
+        return replace(self, shards=(*self.shards, entry), schema=schema)
 
     def dump(self) -> bytes:
         """Return it as JSON."""
@@ -75,22 +66,16 @@ class Manifest:
     def resumed(
         self, text: bytes | None, there: Mapping[str, int], label: str
     ) -> "Manifest":
-        """Return the manifest of an earlier writer.
+        """Return the manifest of an earlier writer, or raise a StateMismatchError.
 
-        Args:
-            text: Contents of the manifest file, if it exists.
-            there: Names and sizes of all files in the folder.
-            label: The folder, for errors.
-
-        Raises:
-            StateMismatchError: If there are shards that it does not name, or they were
-                made with other settings.
+        Given are the contents of the manifest file, if it exists, the sizes of all
+        files of the folder by name, and the folder, for errors.
         """
         where = f"{label!r} ({self.file})"
         found = self if text is None else self._loaded(text, where)
-        shards = list(found.shards)
+        shards = found.shards
         if shards and shards[-1].file not in there:
-            shards.pop()  # started, not finished
+            shards = shards[:-1]  # started, not finished
         for entry in shards:
             size = there.get(entry.file)
             if size != entry.bytes:
@@ -116,10 +101,9 @@ class Manifest:
     def _loaded(self, text: bytes, where: str) -> "Manifest":
         try:
             content = json.loads(text)
-            version = content["version"]
-            shards = [Entry(**entry) for entry in content["shards"]]
-            found = {name: content[name] for name in ("format", "metadata")}
-            schema = content["schema"]
+            version, schema = content["version"], content["schema"]
+            shards = tuple(Entry(**entry) for entry in content["shards"])
+            theirs = {name: content[name] for name in ("format", "metadata")}
         except (ValueError, TypeError, KeyError) as exc:
             raise StateMismatchError(
                 f"{where} is not a writer's list of shards: {exc!r}; write to another "
@@ -132,7 +116,7 @@ class Manifest:
                 found=version,
             )
         mine = json.loads(self.dump())
-        for what, old in found.items():
+        for what, old in theirs.items():
             if old != mine[what]:
                 raise StateMismatchError(
                     f"{where} was started with another {what}; write to another place, "

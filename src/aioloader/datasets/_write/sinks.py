@@ -1,6 +1,6 @@
 """Destinations of shards: a directory or a store; readers see only whole shards.
 
-A file is written under a unique hidden name, synchronised and renamed. An object is
+A file is written under a unique hidden name, synchronized and renamed. An object is
 uploaded in parts, and exists once the upload is completed; a killed process leaves
 parts, which nobody sees, and which a lifecycle rule of the bucket should remove after
 some days. Memory holds the parts in flight.
@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
@@ -44,13 +44,7 @@ _DRAIN_SECONDS = 5.0
 def make_sink(
     destination: "str | os.PathLike[str] | ObjectStore", options: Options
 ) -> "Sink":
-    """Return the sink of an address, or of a store of obstore.
-
-    Raises:
-        ImportError: If it is a store, and obstore is not installed.
-        TypeError: If it is none of these.
-        ValueError: If a URL is of an unknown kind, or rejects the options.
-    """
+    """Return the sink of an address, or of a store of obstore."""
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
         if is_local(address):
@@ -74,14 +68,7 @@ def _threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]
 
 
 class FolderSink:
-    """A directory, created if missing, to which one shard at a time is written.
-
-    Args:
-        folder: Its path.
-
-    Attributes:
-        label: The path.
-    """
+    """A directory, created if missing, to which one shard at a time is written."""
 
     def __init__(self, folder: str) -> None:
         self.label = folder
@@ -111,21 +98,29 @@ class FolderSink:
 
     @_threaded
     def put(self, file: str, data: bytes) -> None:
-        """Write a small file at once, replacing the existing one."""
-        _replace(self._folder / file, data)
+        """Write a small file, completely or not at all."""
+        self._replace(file, data)
 
     @_threaded
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
         """Replace a small file if it equals ``before``; return whether it did.
 
-        Of several concurrent writers one succeeds, where the file system has locks
-        (``flock``).
+        Of several concurrent writers one succeeds, where the file system has locks.
         """
-        with _locked(self._folder / file) as found:
-            if (found.read() or None) != before:
-                return False
-            _replace(self._folder / file, data)
-            return True
+        path = self._folder / file
+        while True:
+            with path.open("a+b") as found:
+                _lock(found, "LOCK_EX")
+                try:
+                    if _is_at(found, path):  # else it was replaced
+                        found.seek(0)
+                        is_same = (found.read() or None) == before
+                        if is_same:
+                            self._replace(file, data)
+                        return is_same
+                finally:
+                    # Closing it is not enough: a process forked meanwhile has it, too.
+                    _lock(found, "LOCK_UN")
 
     @_threaded
     def write(self, file: str, data: bytes) -> None:
@@ -147,6 +142,15 @@ class FolderSink:
             await in_thread(self._shard.remove)
             self._shard = None
 
+    def _replace(self, file: str, data: bytes) -> None:
+        partial = _Partial(self._folder / file)
+        try:
+            partial.append(data)
+            partial.rename()
+        except BaseException:
+            partial.remove()
+            raise
+
 
 class _Partial(FileIO):
     """A file under a hidden name, until it is renamed to ``path``."""
@@ -158,7 +162,6 @@ class _Partial(FileIO):
         super().__init__(self._hidden, "w")
 
     def append(self, data: bytes) -> None:
-        """Write all of it."""
         left = memoryview(data)
         while left:
             left = left[self.write(left) :]
@@ -181,36 +184,8 @@ class _Partial(FileIO):
             os.close(folder)
 
     def remove(self) -> None:
-        """Close and remove the file."""
         self.close()
         self._hidden.unlink(missing_ok=True)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file, completely or not at all."""
-    file = _Partial(path)
-    try:
-        file.append(data)
-        file.rename()
-    except BaseException:
-        file.remove()
-        raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Yield the file at a path, created if missing, and locked."""
-    while True:
-        with path.open("a+b") as file:
-            _lock(file, "LOCK_EX")
-            try:
-                if _is_at(file, path):  # else it was replaced
-                    file.seek(0)
-                    yield file
-                    return
-            finally:
-                # Closing it is not enough: a process forked meanwhile has it, too.
-                _lock(file, "LOCK_UN")
 
 
 def _lock(file: BinaryIO, what: str) -> None:
@@ -232,25 +207,17 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 class StoreSink:
-    """A store, or the folder in it that a URL names; otherwise like ``FolderSink``.
-
-    Args:
-        source: The store.
-
-    Attributes:
-        label: Its address as it may be shown.
-    """
+    """A store, or the folder in it that a URL names; otherwise like ``FolderSink``."""
 
     def __init__(self, source: StoreSource) -> None:
         self.label = source.label
         self._source = source
-        self._flights: Flights | None = None
+        self._flights = Flights()
         self._file = ""
         self._upload: Any = None
 
     async def open(self, name: str) -> dict[str, int]:  # noqa: ARG002  (parts are invisible)
         """Return the objects in the folder, not those below it."""
-        self._flights = Flights()
         obstore = import_obstore()
         listed = await self._request("list", "", obstore.list_with_delimiter_async)
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
@@ -281,26 +248,24 @@ class StoreSink:
         Of several concurrent writers one succeeds, where the store has conditional
         writes.
         """
-        obstore = import_obstore()
-        assert self._flights is not None
         found, mode = await self._version(file)
         if found != before:
             return False
-        put = obstore.put_async(self._source.open(), file, data, mode=mode)
-        errors = obstore.exceptions
-        try:
-            await self._flights.follow(put)
-        except (errors.AlreadyExistsError, errors.PreconditionError):
-            return False
-        except obstore_errors() as exc:
-            failure = failure_of("write", self._source.locate(file), exc)
-            has_conditions = not _lacks_conditions(exc)
-        else:
-            return True
-        if has_conditions:
-            raise failure
-        await self.put(file, data)
-        return True
+        obstore = import_obstore()
+        errors, store = obstore.exceptions, self._source.open()
+        for how in (mode, "overwrite"):
+            put = obstore.put_async(store, file, data, mode=how)
+            try:
+                await self._flights.follow(put)
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                return False
+            except obstore_errors() as exc:
+                failure = failure_of("write", self._source.locate(file), exc)
+                if how == "overwrite" or not _lacks_conditions(exc):
+                    break
+            else:
+                return True
+        raise failure
 
     async def write(self, file: str, data: bytes) -> None:
         """Add bytes to a shard; waits while the most parts allowed are in flight."""
@@ -333,22 +298,11 @@ class StoreSink:
                 with contextlib.suppress(*obstore_errors()):
                     await outlast(asyncio.ensure_future(closing))
         finally:
-            if self._flights is not None:
-                await self._flights.drain(_DRAIN_SECONDS)
+            await self._flights.drain(_DRAIN_SECONDS)
             self._source.close()
 
     async def _request(self, verb: str, file: str, make: Any) -> Any:
-        """Return the result of a request.
-
-        Args:
-            verb: For an error, as in ``"write"``.
-            file: The object, for an error.
-            make: Makes the request, given a store.
-
-        Raises:
-            DatasetError: If the store refuses it.
-        """
-        assert self._flights is not None
+        """Return the result of the request that ``make`` makes of a store."""
         try:
             return await self._flights.follow(make(self._source.open()))
         except obstore_errors() as exc:

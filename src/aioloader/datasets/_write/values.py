@@ -19,20 +19,22 @@ _NUMBER_BYTES = 8
 
 
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
-    """Return the members of a sample with their headers, the same ones in each run.
-
-    Raises:
-        TypeError: If a value has an unsuitable type.
-        ValueError: If the sample could not be read back unchanged.
-    """
+    """Return the members of a sample with their headers, the same ones in each run."""
     named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
     members = dict(named)
     if not members or len(members) < len(named):
         what = "no members" if not members else "two members of the same name"
         raise ValueError(f"sample {key!r} has {what}: {', '.join(sample)}")
+    is_path = isinstance(key, str) and not key.startswith("/") and ".." not in key
     parts = []
     for name, value in members.items():
-        _check_name(key, name)
+        # A reader must find the same key and field.
+        if not is_path or split_name(f"{key}.{name}") != (key, name):
+            raise ValueError(
+                f"a tar cannot hold the key {key!r} with {name!r}: keys are relative "
+                f"paths without a dot in the last part, or in the whole if there is "
+                f"one part"
+            )
         try:
             data = encode(value, name)
             info = tarfile.TarInfo(f"{key}.{name}")
@@ -45,26 +47,11 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-def _check_name(key: Any, name: str) -> None:
-    """Raise a ValueError unless a reader finds the same key and field."""
-    is_path = isinstance(key, str) and not key.startswith("/") and ".." not in key
-    if is_path and split_name(f"{key}.{name}") == (key, name):
-        return
-    raise ValueError(
-        f"a tar cannot hold the key {key!r} with {name!r}: keys are relative paths "
-        f"without a dot in the last part, or in the whole if there is one part"
-    )
-
-
 # -- rows of a table ----------------------------------------------------------------
 
 
 def table_of(pa: Any, rows: list[dict[str, Any]], schema: Any) -> Any:
-    """Return rows as a table of pyarrow, of a given schema or of their own.
-
-    Raises:
-        ValueError: If a column does not fit.
-    """
+    """Return rows as a table of pyarrow, of a given schema or of their own."""
     if schema is None:
         names = dict.fromkeys(name for row in rows for name in row)
         return pa.table({name: _column(pa, rows, name) for name in names})
@@ -73,11 +60,10 @@ def table_of(pa: Any, rows: list[dict[str, Any]], schema: Any) -> Any:
 
 
 def _column(pa: Any, rows: list[dict[str, Any]], name: str, kind: Any = None) -> Any:
-    values = [row.get(name) for row in rows]
     # pyarrow takes only arrays of one dimension.
     values = [
         value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
-        for value in values
+        for value in (row.get(name) for row in rows)
     ]
     try:
         return pa.array(values, kind)
@@ -111,28 +97,18 @@ def bytes_of(value: Any) -> int:
     return _NUMBER_BYTES
 
 
-class Output(io.RawIOBase):
-    """An output file for pyarrow; keeps bytes until they are taken."""
+class Output(io.BytesIO):
+    """An output file for pyarrow, whose bytes can be taken; its position goes on."""
 
-    def __init__(self) -> None:
-        self._size = 0
-        self._parts: list[bytes] = []
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: Any, /) -> int:
-        """Keep a copy."""
-        self._parts.append(bytes(data))
-        self._size += len(self._parts[-1])
-        return len(self._parts[-1])
+    _taken = 0
 
     def tell(self) -> int:
-        """Return how much was written."""
-        return self._size
+        return self._taken + super().tell()
 
     def taken(self) -> bytes:
         """Return the bytes written since the last call."""
-        parts, self._parts = self._parts, []
-        return b"".join(parts)
+        data = self.getvalue()
+        self._taken += len(data)
+        self.seek(0)
+        self.truncate()
+        return data
