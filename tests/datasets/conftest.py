@@ -343,7 +343,7 @@ def dataset(
     else:
         made = ObjectDataset(get({"local": "folder"}.get(kind, kind)))
     yield made
-    made._source.close()  # whether or not the test did
+    made._store.close()  # whether or not the test did
 
 
 @pytest.fixture
