@@ -227,8 +227,8 @@ def failure_of_source(
         text = f"may not {verb} {location!r}: {said}"
         return RefusedError(ObjectPermissionError(text, location=location))
     if status in {401, 404} or is_missing:
-        text = f"no such file: {location!r} ({kind if status else said}){hint}"
-        return RefusedError(ObjectNotFoundError(text, location=location))
+        none = f"no such file: {location!r} ({kind if status else said}){hint}"
+        return RefusedError(ObjectNotFoundError(none, location=location))
     failure = DatasetError(f"cannot {verb} {location!r}: {said}", location=location)
     if not status and _is_unreachable(error):
         return UnreachableError(failure)
