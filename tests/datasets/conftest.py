@@ -343,7 +343,8 @@ def dataset(
     else:
         made = ObjectDataset(get({"local": "folder"}.get(kind, kind)))
     yield made
-    made._source.close()  # whether or not the test did
+    store: Any = made._store
+    store.close()  # whether or not the test did
 
 
 @pytest.fixture

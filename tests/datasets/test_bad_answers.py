@@ -248,7 +248,7 @@ def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}
     objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
-    objects._source.has_answered = True  # patience
+    objects._store.has_answered = True  # patience
     loader: Any = DataLoader(
         objects, num_workers=workers, fetch="workers" if workers else "auto", timeout=1
     )

@@ -31,13 +31,13 @@ LISTED = ["local", "memory", "s3"]
 @pytest.mark.parametrize("dataset", STORES, indirect=True)
 async def test_missing_object(dataset: ObjectDataset) -> None:
     """Every store's way of saying so becomes one error, which names the key."""
-    source = dataset._source
+    source: Any = dataset._store
     store: Any = source._given or source._url
     async with ObjectDataset(store, ["no/key"]) as missing:
         with pytest.raises(ObjectNotFoundError, match="no/key") as caught:
             await missing[0]
     assert isinstance(caught.value, FileNotFoundError)
-    assert caught.value.location == f"{source.label.rstrip('/')}/no/key"
+    assert caught.value.location == source.locate("no/key")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
 @pytest.mark.parametrize("dataset", LISTED, indirect=True)
 async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> None:
     """It gives the same dataset, without blocking the loop."""
-    source = dataset._source
+    source: Any = dataset._store
     store: Any = source._given or source._url
     async with await ObjectDataset.discover(store) as found:
         assert found.keys == dataset.keys
@@ -245,10 +245,11 @@ async def test_user_and_password_of_a_url_are_sent(
 async def test_store_is_made_anew_after_close(serve: Serve) -> None:
     """Closing drops the connections, not the dataset."""
     dataset = serve("ok", "cats/z.bin")
-    first = dataset._source.open()
-    assert dataset._source.open() is first
+    store: Any = dataset._store
+    first = store.open()
+    assert store.open() is first
     await dataset.aclose()
-    assert dataset._source.open() is not first
+    assert store.open() is not first
 
 
 def test_runtime_refuses_a_fork() -> None:

@@ -10,17 +10,18 @@ import pytest
 from aioloader.datasets import Requests
 from aioloader.datasets._stores.requests import (
     RefusedError,
+    Server,
     Tries,
     UnreachableError,
 )
 from aioloader.datasets._stores.stored import Client, StoredObject
-from aioloader.datasets._stores.stores import StoreSource
+from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from datasets.changing import ChangingServer
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]
 AT_ONCE = Requests(base_delay=0)
-PLACE = StoreSource("s3://b", {}), "k"
+PLACE = Server("s3://b"), "k"
 
 
 def failure(number: int = 0) -> DatasetError:
@@ -110,7 +111,7 @@ async def test_a_host_that_always_refused_is_given_up_in_seconds() -> None:
     """One that ever answered keeps the whole deadline."""
     tries = Tries(Requests())
     tries._rng = FakeDraws([6.0, 6.0])  # type: ignore[assignment]
-    refusing = StoreSource("s3://b", {}), "k"
+    refusing = Server("s3://b"), "k"
     refused = UnreachableError(failure())
     with pytest.raises(DatasetError, match="given up after 5 s"):
         await tries.make(attempts(refused), *refusing)
@@ -123,7 +124,7 @@ async def test_a_host_that_always_refused_is_given_up_in_seconds() -> None:
 
 async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
     """Per store, not per request."""
-    place = StoreSource("s3://c", {}), "k"
+    place = Server("s3://c"), "k"
     for _ in range(3):
         await Tries(AT_ONCE).make(attempts(failure(1), failure(2), "data"), *place)
     words = "failed 1; retrying for 120 s (logged once for a store)"
@@ -218,11 +219,12 @@ async def test_a_response_has_one_reader() -> None:
     for _ in range(20):
         await here.tries.make(attempts("quick"), *PLACE)
     with ChangingServer(body, has_ranges=False) as server:
-        whole = StoredObject(here, StoreSource(server.url, {}), "k").stream()
+        store = ObstoreStore(server.url, {})
+        whole = StoredObject(here, store, "k").stream()
         found = bytearray()
         while piece := (await whole.read()).data:
             found += piece
-        await here.flights.drain(0.0)
+        await store.drain()
     assert bytes(found) == body
     assert server.requests == 1
 

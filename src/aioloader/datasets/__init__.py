@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
+    from aioloader.datasets._stores.sources import Source
+    from aioloader.datasets._stores.versions import Piece, Version
     from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.decoders import Decoder
@@ -45,16 +47,19 @@ _LATER = {
     "Parser": "aioloader.datasets._streams.shards",
     "ParquetDataset": "aioloader.datasets.tables",
     "ParquetWriter": "aioloader.datasets.writers",
+    "Piece": "aioloader.datasets._stores.versions",
     "Requests": "aioloader.datasets._stores.requests",
     "SQLDataset": "aioloader.datasets.tables",
     "SQLRows": "aioloader.datasets.sql",
     "ShardFormat": "aioloader.datasets._streams.shards",
     "ShardReader": "aioloader.datasets._streams.shards",
     "ShardedStream": "aioloader.datasets.sharded",
+    "Source": "aioloader.datasets._stores.sources",
     "Stream": "aioloader.datasets.streams",
     "TarDataset": "aioloader.datasets.tar",
     "TarWriter": "aioloader.datasets.writers",
     "TextDataset": "aioloader.datasets.lines",
+    "Version": "aioloader.datasets._stores.versions",
     "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_iterable": "aioloader.datasets.iterables",
@@ -74,16 +79,19 @@ __all__ = [
     "ParquetDataset",
     "ParquetWriter",
     "Parser",
+    "Piece",
     "Requests",
     "SQLDataset",
     "SQLRows",
     "ShardFormat",
     "ShardReader",
     "ShardedStream",
+    "Source",
     "Stream",
     "TarDataset",
     "TarWriter",
     "TextDataset",
+    "Version",
     "from_arrow",
     "from_async_iterable",
     "from_iterable",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
+    from aioloader.datasets._stores.sources import Source
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ class OrderOptions(TypedDict, total=False):
 class StoreOptions(TypedDict, total=False):
     """Keywords for reading from a store through a cache."""
 
-    store: "str | os.PathLike[str] | ObjectStore | None"
+    store: "str | os.PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
     requests: Requests | None
     cache: "str | os.PathLike[str] | None"

@@ -1,4 +1,4 @@
-"""Objects of a store, one sample each, as buffers that obstore filled.
+"""Objects of a store, one sample each, as buffers that the store's client filled.
 
 Order is the order of the given keys, or sorted for a listing. Memory holds the keys
 (two buffers), their sizes if listed, and the reads in flight. With a size known from a
@@ -19,7 +19,7 @@ from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._stores.stored import Client, StoredObject
-from aioloader.datasets._stores.stores import StoreSource
+from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets.named import ReadDataset
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
+    from aioloader.datasets._stores.sources import Source
 
-class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
+
+class ObjectDataset(
+    Dataset[Coroutine[Any, Any, "Bytes | bytes | memoryview"]], ReadDataset
+):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once. It may be pickled if no option is
@@ -40,8 +44,9 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     ends with ``aclose``; a loader does this.
 
     Args:
-        store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://`` or ``file://``
-            URL, local directory, or a store of obstore.
+        store: ``s3://bucket/train``, ``gs://``, ``az://``, ``https://``, ``hf://`` or
+            ``file://`` URL, local directory, store of obstore, file system of fsspec,
+            or a ``Source``.
         keys: Keys relative to ``store``. Default: list them now, which blocks; on an
             event loop use ``await ObjectDataset.discover(...)``.
         prefix: Whole path segments that listed keys start with.
@@ -50,7 +55,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
         requests: How long requests may take, and how failed ones are retried.
 
     Raises:
-        ImportError: If obstore is not installed.
+        ImportError: If the store needs what is not installed, such as obstore.
         ValueError: If nothing is listed, or an argument is wrong.
         DatasetError: If listing fails.
 
@@ -65,7 +70,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     @names_options
     def __init__(
         self,
-        store: "str | os.PathLike[str] | ObjectStore",
+        store: "str | os.PathLike[str] | ObjectStore | Source",
         keys: Iterable[str] | None = None,
         *,
         prefix: str = "",
@@ -81,10 +86,10 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
             )
         if keys is not None and prefix:
             raise ValueError("prefix is for listing: pass keys or prefix, not both")
-        self._source = StoreSource(store, hidden(store_options))
+        self._store = store_of(store, hidden(store_options))
         policy = policy_of(requests)
         if keys is None:
-            keys = list_blocking(self._source, prefix, policy)
+            keys = list_blocking(self._store, prefix, policy)
         self._sizes: npt.NDArray[np.int64] | None = None
         if isinstance(keys, Listing):
             self._sizes, keys = keys.sizes, keys.keys
@@ -94,7 +99,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
     @names_options
     async def discover(
         cls,
-        store: "str | os.PathLike[str] | ObjectStore",
+        store: "str | os.PathLike[str] | ObjectStore | Source",
         *,
         prefix: str = "",
         store_options: Mapping[str, Any] | None = None,
@@ -107,11 +112,11 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
         check_is(prefix, str, "prefix", "a string")
         # With options it makes a store, which reads certificates.
         options = hidden(store_options)
-        source = await asyncio.to_thread(StoreSource, store, options)
+        listed = await asyncio.to_thread(store_of, store, options)
         try:
-            listing = await list_async(source, prefix, policy_of(requests))
+            listing = await list_async(listed, prefix, policy_of(requests))
         finally:
-            source.close()
+            await listed.aclose()
         return cls(store, listing, store_options=store_options, requests=requests)
 
     @property
@@ -119,7 +124,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
         """The keys by index, relative to the store."""
         return self._names
 
-    async def __getitem__(self, index: SupportsIndex) -> "Bytes":
+    async def __getitem__(self, index: SupportsIndex) -> "Bytes | bytes | memoryview":
         """Read one object.
 
         Args:
@@ -139,8 +144,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
         position = self._names.position(index)
         key = self._names[position]
         size = 0 if self._sizes is None else int(self._sizes[position])
-        client: Client = self._readers.here()
-        return await StoredObject(client, self._source, key).read_whole(size)
+        return await StoredObject(self._readers.here(), self._store, key).whole(size)
 
     async def _release(self) -> None:
         await self.aclose()
@@ -154,8 +158,7 @@ class ObjectDataset(Dataset[Coroutine[Any, Any, "Bytes"]], ReadDataset):
         Args:
             seconds: How long requests may take before they are cancelled.
         """
-        await self._readers.here().flights.drain(seconds)
-        self._source.close()
+        await self._store.aclose(seconds)
 
     def __repr__(self) -> str:
-        return f"ObjectDataset({self._source.label!r}, {self._names!r})"
+        return f"ObjectDataset({self._store.label!r}, {self._names!r})"

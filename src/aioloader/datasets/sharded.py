@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
+    from aioloader.datasets._stores.sources import Source
+
     Addresses: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 Sample_co = TypeVar("Sample_co", covariant=True)
@@ -332,8 +334,8 @@ class StoredStream(ShardedStream[Sample_co]):
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, ``*`` is looked up.
         made_by: Makes the format of the shards from their addresses and ``Places``.
-        store: What ``addresses`` are relative to: a URL, a directory or a store of
-            obstore.
+        store: What ``addresses`` are relative to: a URL, a directory, a store of
+            obstore, a file system of fsspec, or a ``Source``.
         store_options: Options of the store that a URL names, such as
             ``{"region": "eu-west-1", "client_options": {"timeout": "60s"}}``; those of
             ``obstore.store.from_url``.
@@ -350,7 +352,7 @@ class StoredStream(ShardedStream[Sample_co]):
         addresses: "Addresses",
         made_by: Callable[[list[Address], Places], StoredFormat],
         *,
-        store: "str | os.PathLike[str] | ObjectStore | None" = None,
+        store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
         cache: "str | os.PathLike[str] | None" = None,

@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
-from aioloader.datasets._stores.redact import (
-    private,
-    redact_key,
-    redact_url,
-)
+from aioloader.datasets._stores.redact import private, redact_key, redact_url
 
 # A ``SecretURL`` if it holds a secret.
 Address: TypeAlias = str
@@ -43,11 +39,7 @@ _TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
 def sealed(addresses: Any) -> list[Address]:
-    """Return the addresses or patterns of a caller, with secrets hidden.
-
-    Raises:
-        TypeError: If one is neither a string nor a path.
-    """
+    """Return the addresses or patterns of a caller, with secrets hidden."""
     if isinstance(addresses, (str, os.PathLike)):
         addresses = [addresses]
     if isinstance(addresses, bytes) or not isinstance(addresses, Iterable):
@@ -72,11 +64,7 @@ def is_local(address: Address) -> bool:
 
 
 def path_of(address: str) -> str:
-    """Return the path of a local address.
-
-    Raises:
-        ValueError: If a ``file://`` URL names a host.
-    """
+    """Return the path of a local address."""
     if not _SCHEME.match(address):
         return address
     host, slash, path = address[len("file://") :].partition("/")
@@ -105,18 +93,15 @@ def spell(root: Address, key: str) -> Address:
 
     But not over HTTP if the key has a backslash: that URL is a separate store.
     """
-    path = quote(key) if _TO_QUOTE.search(key) else key
-    return private(f"{root}/{path}")
+    return private(f"{root}/{quote(key) if _TO_QUOTE.search(key) else key}")
 
 
 def _split(url: str) -> tuple[str, str, bool]:
     """Return the store's URL, the path as spelled, and whether both are one URL."""
     scheme, _, rest = url.partition("://")
-    is_web = scheme.lower() in {"http", "https"}
-    query = ""
+    is_web, query = scheme.lower() in {"http", "https"}, ""
     if is_web:
-        rest = rest.partition("#")[0]
-        rest, _, query = rest.partition("?")
+        rest, _, query = rest.partition("#")[0].partition("?")
     host, _, path = rest.partition("/")
     if is_web and not query and _BUCKET_FIRST.fullmatch(host.rpartition("@")[2]):
         bucket, _, path = path.partition("/")
@@ -136,8 +121,7 @@ def name_of(address: Address) -> str:
 def sibling(address: Address, rename: Callable[[str], str]) -> Address:
     """Return the address of another file, renamed by path and with the same query."""
     is_web = address[:4].lower() == "http" and _SCHEME.match(address)
-    marks = "[?#]" if is_web else r"\Z"
-    at = len(re.split(marks, address, maxsplit=1)[0])
+    at = len(re.split("[?#]" if is_web else r"\Z", address, maxsplit=1)[0])
     return private(rename(address[:at]) + address[at:])
 
 
@@ -172,23 +156,18 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
     """Return the store's URL and the pattern of its keys; None if there is no pattern.
 
     In an HTTP URL, only ``*`` makes the path a pattern.
-
-    Raises:
-        ValueError: If a signed URL is a pattern.
     """
     root, path, _ = _split(address)
     is_web = root[:4].lower() == "http"
     if not has_signs(path) or (is_web and "*" not in path):
         return None
-    if is_web and "?" not in address:
-        return private(root), _decoded(path)
-    if not is_web and redact_key(path) == path:
-        return private(root), _decoded(path)
-    raise ValueError(
-        f"{shown_address(address)} has a query next to a pattern, or in a URL that is "
-        "not HTTP: list signed URLs one by one, as https://..., and write a ? in a "
-        "name as %3F"
-    )
+    if "?" in address if is_web else redact_key(path) != path:
+        raise ValueError(
+            f"{shown_address(address)} has a query next to a pattern, or in a URL that "
+            "is not HTTP: list signed URLs one by one, as https://..., and write a ? "
+            "in a name as %3F"
+        )
+    return private(root), unquote(_ENCODED_SIGN.sub(_bracketed, path))
 
 
 def local_pattern(address: str) -> str:
@@ -198,6 +177,11 @@ def local_pattern(address: str) -> str:
     return path_of(_ENCODED_SIGN.sub(_bracketed, address))
 
 
+def _bracketed(sign: "re.Match[str]") -> str:
+    """Return the pattern of an encoded special character, which is literal."""
+    return f"[{unquote(sign[0])}]"
+
+
 def has_signs(pattern: str) -> bool:
     """Return whether a pattern has to be looked up."""
     return any(sign in pattern for sign in "*?[")
@@ -205,17 +189,7 @@ def has_signs(pattern: str) -> bool:
 
 def folder_of(pattern: str) -> str:
     """Return the folder of all matches, without a trailing slash."""
-    first = min(pattern.find(sign) for sign in "*?[" if sign in pattern)
-    return pattern[:first].rpartition("/")[0]
-
-
-def _decoded(path: str) -> str:
-    """Decode the pattern of a URL; an encoded special character is literal."""
-    return unquote(_ENCODED_SIGN.sub(_bracketed, path))
-
-
-def _bracketed(sign: "re.Match[str]") -> str:
-    return f"[{unquote(sign[0])}]"
+    return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
 def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
@@ -232,13 +206,8 @@ def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
     """Return the ``keys`` that match ``pattern``."""
-    matches = re.compile(_translated(pattern)).fullmatch
-    return [key for key in keys if matches(key)]
-
-
-def _translated(pattern: str) -> str:
-    parts: list[str] = []
     *folders, last = pattern.split("/")
+    parts: list[str] = []
     for folder in folders:
         if folder != "**":
             parts.append(_segment(folder) + "/")
@@ -246,7 +215,8 @@ def _translated(pattern: str) -> str:
             parts.append(_FOLDERS)
     if last == "**":
         parts.append(_FOLDERS)
-    return "".join([*parts, _segment(last)])
+    matches = re.compile("".join([*parts, _segment(last)])).fullmatch
+    return [key for key in keys if matches(key)]
 
 
 def _segment(pattern: str) -> str:
@@ -261,18 +231,11 @@ def _segment(pattern: str) -> str:
     for sign in _SIGN.findall(pattern):
         if sign.startswith("*"):
             chunks.append("")
+        elif len(sign) > 1:  # a set; without the end-of-string anchor
+            chunks[-1] += f"(?!/){fnmatch.translate(sign)[:-2]}"
         else:
-            chunks[-1] += _one(sign)
+            chunks[-1] += "[^/]" if sign == "?" else re.escape(sign)
     first, *others = chunks
     guard = "" if pattern.startswith(".") else r"(?!\.)"
     inner = "".join(f"(?>[^/]*?{chunk})" for chunk in others[:-1] if chunk)
     return guard + first + inner + (f"[^/]*{others[-1]}" if others else "")
-
-
-def _one(sign: str) -> str:
-    """Return a regular expression for one character of a segment."""
-    if sign == "?":
-        return "[^/]"
-    if len(sign) == 1:
-        return re.escape(sign)
-    return f"(?!/){fnmatch.translate(sign)[:-2]}"  # without the end-of-string anchor

@@ -13,7 +13,8 @@ from typing import Protocol
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.failures import NoRangesError
-from aioloader.datasets._stores.stored import StoredObject, WholeObject
+from aioloader.datasets._stores.stored import StoredObject
+from aioloader.datasets._stores.stores import WholeObject
 from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version
 
 _LARGEST = 8 << 20
@@ -26,23 +27,14 @@ START_DIVISOR = 8
 
 
 class Bytes(Protocol):
-    """A shard's bytes, in order.
-
-    Attributes:
-        version: Version of the whole shard, also of what is before the first byte read;
-            None until it is known.
-    """
+    """A shard's bytes, in order."""
 
     @property
     def version(self) -> Version | None:
-        """The version."""
+        """Version of the whole shard; None until it is known."""
 
     async def read(self) -> Buffer:
-        """Return the next piece, valid until the next call; empty at the end.
-
-        Raises:
-            DatasetError: If it cannot be read.
-        """
+        """Return the next piece, valid until the next call; empty at the end."""
 
     def begin(self) -> None:
         """Start reading ahead."""
@@ -60,16 +52,8 @@ class Bytes(Protocol):
 class ObjectBytes:
     """An object's bytes, by ranged requests, or in one if the server has no ranges.
 
-    Args:
-        object: The object; it is read whole if its server has no ranges.
-        start: First byte.
-        budget: Most bytes to hold.
-        known: What the object must be.
-        stop: Where to stop before its end.
-
     Attributes:
         version: The object's version; None until it is known.
-        size: Its length, likewise.
     """
 
     def __init__(
@@ -81,13 +65,11 @@ class ObjectBytes:
         stop: int | None = None,
     ) -> None:
         self.version: Version | None = None
-        self.size: int | None = None
-        self._object = object
-        self._end = sys.maxsize if stop is None else stop
+        self._object, self._known = object, known
         self._whole: WholeObject | None = None
-        self._known = known
+        self._stop = sys.maxsize if stop is None else stop
         self._start = self._read = self._at = start
-        self._is_over = start >= self._end
+        self._is_over = start >= self._stop
         largest = max(budget // _AHEAD, min(budget // 4, _WORTHWHILE))
         # A power of two, because pieces end at multiples of it.
         largest = 1 << max(SMALLEST, min(_LARGEST, largest)).bit_length() - 1
@@ -98,9 +80,16 @@ class ObjectBytes:
         self._window = max(SMALLEST, budget // START_DIVISOR)  # until the first read
         self._pieces: deque[asyncio.Task[Piece]] = deque()
 
+    @property
+    def _end(self) -> int:
+        """Where reading ends, as far as it is known."""
+        return (
+            self._stop if self.version is None else min(self.version.size, self._stop)
+        )
+
     def begin(self) -> None:
         """Send the first request, a small one, which returns the size."""
-        if self.size is None and not (self._pieces or self._is_over):
+        if self.version is None and not (self._pieces or self._is_over):
             self._request()
 
     async def read(self) -> Buffer:
@@ -125,13 +114,12 @@ class ObjectBytes:
 
     def is_draining(self) -> bool:
         """Return whether all was requested, and half of the budget is free."""
-        is_all = self.size is not None and self._at >= min(self.size, self._end)
-        is_all = is_all or self._is_over
+        is_all = self._is_over or (self.version is not None and self._at >= self._end)
         return is_all and self._at - self._read <= self._most // 2
 
     def bytes_ahead(self) -> int | None:
         """Return how much is held or in flight."""
-        is_known = self.size is not None or self._is_over
+        is_known = self.version is not None or self._is_over
         return self._at - self._read if is_known else None
 
     async def aclose(self) -> None:
@@ -152,35 +140,32 @@ class ObjectBytes:
                 return data
             fresh = data[self._start :]
             self._start -= len(data) - len(fresh)
-            if fresh := fresh[: self._end - self._read]:
+            if fresh := fresh[: self._stop - self._read]:
                 self._read += len(fresh)
-            if fresh or self._read >= self._end:
+            if fresh or self._read >= self._stop:
                 return fresh
 
     def _fill(self) -> None:
         """Send requests until the window is full, none beyond the end."""
-        if self._is_over:
-            return
-        size = min(self.size or 0, self._end)
-        self._at = min(self._at, size)
-        while self._at < size and self._stop() - self._read <= self._window:
-            self._request()
+        if not self._is_over:
+            self._at = min(self._at, self._end)
+            while self._at < self._end and self._next() - self._read <= self._window:
+                self._request()
 
-    def _stop(self) -> int:
+    def _next(self) -> int:
         """Return where the next piece ends: at a multiple, like blocks of a cache."""
-        stop = self._at - self._at % self._length + self._length
-        return min(stop, self._end, self.size or sys.maxsize)
+        return min(self._at - self._at % self._length + self._length, self._end)
 
     def _request(self) -> None:
-        start, self._at = self._at, self._stop()
+        start, self._at = self._at, self._next()
         # Sizes grow, so that requests sent together do not all arrive together.
         self._length = min(self._largest, max(2 * self._length, self._largest // 8))
         self._pieces.append(asyncio.create_task(self._get(start, self._at)))
 
     async def _get(self, start: int, stop: int) -> Piece:
-        version = self.version or self._known.version
-        piece = await self._object.fetch(start, stop, version)
-        if self.size is None:
+        known = self.version or self._known.version
+        piece = await self._object.fetch(start, stop, known)
+        if self.version is None:
             self._learn(piece.version)
             self._fill()  # the size is known, so the others need not wait
         return piece
@@ -189,4 +174,4 @@ class ObjectBytes:
         """Check the object's version; further pieces are compared with it."""
         if self.version is None:
             self._known.check(self._object.location, version, self._start)
-            self.version, self.size = version, version.size
+            self.version = version

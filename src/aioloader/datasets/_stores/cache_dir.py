@@ -5,11 +5,9 @@ file, written next to its place and renamed when complete, so a reader sees all 
 nothing. Nothing is synced to disk: after a power cut an entry may be torn; its checksum
 shows that, and it counts as missing. Memory holds nothing.
 
-One more file holds the number of bytes stored or reserved. A process adds to it under a
-lock, at least 1/256 of the limit each time. If there is no room, it measures the
-directory and evicts the least recently used entries until 7/8 of the limit are left;
-others wait meanwhile. The file may be lost: then the next process measures. Memory:
-16 bytes an entry while it does.
+A process that has added 1/32 of the limit measures the directory, under a lock. If the
+limit is reached, it evicts the least recently used entries until 7/8 of it are left;
+others that want to measure wait meanwhile. Memory: 16 bytes an entry while it does.
 """
 
 import contextlib
@@ -22,6 +20,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,14 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"aiolc\r\n\1"
 # The format is part of the digest: other versions never find, or reject, our entries.
 _PERSON = b"aioloader 1"
-_MOST = 1 << 30  # per read or write; the system's limit is 2 GiB
-_TOUCH = 60.0
-_PAUSE = 60.0
-_BINARY = getattr(os, "O_BINARY", 0)
+# Seconds within which uses count as one, and for which storing pauses.
+_TOUCH = _PAUSE = 60.0
+# Part of the limit that is added between two scans.
+_SHARE = 32
 
-_SIZE = struct.Struct("<q")
-_SIZE_FILE = ".aioloader-size"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{62}\.(\d{1,9})\.[0-9a-f]{16}\.tmp")
-_OURS = re.compile(f"{_ENTRY.pattern}|{_TEMPORARY.pattern}")
 # The pid of a writer in another container is meaningless here: it gets this long.
 _YOUNG, _OLD = 60.0, 3600.0
 
@@ -61,7 +57,7 @@ class CacheDir:
     threads and by forked processes. The bytes of a key must never change. Keys are kept
     as hashes only, because they may be signed URLs.
 
-    The limit may be exceeded by 1/256 per process, and by entries being put. If storing
+    The limit may be exceeded by 1/32 per process, and by entries being put. If storing
     fails (disk full, no permission), there is one warning, and storing pauses for a
     minute. Leftovers of killed writers are removed by the next scan that finds them a
     minute old.
@@ -91,7 +87,7 @@ class CacheDir:
         self._has_warned = False
         self._paused_until = 0.0
         self._lock = fork_safe(threading.Lock())
-        self._reserved, self._pid = 0, os.getpid()  # bytes that may still be added
+        self._room, self._pid = 0, os.getpid()  # bytes to add before the next scan
 
     def get(self, key: str) -> bytes | None:
         """Return what was put under ``key``, or None.
@@ -99,21 +95,17 @@ class CacheDir:
         A damaged entry is deleted and counts as missing.
         """
         digest = _digest(key)
-        path = self.path(digest)
+        path = self._path(digest)
         try:
-            file = os.open(path, os.O_RDONLY | _BINARY)
-            try:
+            with FileIO(path) as file:
                 data = _read(file, digest)
-            finally:
-                os.close(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
             self._warn("read", exc)
             return None
         if data is None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # noqa: PTH108
+            _remove(path)
         return data
 
     def put(self, key: str, data: Buffer) -> None:
@@ -125,38 +117,31 @@ class CacheDir:
         digest = _digest(key)
         fields = _FIELDS.pack(_MAGIC, digest, len(view))
         header = fields + _CHECKSUM.pack(zlib.crc32(view, zlib.crc32(fields)))
-        path = self.path(digest)
+        path = self._path(digest)
         try:
-            if not self._reserve(size):
-                return
-            try:
+            if self._has_room(size):
                 try:
                     _replace(path, header, view)
                 except FileNotFoundError:  # the directory was cleared meanwhile
                     _replace(path, header, view)
-            except BaseException:
-                with self._lock:
-                    self._reserved += size
-                raise
         except OSError as exc:
             self._paused_until = time.monotonic() + _PAUSE
             self._warn("write", exc)
 
-    def path(self, digest: bytes) -> str:
+    def _path(self, digest: bytes) -> str:
         """Return the path of an entry, in one of 256 folders."""
         name = digest.hex()
         # Making a `Path` takes longer than opening the file.
         return f"{self.directory}{os.sep}{name[:2]}{os.sep}{name[2:]}"
 
     def _warn(self, verb: str, exc: OSError) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warn(
-            f"cannot {verb} the cache in {self.directory!r}: {exc.strerror}; "
-            f"continuing without it (warned once)",
-            RuntimeWarning,
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"cannot {verb} the cache in {self.directory!r}: {exc.strerror}; "
+                f"continuing without it (warned once)",
+                RuntimeWarning,
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CacheDir, (self.directory, self.max_bytes)
@@ -166,47 +151,31 @@ class CacheDir:
 
     # -- the limit ------------------------------------------------------------------
 
-    def _reserve(self, size: int) -> bool:
-        """Make room; return whether ``size`` bytes may be added now.
+    def _has_room(self, size: int) -> bool:
+        """Return whether ``size`` bytes may be added now, after a scan if it is due.
 
         Threads of this process wait for each other: one scan serves them all.
-
-        Raises:
-            OSError: If the directory cannot be used.
         """
         with self._lock:
-            if self._pid != os.getpid():  # the bytes are those of the parent process
-                self._reserved, self._pid = 0, os.getpid()
-            if self._reserved < size:
-                self._reserved += self._take(size - self._reserved)
-            has_room = self._reserved >= size
-            self._reserved -= size if has_room else 0
+            if self._pid != os.getpid():  # what is left is the parent process's
+                self._room, self._pid = 0, os.getpid()
+            if self._room < size:
+                with _alone(self.directory):
+                    free = self.max_bytes - self._scan(size)
+                self._room = min(free, max(size, self.max_bytes // _SHARE))
+            has_room = self._room >= size
+            self._room -= size if has_room else 0
             return has_room
-
-    def _take(self, size: int) -> int:
-        """Reserve at least ``size`` bytes, if that can be; return how many."""
-        with _opened_alone(self.directory) as file:
-            raw = os.read(file, _SIZE.size + 1)
-            stored = _SIZE.unpack(raw)[0] if len(raw) == _SIZE.size else -1
-            if stored < 0 or stored + size > self.max_bytes:
-                stored = self._scan(size)
-            room = max(0, self.max_bytes - stored)
-            taken = min(size + self.max_bytes // 256, room)
-            os.lseek(file, 0, os.SEEK_SET)
-            os.write(file, _SIZE.pack(stored + taken))
-            os.ftruncate(file, _SIZE.size)
-        return taken
 
     def _scan(self, size: int) -> int:
         """Measure the directory, evict the surplus, and return what is left."""
         sizes, times, now = array("q"), array("q"), time.time()
         for file, found in self._files():
             if _is_left_over(file.name, now - found.st_mtime):
-                with contextlib.suppress(OSError):
-                    os.unlink(file)  # noqa: PTH108
-                continue
-            sizes.append(found.st_size)
-            times.append(found.st_mtime_ns)
+                _remove(file.path)
+            else:
+                sizes.append(found.st_size)
+                times.append(found.st_mtime_ns)
         stored = sum(sizes)
         if stored + size <= self.max_bytes:
             return stored
@@ -219,9 +188,7 @@ class CacheDir:
             if gone >= surplus:
                 break
             if found.st_mtime_ns <= last and _ENTRY.fullmatch(file.name):
-                with contextlib.suppress(OSError):
-                    os.unlink(file)  # noqa: PTH108  (open readers keep it)
-                    gone += found.st_size
+                gone += found.st_size if _remove(file.path) else 0
         return stored - gone
 
     def _files(self) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
@@ -229,14 +196,9 @@ class CacheDir:
         for folder in _scanned(self.directory):
             if _FOLDER.fullmatch(folder.name):
                 for file in _scanned(folder.path):
-                    if _OURS.fullmatch(file.name):
+                    if _ENTRY.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name):
                         with contextlib.suppress(OSError):
                             yield file, file.stat(follow_symlinks=False)
-
-
-def _scanned(folder: str) -> Iterator["os.DirEntry[str]"]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        yield from entries
 
 
 def _digest(key: str) -> bytes:
@@ -244,87 +206,77 @@ def _digest(key: str) -> bytes:
     return hashlib.blake2b(encoded, digest_size=32, person=_PERSON).digest()
 
 
-def _read(fd: int, digest: bytes) -> bytes | None:
+def _read(file: FileIO, digest: bytes) -> bytes | None:
     """Return the data of an open entry; None if it is damaged."""
-    found = os.fstat(fd)
-    header = os.read(fd, _HEADER_BYTES)
+    found = os.fstat(file.fileno())
+    header = file.read(_HEADER_BYTES)
     if len(header) < _HEADER_BYTES:
         return None
     magic, of, length = _FIELDS.unpack_from(header)
     if (magic, of, length) != (_MAGIC, digest, found.st_size - _HEADER_BYTES):
         return None
-    data = os.read(fd, min(length, _MOST))
-    if len(data) < length:
-        data = _read_on(fd, data, length)
+    data = file.readall()
     checksum = zlib.crc32(data, zlib.crc32(header[: _FIELDS.size]))
     if checksum != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
         return None
-    # Uses within a minute count as one; a time in the future is a wrong clock.
+    # A time in the future is a wrong clock.
     if abs(time.time() - found.st_mtime) > _TOUCH:
         with contextlib.suppress(OSError):
-            os.utime(fd)
+            os.utime(file.fileno())
     return data
 
 
-def _read_on(fd: int, data: bytes, length: int) -> bytes:
-    """Read the rest that one call did not return."""
-    parts, missing = [data], length - len(data)
-    while missing and (data := os.read(fd, min(missing, _MOST))):
-        parts.append(data)
-        missing -= len(data)
-    return b"".join(parts)
-
-
-def _replace(path: str, header: bytes, view: memoryview) -> None:
-    """Write a file completely or not at all."""
+def _replace(path: str, *parts: Buffer) -> None:
+    """Write a file completely or not at all; its folder is created if missing."""
     folder, _, name = path.rpartition(os.sep)
     # Process numbers repeat, across containers and after a restart.
     unique = f"{os.getpid()}.{os.urandom(8).hex()}"
     temporary = f"{folder}{os.sep}.{name}.{unique}.tmp"
-    fd = _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        try:
-            _write(fd, memoryview(header))
-            _write(fd, view)
-        finally:
-            os.close(fd)
+        file = FileIO(temporary, "x")
+    except FileNotFoundError:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = FileIO(temporary, "x")
+    try:
+        with file:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[file.write(view) :]
         os.replace(temporary, path)  # noqa: PTH105  (half the time)
     except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
+        _remove(temporary)
         raise
 
 
-def _opened(path: str, flags: int) -> int:
-    """Open a file; its folder is created if missing."""
-    try:
-        return os.open(path, flags | _BINARY, 0o666)
-    except FileNotFoundError:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags | _BINARY, 0o666)
+def _remove(path: str) -> bool:
+    """Remove a file, if that is possible; open readers keep it."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)  # noqa: PTH108  (half the time)
+        return True
+    return False
 
 
-def _write(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view[:_MOST]) :]
+def _scanned(folder: str) -> Iterator["os.DirEntry[str]"]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        yield from entries
 
 
 @contextlib.contextmanager
-def _opened_alone(directory: str) -> Iterator[int]:
-    """Open the file with the size; no other process does until the block ends."""
-    file = _opened(f"{directory}{os.sep}{_SIZE_FILE}", os.O_RDWR | os.O_CREAT)
-    # Without locks (Windows, some file systems) two scans do no harm.
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl  # noqa: PLC0415
-
-        fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield file
-    finally:
-        # Closing it is not enough: a process forked meanwhile holds it open, too.
+def _alone(directory: str) -> Iterator[None]:
+    """Create a directory if missing; no other process scans it until the block ends."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # Without locks (Windows, some file systems) two scans do no harm.
         with contextlib.suppress(ImportError, OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
+            import fcntl  # noqa: PLC0415
+
+            file = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Closing it is not enough: a process forked meanwhile has it open, too.
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        yield
 
 
 def _is_left_over(name: str, age: float) -> bool:

@@ -89,8 +89,7 @@ class Reason:
         if ranges := _RANGES.search(dump):
             words = "bytes {}..{} were requested, {}..{} came"
             said.append(words.format(*ranges.groups()))
-        is_unknown = '"dns error"' in text
-        if is_unknown:
+        if is_unknown := '"dns error"' in text:
             said.append("the host's name is not known")
         self.text = ", ".join(said)
         # If a server cannot send the rest, only the second error is reported.
@@ -103,18 +102,12 @@ class Reason:
 
 
 def _phrase(status: int) -> str:
-    known = status in {member.value for member in HTTPStatus}
-    return f"HTTP {status} {HTTPStatus(status).phrase if known else ''}".rstrip()
+    known = {member.value: member.phrase for member in HTTPStatus}
+    return f"HTTP {status} {known.get(status, '')}".rstrip()
 
 
 def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
-    """Return the DatasetError for an obstore exception.
-
-    Args:
-        verb: What was attempted, as in ``"read"`` or ``"list"``.
-        location: The object or store, redacted.
-        exc: obstore's exception; the error returned does not refer to it.
-    """
+    """Return the DatasetError for an obstore exception."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
     text = f"cannot {verb} {location!r}: {reason.text}"
@@ -144,16 +137,13 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
 
 
 def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
-    if isinstance(exc, FileNotFoundError):
+    is_missing = reason.status == HTTPStatus.NOT_FOUND or reason.code == errno.ENOENT
+    if is_missing or isinstance(exc, FileNotFoundError):
         return ObjectNotFoundError
-    if reason.status == HTTPStatus.NOT_FOUND or reason.code == errno.ENOENT:
-        return ObjectNotFoundError
-    if type(exc).__name__ in _REFUSALS or isinstance(exc, PermissionError):
-        return ObjectPermissionError
-    refused = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
-    if reason.status in refused or reason.code in {errno.EACCES, errno.EPERM}:
-        return ObjectPermissionError
-    return DatasetError
+    is_refused = type(exc).__name__ in _REFUSALS or isinstance(exc, PermissionError)
+    is_refused |= reason.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+    is_refused |= reason.code in {errno.EACCES, errno.EPERM}
+    return ObjectPermissionError if is_refused else DatasetError
 
 
 def truncated(

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from io import FileIO
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import aiofiles
 import numpy as np
@@ -30,8 +30,6 @@ T = TypeVar("T")
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
 # A piece read without a thread: parsing it must not hold the loop for long.
 _CACHED_PIECE = 1 << 17
-# Reads into a buffer, and returns how much; None: it might wait.
-_Read: TypeAlias = Callable[[int, memoryview], int | None]
 
 
 class FileBytes:
@@ -40,13 +38,6 @@ class FileBytes:
     Attributes:
         version: The file's version; None until it is open.
         at_once: Bytes that are best read in one thread call.
-
-    Args:
-        path: The file.
-        start: First byte.
-        budget: Most bytes to hold.
-        known: What the file must be.
-        stop: Where to stop before the end of the file.
     """
 
     def __init__(
@@ -58,10 +49,8 @@ class FileBytes:
         stop: int | None = None,
     ) -> None:
         self.version: Version | None = None
-        self._end = sys.maxsize if stop is None else stop
-        self._known = known
-        self._path = path
-        self._at = start
+        self._path, self._known = path, known
+        self._at, self._stop = start, sys.maxsize if stop is None else stop
         # Besides the buffer, the parsed data needs room.
         self.at_once = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
@@ -73,7 +62,7 @@ class FileBytes:
 
     async def read(self) -> Buffer:
         """Return the next piece."""
-        return await self.use(_next)
+        return await self.use(lambda read: read())
 
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
         """Return what ``function`` makes of the next pieces, in the same thread.
@@ -97,13 +86,11 @@ class FileBytes:
 
         The file must be open.
         """
-        return self._read_piece(_read_cached, min(_CACHED_PIECE, self._length))
+        return self._piece(_read_cached, min(_CACHED_PIECE, self._length))
 
     def is_draining(self) -> bool:
         """Return whether the end is near."""
-        return self.version is not None and self._at >= min(
-            self.version.size, self._end
-        )
+        return self.version is not None and self._at >= self._end
 
     def bytes_ahead(self) -> int:
         """Return 0: a file is read on demand."""
@@ -115,6 +102,11 @@ class FileBytes:
             file, self._file = self._file, None
             await outlast(asyncio.ensure_future(file.close()))
 
+    @property
+    def _end(self) -> int:
+        assert self.version is not None
+        return min(self.version.size, self._stop)
+
     async def _open(self) -> None:
         # Unbuffered: large reads need no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
@@ -125,32 +117,29 @@ class FileBytes:
             await self._file.seek(self._at)
 
     def _next(self) -> Any:
-        return self._read_piece(_read_into, self._length)
+        return self._piece(_read_into, self._length)
 
-    def _read_piece(self, read: _Read, most: int) -> Buffer | None:
-        try:
-            length = self._fill(read, most)
-        except OSError as error:
-            raise file_failure(self._path, error) from error
-        return None if length is None else self._buffer[:length]
-
-    def _fill(self, read: _Read, most: int) -> int | None:
+    def _piece(
+        self, read: Callable[[int, memoryview], int | None], most: int
+    ) -> Buffer | None:
         """Read one piece; check that the file is unchanged."""
         assert self.version is not None
         size = self.version.size
-        stop = min(size, self._end)
-        wanted = min(most, max(0, stop - self._at))
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
             self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
+        wanted = min(most, max(0, self._end - self._at))
         # The file of aiofiles would use another thread.
         file: int = self._file.fileno()
-        length = read(file, self._buffer[:wanted]) if wanted else 0
-        if length is None:
-            return None
+        try:
+            length = read(file, self._buffer[:wanted]) if wanted else 0
+            if length is None:
+                return None
+            now = version_of_file(file)
+        except OSError as error:
+            raise file_failure(self._path, error) from error
         self._at += length
-        now = version_of_file(file)
         if now != self.version:
             raise changed(self._path, self.version, now)
         if wanted and not length:
@@ -160,11 +149,7 @@ class FileBytes:
                 expected=size,
                 received=self._at,
             )
-        return length
-
-
-def _next(read: Callable[[], Buffer]) -> Buffer:
-    return read()
+        return self._buffer[:length]
 
 
 def _read_into(file: int, buffer: memoryview) -> int:

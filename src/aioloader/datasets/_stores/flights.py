@@ -1,4 +1,4 @@
-"""Requests of one event loop that are in flight, and waiting for their end.
+"""Requests of obstore that are in flight on one event loop, and waiting for their end.
 
 obstore runs requests on its own threads. Such a thread still needs the interpreter for
 a moment after a request ended or was cancelled; if the interpreter is gone by then, the
@@ -22,11 +22,7 @@ _LET_GO_SECONDS = 1.0
 
 
 def import_obstore() -> ModuleType:
-    """Import obstore, or raise an error that says how to install it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+    """Import obstore, or raise an ImportError that says how to install it."""
     try:
         import obstore.store  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
@@ -75,9 +71,9 @@ class Flights:
         finally:
             del failure
 
-    async def drain(self, seconds: float) -> None:
-        """Wait for the requests in flight; cancel those that take over ``seconds``."""
-        if self._open:
+    async def drain(self, seconds: float | None) -> None:
+        """Wait until obstore has released all requests that ended."""
+        if self._open and seconds is not None:
             # Only the late ones: a variable for the others would keep references.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
             while late:

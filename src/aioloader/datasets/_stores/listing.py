@@ -9,24 +9,17 @@ already received are not requested again.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from aioloader.datasets._stores.flights import Flights, import_obstore
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.requests import Requests, Tries
-from aioloader.datasets._stores.stores import StoreSource
+from aioloader.datasets._stores.sources import Sized, Store
 
-if TYPE_CHECKING:
-    from obstore import ListStream, ObjectMeta
-    from obstore.store import ObjectStore
-
-_PAGE = 1000
 _AS_A_RULE = Requests()
 
 
@@ -35,9 +28,6 @@ class Listing(Iterable[str]):
 
     An empty object with keys below it is a console's folder marker, which obstore
     cannot even read; it is left out.
-
-    Args:
-        found: Size in bytes of each key.
 
     Attributes:
         keys: The keys, sorted.
@@ -96,86 +86,64 @@ def _is_folder(keys: Sequence[str], at: int) -> bool:
     return not key or (first < len(keys) and keys[first].startswith(below))
 
 
-def list_blocking(
-    source: StoreSource, prefix: str, policy: Requests = _AS_A_RULE
-) -> Listing:
+def list_blocking(store: Store, prefix: str, policy: Requests = _AS_A_RULE) -> Listing:
     """List a store in the calling thread, which waits: see ``list_async``."""
     with start_blocking_portal() as portal:
-        return portal.call(list_async, source, prefix, policy)
+        return portal.call(list_async, store, prefix, policy)
 
 
 async def list_async(
-    source: StoreSource, prefix: str, policy: Requests = _AS_A_RULE
+    store: Store, prefix: str, policy: Requests = _AS_A_RULE
 ) -> Listing:
-    """List a store without blocking the event loop.
-
-    Args:
-        source: The store.
-        prefix: Whole path segments that keys start with.
-        policy: How long, and with which delays, a page is retried.
-
-    Raises:
-        ValueError: If nothing is found.
-        DatasetError: If listing fails.
-    """
-    tries, flights, pages = Tries(policy), Flights(), _Pages(source.web_root())
-    stream: ListStream[Sequence[ObjectMeta]] | None = None
-
-    async def page(store: "ObjectStore") -> "Sequence[ObjectMeta] | None":
-        nonlocal stream
-        rest, stream = stream, None  # kept only after a good page
-        if rest is None:
-            last = pages.resume()
-            rest = import_obstore().list(
-                store, prefix or None, offset=last, chunk_size=_PAGE
-            )
-        found = await flights.follow(anext(rest, None))
-        stream = rest
-        return found
-
+    """List a store without blocking the event loop."""
+    tries, walk = Tries(policy), _Walk(store, prefix)
     try:
-        attempt = partial(source.ask, prefix, page, "list")
-        while found := await tries.make(attempt, source, prefix, may_hedge=False):
-            pages.add(found)
+        while await tries.make(walk.step, store, prefix, may_hedge=False):
+            pass
     finally:
-        await flights.drain(0.0)
-    listing = await asyncio.to_thread(Listing.joined, pages.pages)
+        await walk.aclose()
+        await store.drain()
+    listing = await asyncio.to_thread(Listing.joined, walk.pages)
     if not listing.keys:
         raise ValueError(
-            f"no object in {source.locate(prefix)!r}; a prefix is made of whole path "
+            f"no object in {store.locate(prefix)!r}; a prefix is made of whole path "
             f"segments: 'train' has 'train/a' but not 'training/a'"
         )
     return listing
 
 
-class _Pages:
-    """The pages of a listing so far, and where it resumes after a failed request.
+class _Walk:
+    """The pages of a listing so far, and where it resumes after a failed request."""
 
-    Args:
-        root: What the store adds to each key.
-    """
-
-    def __init__(self, root: str) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         self.pages: list[Listing] = []
-        self._root = root
+        self._store, self._prefix = store, prefix
+        self._rest: AsyncIterator[Sized] | None = None
         self._last = ""
         self._is_ordered = True
 
-    def resume(self) -> str | None:
-        """Return the key after which the missing pages start.
-
-        None, without pages: all are missing where keys come in no order.
-        """
-        if not self._is_ordered:
-            self.pages, self._last, self._is_ordered = [], "", True
-        return self._last or None
-
-    def add(self, page: "Iterable[ObjectMeta]") -> None:
-        """Add a page."""
-        found = {meta["path"].removeprefix(self._root): meta["size"] for meta in page}
+    async def step(self) -> bool:
+        """Add the next page; return whether there was one."""
+        rest, self._rest = self._rest, None  # kept only after a good page
+        if rest is None:
+            if not self._is_ordered:  # the missing keys may be any
+                self.pages, self._last, self._is_ordered = [], "", True
+            rest = self._store.pages(self._prefix, self._last or None)
+        page = await self._store.ask(self._prefix, anext(rest, None), "list")
+        self._rest = rest
+        if not page:
+            return False
+        found = dict(page)
         self.pages.append(Listing(found))
         # The missing keys are those after the largest, if keys come in order. With
         # folder markers they do not: the slash that sorts them is not in the key.
         first = min((key for key in found if found[key]), default=self._last + "~")
         self._is_ordered &= self._last < first
         self._last = max(found, default=self._last)
+        return True
+
+    async def aclose(self) -> None:
+        """Release what lists the store."""
+        rest: Any = self._rest
+        if rest is not None:
+            await rest.aclose()

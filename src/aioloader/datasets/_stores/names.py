@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, SupportsIndex, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from aioloader.datasets._stores.redact import redact_key
 
@@ -21,9 +20,6 @@ class NameTable(Sequence[str]):
     """Hold an immutable sequence of strings in two arrays.
 
     The table owns its arrays; each access decodes a name.
-
-    Args:
-        names: The strings, in order.
     """
 
     __slots__ = ("_blob", "_bytes", "_ends", "_offsets")
@@ -36,7 +32,7 @@ class NameTable(Sequence[str]):
             raise TypeError(f"names must be strings, got one of type {kind}") from None
         ends = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum([len(name) for name in encoded], out=ends[1:])
-        self._adopt(np.frombuffer(b"".join(encoded), np.uint8), ends)
+        self.__setstate__((np.frombuffer(b"".join(encoded), np.uint8), ends))
 
     @classmethod
     def joined(cls, tables: Iterable["NameTable"]) -> "NameTable":
@@ -48,21 +44,12 @@ class NameTable(Sequence[str]):
             ends.append(its_ends[1:] + size)
             size += len(blob)
         # Joining bytes would block other threads until all is copied.
-        made._adopt(np.concatenate(blobs), np.concatenate(ends))
+        made.__setstate__((np.concatenate(blobs), np.concatenate(ends)))
         return made
 
-    def _adopt(self, blob: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> None:
-        self._blob, self._ends = blob, ends
-        # A memoryview yields Python ints and slices in a third of numpy's time.
-        self._bytes, self._offsets = blob.data, ends.data
-
     def position(self, index: SupportsIndex) -> int:
-        """Return ``index`` counted from the front.
-
-        Raises:
-            IndexError: If ``index`` is out of range, as for a list.
-        """
-        position, count = operator.index(index), len(self._offsets) - 1
+        """Return ``index`` counted from the front."""
+        position, count = operator.index(index), len(self)
         if not -count <= position < count:
             raise IndexError(f"index {position} is out of range for {count:,} samples")
         return position if position >= 0 else position + count
@@ -82,9 +69,8 @@ class NameTable(Sequence[str]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, NameTable):
-            return bool(
-                np.array_equal(self._ends, other._ends)
-                and np.array_equal(self._blob, other._blob)
+            return np.array_equal(self._ends, other._ends) and np.array_equal(
+                self._blob, other._blob
             )
         if isinstance(other, (list, tuple)):
             return list(self) == list(other)
@@ -102,4 +88,6 @@ class NameTable(Sequence[str]):
         return self._blob, self._ends
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._adopt(*state)
+        self._blob, self._ends = state
+        # A memoryview yields Python ints and slices in a third of numpy's time.
+        self._bytes, self._offsets = self._blob.data, self._ends.data

@@ -24,10 +24,6 @@ Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _QUICK = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_KNOWN_IN = {
-    "retry_config": ("backoff", "max_retries", "retry_timeout"),
-    "retry_config.backoff": ("base", "init_backoff", "max_backoff"),
-}
 # For hints: the options of S3, Google and Azure, with and without prefix, and of HTTP.
 _KNOWN = (
     "access_key_id", "account_key", "account_name", "allow_http",
@@ -52,11 +48,7 @@ _KNOWN = (
 
 
 def hidden(options: Mapping[str, Any] | None) -> Options:
-    """Return a copy of options, with secrets hidden.
-
-    Raises:
-        TypeError: If they are not a mapping of names.
-    """
+    """Return a copy of options, with secrets hidden."""
     given: Any = {} if options is None else options
     if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
         raise TypeError(
@@ -73,81 +65,56 @@ def revealed(options: Options) -> Mapping[str, Any]:
 
 
 def check_no_options(path: str, options: Options) -> None:
-    """Check that local files have no options.
-
-    Raises:
-        ValueError: If there are some.
-    """
+    """Check that local files have no options."""
     if names := ", ".join(revealed(options)):
         raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 
 
 def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Return the store of a URL.
-
-    Args:
-        url: The URL; not of local files.
-        label: The URL as it may be shown.
-        options: Its options, in clear.
-
-    Raises:
-        DatasetError: If a file that the options name cannot be read.
-        ValueError: If an option is wrong.
-    """
+    """Return the store of a URL, not of local files."""
     if (text := _complaint(options)) is None:
         try:
             return _made(url, options)
         except obstore_errors() as exc:
-            reason, name, said = Reason(exc), type(exc).__name__, str(exc)
-            failure = failure_of("open", label, exc)
-            option = None if reason.code else _culprit(url, options, exc)
-        if reason.code:
+            reason, failure = Reason(exc), failure_of("open", label, exc)
+            text = None if reason.code else _hint(url, options, exc, reason.text)
+        if text is None:
             raise failure  # without a context, whose text may hold secrets
-        text = f"{reason.text}; check its options"
-        if name == "UnknownConfigurationKeyError" or "Invalid key:" in said:
-            named = [a for a, _ in OPTION.findall(said)][:1]
-            text = _unknown(option or "".join(named))
-        elif "does not accept" in said:
-            text = (
-                f"{reason.text}; it accepts only the store_options client_options and "
-                "retry_config"
-            )
-        elif "Missing" in reason.text or "must be" in reason.text:
-            text = (
-                f"{reason.text}: name it in store_options, or set it in the environment"
-            )
-        elif option is not None:
-            text = (
-                f"it refuses the value of the store option {option!r} ({reason.text})"
-            )
     raise ValueError(f"cannot open {label!r}: {text}")
 
 
+def _hint(url: str, options: Mapping[str, Any], exc: Exception, said: str) -> str:
+    """Return what is wrong with options that obstore refuses."""
+    text, option = str(exc), _culprit(url, options, exc)
+    if type(exc).__name__ == "UnknownConfigurationKeyError" or "Invalid key:" in text:
+        named = [name for name, _ in OPTION.findall(text)][:1]
+        return _unknown(option or "".join(named))
+    if "does not accept" in text:
+        return (
+            f"{said}; it accepts only the store_options client_options and retry_config"
+        )
+    if "Missing" in said or "must be" in said:
+        return f"{said}: name it in store_options, or set it in the environment"
+    if option is not None:
+        return f"it refuses the value of the store option {option!r} ({said})"
+    return f"{said}; check its options"
+
+
 def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
-    stores = import_obstore().store
-    url, options = _prepare(url, options)
-    is_web = url[:4].lower() == "http"
-    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
-    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
-    store: ObjectStore = make(url, **options)
-    return store
-
-
-def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return URL and options as obstore needs them.
+    """Make a store.
 
     Plain HTTP is allowed where an address uses it. User and password of a URL, which
     obstore would not send, become the equivalent header.
     """
+    stores, client = import_obstore().store, dict(options.get("client_options") or {})
     scheme, _, rest = url.partition("://")
     is_web = scheme.lower() in {"http", "https"}
-    if not is_web:  # a key may have ? or #, but obstore parses a URL
-        url = url.replace("#", "%23").replace("?", "%3F")
-    client = dict(options.get("client_options") or {})
     if any(address.startswith("http://") for address in _addresses(url, options)):
         client.setdefault("allow_http", True)
     user = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")[0]
-    if user and is_web:
+    if not is_web:  # a key may have ? or #, but obstore parses a URL
+        url = url.replace("#", "%23").replace("?", "%3F")
+    elif user:
         token = base64.b64encode(unquote(user).encode()).decode()
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
@@ -156,7 +123,10 @@ def _prepare(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     prepared = {"retry_config": _QUICK, **options}
     if client:
         prepared["client_options"] = client
-    return url, prepared
+    # A signed URL of S3, Google or Azure is read as is: their stores drop the query.
+    make = stores.HTTPStore if is_web and "?" in url else stores.from_url
+    store: ObjectStore = make(url, **prepared)
+    return store
 
 
 def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
@@ -172,15 +142,16 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
 def _complaint(options: Mapping[str, Any]) -> str | None:
     """Return what is wrong with options that obstore does not check."""
     retry = options.get("retry_config")
-    parts = {"retry_config": retry}
-    if isinstance(retry, Mapping):
-        parts["retry_config.backoff"] = retry.get("backoff")
-    parts["client_options"] = options.get("client_options")
-    for path, part in parts.items():
+    backoff = retry.get("backoff") if isinstance(retry, Mapping) else None
+    parts = {
+        "retry_config": (retry, ("backoff", "max_retries", "retry_timeout")),
+        "retry_config.backoff": (backoff, ("base", "init_backoff", "max_backoff")),
+        "client_options": (options.get("client_options"), None),
+    }
+    for path, (part, known) in parts.items():
         if part is not None and not isinstance(part, Mapping):
             kind = type(part).__name__
             return f"the store option {path!r} must be a dict, got {kind}"
-        known = _KNOWN_IN.get(path)
         unknown = [name for name in part or () if known and name not in known]
         if unknown:
             return _unknown(f"{path}.{unknown[0]}", known)
@@ -189,30 +160,26 @@ def _complaint(options: Mapping[str, Any]) -> str | None:
 
 def _unknown(path: str, known: Iterable[str] | None = None) -> str:
     """Return the error text for an unknown option, or one nested in another."""
-    _, _, name = path.rpartition(".")
     names = sorted(known or _KNOWN)
-    nearest = difflib.get_close_matches(name.lower(), names, 1)
+    nearest = difflib.get_close_matches(path.rpartition(".")[2].lower(), names, 1)
     hint = "its options are in the documentation of obstore"
     if nearest:
         hint = f"did you mean {nearest[0]!r}?"
-    if known and not nearest:
+    elif known:
         hint = f"known are {', '.join(names)}"
     return f"the store does not know the option {path!r}: {hint}"
 
 
 def _culprit(url: str, options: Mapping[str, Any], refusal: Exception) -> str | None:
     """Return the option that is refused by itself, as all of them are, if any is."""
-    single: dict[str, Mapping[str, Any]] = {}
-    for name, value in options.items():
-        single[name] = {name: value}
-        if isinstance(value, Mapping):
-            for inner, one in value.items():
-                single[f"{name}.{inner}"] = {name: {inner: one}}
     found = None
-    for path, alone in single.items():
-        try:
-            _made(url, alone)
-        except Exception as exc:  # noqa: BLE001  (compared, and not raised)
-            if (type(exc), str(exc)) == (type(refusal), str(refusal)):
-                found = path  # innermost last
+    for name, value in options.items():
+        inside = value.items() if isinstance(value, Mapping) else ()
+        alone = {f"{name}.{inner}": {inner: one} for inner, one in inside}
+        for path, one in {name: value, **alone}.items():
+            try:
+                _made(url, {name: one})
+            except Exception as exc:  # noqa: BLE001  (compared, and not raised)
+                if (type(exc), str(exc)) == (type(refusal), str(refusal)):
+                    found = path  # innermost last
     return found

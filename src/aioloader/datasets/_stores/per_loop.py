@@ -1,8 +1,4 @@
-"""State that belongs to one event loop, for datasets that several loops may read.
-
-Each running loop has its own value, made at first use and dropped with the loop.
-Pickles contain the factory, never the values.
-"""
+"""State that belongs to one event loop, for datasets that several loops may read."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,10 +9,9 @@ T = TypeVar("T")
 
 
 class PerLoop(Generic[T]):
-    """Make and keep one value for each event loop.
+    """One value for each event loop, made at first use and dropped with the loop.
 
-    Args:
-        make: Makes the value; called on the loop, without arguments.
+    Pickles contain the factory, never the values.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

@@ -1,18 +1,18 @@
 """Opening addresses: paths and URLs to bytes, whatever the store.
 
-Paths and ``file://`` are read from disk, all others by obstore, with one store per
-bucket or host. Patterns are expanded: braces always, ``*`` and ``?`` by a listing.
-``addresses`` defines addresses and patterns.
+Paths and ``file://`` are read from disk, all others by a store, one per bucket or host.
+Patterns are expanded: braces always, ``*`` and ``?`` by a listing. ``addresses``
+defines addresses and patterns.
 """
 
 import asyncio
 import contextlib
 import copy
-import functools
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from typing_extensions import Buffer
 
@@ -36,15 +36,13 @@ from aioloader.datasets._stores.bytes import Bytes, ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.hub import HubSource, is_hub
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import Requests
-from aioloader.datasets._stores.stored import Client, StoredObject
-from aioloader.datasets._stores.stores import (
-    StoreSource,
-)
+from aioloader.datasets._stores.sources import OwnStore, Store
+from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
+from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.versions import (
     NOTHING,
     Known,
@@ -52,10 +50,6 @@ from aioloader.datasets._stores.versions import (
     version_of_file,
 )
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-Source: TypeAlias = StoreSource | HubSource
 T = TypeVar("T")
 # Files whose sizes or ends are read at once.
 _AT_ONCE = 32
@@ -68,18 +62,11 @@ class Listed(list[Any]):
 
 
 class Places:
-    """Opens addresses; pickled without open stores.
-
-    Args:
-        store: What addresses are relative to; None: they are paths and URLs.
-        options: Options of obstore's stores.
-        requests: How requests are retried.
-        cache: Cache for bytes read from stores, or None.
-    """
+    """Opens addresses; pickled without open stores."""
 
     def __init__(
         self,
-        store: "str | os.PathLike[str] | ObjectStore | None",
+        store: Any,
         options: Options,
         requests: Requests,
         cache: CacheDir | None = None,
@@ -87,24 +74,18 @@ class Places:
         self.kept_in = cache
         self._options = options
         self._requests = requests
-        self._base: Source | None = None
+        self._base: Store | None = None
         self._folder = ""
-        if store is not None:
-            if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
-                self._folder = path_of(os.fspath(store))
-                check_no_options(self._folder, options)
-            else:
-                self._base = _source(store, options)
-        self._sources: dict[Address, Source] = {}
-        self._per_loop: PerLoop[Client] = PerLoop(functools.partial(Client, requests))
+        if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
+            self._folder = path_of(os.fspath(store))
+            check_no_options(self._folder, options)
+        elif store is not None:
+            self._base = store_of(store, options)
+        self._stores: dict[Address, Store] = {}
+        self._per_loop: PerLoop[Client] = PerLoop(partial(Client, requests))
 
     def check(self, addresses: list[Address]) -> None:
-        """Check that the first address is valid, and the store accepts its options.
-
-        Raises:
-            ImportError: If obstore is needed, and not installed.
-            ValueError: If it is of an unknown kind, or options are wrong.
-        """
+        """Check that the first address is valid, and the store accepts its options."""
         if self._base is not None:
             return
         remote = (one for one in addresses if not is_local(one))
@@ -116,20 +97,22 @@ class Places:
         else:
             if "{" in split(first)[0]:
                 first = next(braces(first))
-            self._source_of(first)
+            self._store_of(first)
+
+    def cached(self, cache: CacheDir) -> Self:
+        """Return the same places, read through a cache."""
+        clone = copy.copy(self)
+        clone.kept_in = cache
+        return clone
 
     # -- addresses ----------------------------------------------------------------
 
     async def expand(self, patterns: Any) -> Listed:
         """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
 
-        Args:
-            patterns: What ``sealed`` returned; or one or many strings.
-
-        Raises:
-            ValueError: If a pattern matches nothing.
-            DatasetError: If listing fails.
+        An iteration begins with it, and ends with ``aclose``.
         """
+        self._per_loop.here().users += 1
         found = Listed()
         for pattern in sealed(patterns):
             for address in braces(pattern):
@@ -148,62 +131,59 @@ class Places:
 
     async def _listed(self, address: Address) -> Listed:
         """Return an address, or its matches if it is a pattern."""
-        if self._base is not None:
-            if not has_signs(address):
-                return Listed([address])
-            found = await self._match(self._base, None, address.removeprefix("/"))
+        store, root, pattern = self._base, None, address
+        if store is not None:
+            pattern = address.removeprefix("/")
         elif is_local(address):
             pattern = local_pattern(address)
-            if not has_signs(pattern):
-                return Listed([address])
+        elif searched := pattern_of(address):
+            root, pattern = searched
+            store, _ = self._store_of(root)
+        else:
+            return Listed([address])
+        if not has_signs(pattern):
+            return Listed([address])
+        if store is None:
             files, _ = await asyncio.to_thread(globbed, pattern, self._folder)
             found = Listed(files)
         else:
-            searched = pattern_of(address)
-            if searched is None:
-                return Listed([address])
-            root, pattern = searched
-            found = await self._match(self._source_of(root)[0], root, pattern)
+            folder = folder_of(pattern)
+            listing = await list_async(store, folder, self._requests)
+            self._per_loop.here().listings[root, folder] = listing
+            found = await asyncio.to_thread(_matching, listing, pattern, root)
         if not found:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
-            if self.path(address) and not await asyncio.to_thread(_has_folder, label):
+            if store is None and not await asyncio.to_thread(_has_folder, label):
                 hint = f"there is no directory {folder_of(label)!r}"
             raise ValueError(f"no shard matches {label!r}; {hint}")
         return found
 
-    async def _match(
-        self, source: Source, root: Address | None, pattern: str
-    ) -> Listed:
-        client, folder = self._per_loop.here(), folder_of(pattern)
-        listing: Iterable[str]
-        if isinstance(source, HubSource):
-            attempt = functools.partial(source.keys, folder)
-            listing = await client.tries.make(attempt, source, folder)
-        else:
-            listing = await list_async(source, folder, self._requests)
-            client.listings[root, folder] = listing
-        return await asyncio.to_thread(_matching, listing, pattern, root)
-
     def label(self, address: Address) -> str:
         """Return an address as it may be shown."""
-        if self._base is None and is_local(address):
-            return os.path.join(self._folder, path_of(address))  # noqa: PTH118
-        source, key = self._source_of(address)
-        return source.locate(key)
+        if (path := self.path(address)) is not None:
+            return path
+        store, key = self._store_of(address)
+        return store.locate(key)
 
     def name(self, address: Address) -> str:
         """Return a shard's name, redacted; its ending shows its compression."""
         return address if self._base is not None else name_of(address)
 
-    def _source_of(self, address: Address) -> tuple[Source, str]:
+    def path(self, address: Address) -> str | None:
+        """Return the path of a local file, or None."""
+        if self._base is None and is_local(address):
+            return os.path.join(self._folder, path_of(address))  # noqa: PTH118
+        return None
+
+    def _store_of(self, address: Address) -> tuple[Store, str]:
         """Return the store of an address, and the key in it."""
         if self._base is not None:
             return self._base, address
         root, key = split(address)
-        if root not in self._sources:
-            self._sources[root] = _source(root, self._options)
-        return self._sources[root], key
+        if root not in self._stores:
+            self._stores[root] = store_of(root, self._options)
+        return self._stores[root], key
 
     # -- bytes --------------------------------------------------------------------
 
@@ -215,33 +195,12 @@ class Places:
         known: Known = NOTHING,
         stop: int | None = None,
     ) -> Bytes:
-        """Return the bytes of a shard from ``start`` on; nothing is read yet.
-
-        Args:
-            address: The shard's address.
-            start: First byte.
-            budget: Most bytes to hold.
-            known: What the shard must be; besides, it has the size that was listed.
-            stop: Where to stop before its end.
-        """
+        """Return the bytes of a shard from ``start`` on; nothing is read yet."""
         if (path := self.path(address)) is not None:
             return FileBytes(path, start, budget, known, stop)
         if known.version is None:
             known = known._replace(version=self._as_listed(address))
         return ObjectBytes(self._object(address), start, budget, known, stop)
-
-    def _object(self, address: Address) -> StoredObject:
-        source, key = self._source_of(address)
-        # All in-memory stores have the same name.
-        cache = None if source.label == "memory://" else self.kept_in
-        name = address if self._base is None else f"{source.label}\n{key}"
-        return StoredObject(self._per_loop.here(), source, key, cache, name)
-
-    def path(self, address: Address) -> str | None:
-        """Return the path of a local file, or None."""
-        if self._base is None and is_local(address):
-            return self.label(address)
-        return None
 
     async def version(self, address: Address) -> Version:
         """Return the version of a shard, which has the size that was listed."""
@@ -252,15 +211,16 @@ class Places:
                 raise file_failure(path, error) from error
         return await self._object(address).version(self._as_listed(address))
 
+    async def read(
+        self, address: Address, start: int, stop: int, version: Version
+    ) -> Buffer:
+        """Return bytes of an object at a version."""
+        return await self._object(address).read(start, stop, version)
+
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool
     ) -> list[int] | None:
-        """Return the lengths of shards, in bytes; None if some are unknown.
-
-        Args:
-            addresses: What ``expand`` returned, or a part of it.
-            must: Whether to ask stores that have not listed them.
-        """
+        """Return the lengths of shards, in bytes; None if some are unknown."""
         if isinstance(addresses, Listed) and addresses.sizes is not None:
             return addresses.sizes
         found = await asyncio.to_thread(self._local_sizes, addresses)
@@ -270,14 +230,21 @@ class Places:
         return found
 
     def _local_sizes(self, addresses: Sequence[Address]) -> list[int] | None:
-        found: list[int] = []
-        for address in addresses:
-            path = self.path(address)
-            try:
-                found.append(os.stat(path or "").st_size)  # noqa: PTH116  (many)
-            except OSError:
-                return None  # remote, or missing, which reading it will tell
-        return found
+        try:
+            return [os.stat(self.path(one) or "").st_size for one in addresses]  # noqa: PTH116  (many)
+        except OSError:
+            return None  # remote, or missing, which reading it will tell
+
+    def _object(self, address: Address) -> StoredObject:
+        store, key = self._store_of(address)
+        cache, name = self.kept_in, address
+        if self._base is not None:
+            name = f"{store.cache_name}\n{key}"
+        if cache is not None and store.cache_name is None:
+            if isinstance(store, OwnStore):
+                warn_once(cache, store.label, "it has no label to name its bytes")
+            cache = None
+        return StoredObject(self._per_loop.here(), store, key, cache, name)
 
     def _as_listed(self, address: Address) -> Version | None:
         here = self._per_loop.here()
@@ -286,31 +253,16 @@ class Places:
         place = (None, address) if self._base is not None else split(address)
         return here.listed(*place)
 
-    async def read(
-        self, address: Address, start: int, stop: int, version: Version
-    ) -> Buffer:
-        """Return bytes of an object at a version."""
-        return await self._object(address).read(start, stop, version)
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same places, read through a cache."""
-        clone = copy.copy(self)
-        clone.kept_in = cache
-        return clone
-
     async def aclose(self) -> None:
-        """Wait for this loop's requests in flight, and drop idle connections."""
-        await self._per_loop.here().flights.drain(0.0)
-        for source in (self._base, *self._sources.values()):
-            if source is not None:
-                source.close()
+        """Wait for this loop's requests; the last user drops idle connections."""
+        here = self._per_loop.here()
+        here.users = max(0, here.users - 1)
+        for store in (self._base, *self._stores.values()):
+            if store is not None:
+                await (store.drain() if here.users > 0 else store.aclose())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sources": {}}
-
-
-def _source(store: Any, options: Options) -> Source:
-    return HubSource(store, options) if is_hub(store) else StoreSource(store, options)
+        return {**self.__dict__, "_stores": {}}
 
 
 # -- patterns, in a thread --------------------------------------------------------
@@ -320,14 +272,11 @@ def _has_folder(pattern: str) -> bool:
     return not has_signs(pattern) or Path(folder_of(pattern) or ".").is_dir()
 
 
-def _matching(keys: Iterable[str], pattern: str, root: Address | None) -> Listed:
-    found = matching(keys, pattern)
+def _matching(listing: Listing, pattern: str, root: Address | None) -> Listed:
+    found = matching(listing, pattern)
     made = Listed(found if root is None else [spell(root, key) for key in found])
-    if isinstance(keys, Listing):
-        every = keys.items()  # in the same order
-        made.sizes = [
-            next(size for name, size in every if name == key) for key in found
-        ]
+    every = listing.items()  # in the same order
+    made.sizes = [next(size for name, size in every if name == key) for key in found]
     return made
 
 

@@ -22,6 +22,7 @@ _HARMLESS_NAME = re.compile(
     r"_(file|uri|url|host|endpoint|provider|type|algorithm)$|"
     r"(?<!access_key)_id$|(^|_)(skip_signature|application_credentials)$"
 )
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 OF_A_URL = "the URL's user, password or query"
 _HARMLESS_HEADERS = frozenset({
     "accept", "accept-encoding", "cache-control", "content-type", "range",
@@ -29,15 +30,27 @@ _HARMLESS_HEADERS = frozenset({
 })  # fmt: skip
 
 
-class Sealed(Generic[T]):
-    """A value that no repr shows and no pickle holds; equal by value.
+class _Hidden:
+    """What no repr shows, and no pickle holds but that for the loader's own workers."""
 
-    Attributes hold secrets in it. The loader's own workers get it.
+    __slots__ = ()
+    what = OF_A_URL
 
-    Args:
-        value: The secret.
-        what: Names its secret parts, for the error of a pickle.
-    """
+    def __repr__(self) -> str:
+        return "<hidden>"
+
+    def __deepcopy__(self, _memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            f"a pickle would hold {self.what} in clear; set environment variables (of "
+            "PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
+        )
+
+
+class Sealed(_Hidden, Generic[T]):
+    """A hidden value; attributes hold secrets in it. Equal by value."""
 
     __slots__ = ("value", "what")
 
@@ -51,43 +64,15 @@ class Sealed(Generic[T]):
     def __hash__(self) -> int:
         return hash((Sealed, self.value))
 
-    def __repr__(self) -> str:
-        return "<hidden>"
 
-    def __deepcopy__(self, _memo: Any) -> Self:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise _refusal(self.what)
-
-
-class SecretURL(str):
-    """A URL with a secret: a string whose repr hides it, and that no pickle holds.
-
-    The loader's own workers get it.
-    """
+class SecretURL(_Hidden, str):
+    """A URL with a secret: a hidden string."""
 
     __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "<hidden>"
-
-    def __deepcopy__(self, _memo: Any) -> Self:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise _refusal(OF_A_URL)
 
 
 ONLY_TO_WORKERS[Sealed] = lambda one: (Sealed, (one.value, one.what))
 ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
-
-
-def _refusal(what: str) -> pickle.PicklingError:
-    return pickle.PicklingError(
-        f"a pickle would hold {what} in clear; set environment variables (of "
-        "PostgreSQL: PGPASSWORD or PGPASSFILE), or pass a credential_provider"
-    )
 
 
 def private(url: str) -> str:
@@ -118,6 +103,11 @@ def redact_key(key: str) -> str:
     return name if "=" in query else key
 
 
+def redact_text(text: str) -> str:
+    """Return a text with every URL in it redacted."""
+    return _URL.sub(lambda found: redact_url(found[0]), text)
+
+
 def carries_secret(url: str) -> bool:
     """Return whether a URL has a user, a password, or a query (a signature)."""
     scheme, found, rest = url.partition("://")
@@ -146,23 +136,13 @@ def _is_container(scheme: str, user: str) -> bool:
 def secret_options(options: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Yield the dotted names of options that hold, or sound like, a secret."""
     for name, value in options.items():
-        where = f"{path}{name}"
-        if str(name).lower() == "default_headers":
-            yield from _secret_headers(value, where)
+        where, plain = f"{path}{name}", str(name).lower().replace("-", "_")
+        sounds = _SECRET_NAME.search(plain) and not _HARMLESS_NAME.search(plain)
+        if plain == "default_headers":
+            for header in value:
+                if header.lower() not in _HARMLESS_HEADERS:
+                    yield f"{where}.{header}"
         elif isinstance(value, Mapping):
             yield from secret_options(value, f"{where}.")
-        elif _sounds_secret(str(name)) or (
-            isinstance(value, str) and carries_secret(value)
-        ):
+        elif sounds or (isinstance(value, str) and carries_secret(value)):
             yield where
-
-
-def _secret_headers(headers: Mapping[str, Any], path: str) -> Iterator[str]:
-    for name in headers:
-        if name.lower() not in _HARMLESS_HEADERS:
-            yield f"{path}.{name}"
-
-
-def _sounds_secret(name: str) -> bool:
-    plain = name.lower().replace("-", "_")
-    return bool(_SECRET_NAME.search(plain)) and not _HARMLESS_NAME.search(plain)

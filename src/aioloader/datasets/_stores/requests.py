@@ -2,12 +2,13 @@
 
 A stall is detected by a timeout for each request, because a hanging connection raises
 no error. Errors that waiting cannot cure (no such object, no permission) are raised at
-once.
+once. Nothing here knows of stores: databases are retried by it too.
 """
 
 import asyncio
 import itertools
 import logging
+import math
 import random
 import statistics
 from collections import deque
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.retry import RETRIED
-from aioloader.datasets._stores.failures import NoRangesError, Reason, failure_of
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
 
@@ -25,9 +25,6 @@ _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
-# Statuses that a retry will not change; 408 and 429 are worth one.
-FINAL = frozenset(range(400, 500)) - {408, 425, 429}
-_CHANGED = 412
 # A second request is sent after the slowest twentieth of the latest durations.
 _REMEMBERED, _ENOUGH = 128, 20
 # Seconds of retries for a host that refused every connection so far.
@@ -79,11 +76,7 @@ class Requests:
 
 
 def policy_of(requests: Requests | None) -> Requests:
-    """Return the retry policy.
-
-    Raises:
-        TypeError: If it is not a ``Requests``.
-    """
+    """Return the retry policy."""
     if not isinstance(requests, Requests | None):
         raise TypeError(
             "requests must be aioloader.datasets.Requests(timeout=..., deadline=...), "
@@ -113,32 +106,28 @@ class UnreachableError(RefusedError):
     error: DatasetError
 
 
-class Source:
-    """A store, with what is known of its server, shared by all requests to it.
+class Server:
+    """What is known of one server, shared by all requests to it.
 
     Attributes:
-        label: Its address as it may be shown.
         has_answered: Whether it ever answered, if only with an error.
         is_refusing: Whether it never did, and the latest connection was refused.
         has_warned: Whether a retry was logged.
     """
 
-    label: str
-    has_answered = is_refusing = has_warned = False
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.has_answered = self.is_refusing = self.has_warned = False
 
     def locate(self, key: str) -> str:
         """Return the address of ``key`` as it may be shown."""
         # The tail of a signed URL, passed as a key, must put no signature into the log.
-        key = redact_key(key)
-        return f"{self.label.rstrip('/')}/{key}" if key else self.label
+        key, label = redact_key(key), self.label
+        return f"{label}{'' if label.endswith('/') else '/'}{key}" if key else label
 
 
 class Tries:
-    """Makes requests by a policy, for one dataset on one event loop.
-
-    Args:
-        policy: The policy.
-    """
+    """Makes requests by a policy, for one dataset on one event loop."""
 
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
@@ -148,7 +137,7 @@ class Tries:
     async def make(
         self,
         attempt: Attempt[T],
-        source: Source,
+        server: Server,
         key: str,
         *,
         began: float | None = None,
@@ -160,8 +149,8 @@ class Tries:
             attempt: Makes one request. A ``DatasetError`` is retried; so is an
                 ``UnreachableError``, for seconds only if the server never answered; a
                 ``RefusedError`` is not.
-            source: The store.
-            key: What is read from it.
+            server: Who is asked.
+            key: What is asked for.
             began: Start of the deadline, by the loop's clock; default: now.
             may_hedge: Whether two attempts may run at once.
 
@@ -179,55 +168,35 @@ class Tries:
                 seconds = min(policy.timeout, began + policy.deadline - clock())
                 if seconds <= 0 and failed is not None:
                     break
-                result = await self._tried(attempt, source, seconds)
+                result = await _tried(attempt, server, seconds)
                 if not isinstance(result, (DatasetError, TimeoutError)):
                     return result
                 if isinstance(result, DatasetError):
                     failed = said = result
                 elif said is None or seconds == policy.timeout:
-                    failed = _unanswered(source.locate(key), seconds, said)
+                    failed = _unanswered(server.locate(key), seconds, said)
                 else:  # cut short by the deadline: it says less than the one before
                     failed = said
                 RETRIED[asyncio.current_task()] = failed
                 sent += failed.attempts
-                most = policy.deadline
-                if source.is_refusing:
-                    most = min(most, _PATIENCE)
+                patience = _PATIENCE if server.is_refusing else math.inf
+                most = min(policy.deadline, patience)
                 bound = min(policy.max_delay, policy.base_delay * 2.0**number)
                 delay = self._rng.uniform(0.0, bound)
                 if clock() + delay >= began + most:
                     break
-                if not source.has_warned:  # hundreds of requests may be in flight
-                    source.has_warned = True
+                if not server.has_warned:  # hundreds of requests may be in flight
+                    server.has_warned = True
                     _LOG.warning(_RETRYING, failed, most)
                 await asyncio.sleep(delay)
             assert failed is not None
-            raise _given_up(failed, sent, most)
+            failed.args = (f"{failed}; given up after {most:g} s, {sent} attempts",)
+            failed.attempts = sent
+            raise failed
         finally:
             if failed is not None:
                 RETRIED.pop(asyncio.current_task(), None)
             failed = said = result = None
-
-    async def _tried(
-        self, attempt: Attempt[T], source: Source, seconds: float
-    ) -> T | DatasetError | TimeoutError:
-        """Return the result of one attempt, or its error if a retry may help."""
-        try:
-            result = await _within(seconds, attempt)
-        except TimeoutError as late:
-            source.is_refusing = False
-            return late
-        except UnreachableError as unreachable:
-            source.is_refusing = not source.has_answered
-            return unreachable.error
-        except (RefusedError, DatasetError) as failure:
-            source.has_answered, source.is_refusing = True, False
-            if isinstance(failure, RefusedError):
-                raise failure.error from None
-            # Its frames refer to it: such a cycle would keep the user's iterator.
-            return failure.with_traceback(None)
-        source.has_answered = True
-        return result
 
     async def _timed(self, attempt: Attempt[T]) -> T:
         loop = asyncio.get_running_loop()
@@ -240,12 +209,13 @@ class Tries:
     async def _hedged(self, attempt: Attempt[T]) -> T:
         """Send a slow request again; return the first result, or the last error."""
         delay = statistics.quantiles(self._seconds, n=20)[-1]
-        requests = {asyncio.create_task(attempt())}
+        waiting = {asyncio.create_task(attempt())}
+        requests = set(waiting)
         try:
-            done, _ = await asyncio.wait(requests, timeout=delay)
+            done, _ = await asyncio.wait(waiting, timeout=delay)
             if not done:
                 requests.add(asyncio.create_task(attempt()))
-            waiting = set(requests)
+                waiting = set(requests)
             while True:
                 done, waiting = await asyncio.wait(
                     waiting, return_when=asyncio.FIRST_COMPLETED
@@ -259,13 +229,32 @@ class Tries:
             await asyncio.gather(*requests, return_exceptions=True)
 
 
+async def _tried(
+    attempt: Attempt[T], server: Server, seconds: float
+) -> T | DatasetError | TimeoutError:
+    """Return the result of one attempt, or its error if a retry may help."""
+    try:
+        result = await _within(seconds, attempt)
+    except TimeoutError as late:
+        server.is_refusing = False
+        return late
+    except UnreachableError as unreachable:
+        server.is_refusing = not server.has_answered
+        return unreachable.error
+    except (RefusedError, DatasetError) as failure:
+        server.has_answered, server.is_refusing = True, False
+        if isinstance(failure, RefusedError):
+            raise failure.error from failure.error.__cause__
+        # Its frames refer to it: such a cycle would keep the user's iterator.
+        return failure.with_traceback(None)
+    server.has_answered = True
+    return result
+
+
 async def _within(seconds: float, attempt: Attempt[T]) -> T:
-    """Return the result of ``attempt``, cancelled if it takes too long.
+    """Return the result of ``attempt``; raise a TimeoutError if it takes too long.
 
     ``asyncio.timeout`` takes 4 to 8 us, and this 2.
-
-    Raises:
-        TimeoutError: If it did.
     """
     task, is_late = asyncio.current_task(), False
     assert task is not None
@@ -298,34 +287,3 @@ def _unanswered(
     error = DatasetError(text, location=location)
     error.__cause__ = before
     return error
-
-
-def _given_up(error: DatasetError, attempts: int, seconds: float) -> DatasetError:
-    """Return the last attempt's error, with the number of attempts added."""
-    error.args = (f"{error}; given up after {seconds:g} s, {attempts} attempts",)
-    error.attempts = attempts
-    return error
-
-
-def read_failure(location: str, exc: Exception, verb: str = "read") -> Exception:
-    """Return the error to raise for obstore's: one to retry, or a refusal.
-
-    A ``NoRangesError`` if the server gave all of an object in place of a range.
-    """
-    name, reason = type(exc).__name__, Reason(exc)
-    if name == "NotSupportedError":
-        return NoRangesError()
-    if name == "PreconditionError" or reason.status == _CHANGED:
-        text = f"{location!r} changed while being read; write new shards instead"
-        return RefusedError(DatasetError(text, location=location))
-    failure = failure_of(verb, location, exc)
-    # A wrong call stays wrong at the next try.
-    wrong = (ValueError, TypeError, NotImplementedError)
-    is_final = isinstance(failure, (FileNotFoundError, PermissionError))
-    is_final |= isinstance(exc, wrong) or reason.is_bad_key
-    # Not every HTTP server has a listing.
-    has_none = verb == "list" and location.startswith("http")
-    is_final |= has_none and type(failure) is DatasetError
-    if is_final or reason.status in FINAL:
-        return RefusedError(failure)
-    return UnreachableError(failure) if reason.is_unreachable else failure

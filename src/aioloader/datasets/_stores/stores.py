@@ -1,4 +1,4 @@
-"""Object stores: an address that can be shown, pickled and opened.
+"""Object stores, by obstore: opened where they are used, asked, listed and read whole.
 
 The process that uses a URL makes its store, at its first read; stores are never
 pickled. A pickle holds the URL and the options; if they hold secrets, only the one for
@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import os
 import pickle
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import unquote
 
-from aioloader.datasets._stores.addresses import (
-    Address,
-    is_local,
-    path_of,
-    sealed,
+from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
+from aioloader.datasets._stores.failures import (
+    NoRangesError,
+    Reason,
+    failure_of,
+    truncated,
 )
-from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import (
     Options,
@@ -27,6 +29,7 @@ from aioloader.datasets._stores.options import (
     open_store,
     revealed,
 )
+from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     OF_A_URL,
     Sealed,
@@ -34,14 +37,39 @@ from aioloader.datasets._stores.redact import (
     redact_url,
     secret_options,
 )
-from aioloader.datasets._stores.requests import RefusedError, Source, read_failure
-from aioloader.datasets._stores.versions import Piece, Version
+from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
+from aioloader.datasets._stores.sources import FINAL, OwnStore, Sized, Source, Store
+from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
+    from obstore import Bytes
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
+_CHANGED = 412
+_PAGE = 1000
+_CHUNK = 1 << 20
+_OTHERS = "; to read from others, pass a file system of fsspec or a Source as store="
+# Endings of names whose objects may be HTML.
+_PAGES = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
+
+
+def store_of(store: Any, options: Options) -> Store:
+    """Return what asks a store: a URL, a path, or an object that the caller owns."""
+    spec = sys.modules.get("fsspec.spec")  # imported where there is a file system
+    is_system = isinstance(store, getattr(spec, "AbstractFileSystem", ()))
+    is_hub = isinstance(store, str) and store.startswith("hf://")
+    if options and (is_system or isinstance(store, Source)):
+        raise _misplaced(store, options)
+    if isinstance(store, Source):
+        return OwnStore(store)
+    if not (is_hub or is_system):
+        return ObstoreStore(store, options)
+    from aioloader.datasets._stores import file_systems  # noqa: PLC0415  (if needed)
+
+    if is_hub:
+        return file_systems.HubStore(store, options)
+    return file_systems.FileSystemStore(store)
 
 
 class _Runtime:
@@ -51,12 +79,7 @@ class _Runtime:
         self._pid = 0
 
     def claim(self) -> None:
-        """Mark the runtime as used here.
-
-        Raises:
-            RuntimeError: If it was used before this process was forked: every call
-                would hang, because obstore's threads are not in the child.
-        """
+        """Mark the runtime as used here."""
         pid = os.getpid()
         if self._pid not in {0, pid}:
             raise RuntimeError(
@@ -70,21 +93,14 @@ class _Runtime:
 _RUNTIME = _Runtime()
 
 
-class StoreSource(Source):
-    """Opens one store, once in each process that uses it.
+class ObstoreStore(Store):
+    """A store of obstore, opened once in each process that uses it."""
 
-    Args:
-        store: A URL, a local path, or a store of obstore, which the caller owns.
-        options: Keyword arguments of ``obstore.store.from_url``; checked at once.
-
-    Raises:
-        ImportError: If obstore is not installed.
-        TypeError: If ``store`` is of another type, or options come with a store.
-        ValueError: If the URL is of an unknown kind, or the store refuses an option.
-    """
+    # Whether it refused no range of an object of known size.
+    _has_ranges = True
 
     def __init__(
-        self, store: "Address | os.PathLike[str] | ObjectStore", options: "Options"
+        self, store: "Address | os.PathLike[str] | ObjectStore", options: Options
     ) -> None:
         obstore = import_obstore()
         self._url: Address = ""
@@ -92,121 +108,57 @@ class StoreSource(Source):
         self._options = options
         # The process that made it; sealed, because its repr shows a query.
         self._made: tuple[int, Sealed[ObjectStore]] | None = None
+        self._flights = PerLoop(Flights)
         if isinstance(store, (str, os.PathLike)):
             (self._url,) = sealed(store)
-            self.label = _label_of_url(self._url)
+            label = _label_of_url(self._url)
             if is_local(self._url):
-                check_no_options(self.label, self._options)
-            if self._options:  # are they accepted?
-                # A file missing here may exist where the dataset is read.
-                with contextlib.suppress(DatasetError):
-                    self._made = os.getpid(), Sealed(self._make(), "")
+                check_no_options(label, options)
         elif not isinstance(store, get_args(obstore.store.ObjectStore)):
             kind = type(store).__name__
             raise TypeError(
-                f"store must be a URL, path or store of obstore, got {kind}"
+                f"store must be a URL, path or store of obstore, got {kind}{_OTHERS}"
             )
         elif options:
-            raise TypeError(
-                f"{', '.join(revealed(options))}: store_options are for a URL; pass "
-                f"them to {type(store).__name__}() where the store is made"
-            )
+            raise _misplaced(store, options)
         else:
-            self.label = _label_of_store(store)
+            label = _label_of_store(store)
             secret = ", ".join(_secrets_of(store))
             self._given = Sealed(store, secret) if secret else store
+        super().__init__(label)
+        if label == "memory://":  # all such stores have this name
+            self.cache_name = None
+        if options:  # are they accepted?
+            # A file missing here may exist where the dataset is read.
+            with contextlib.suppress(DatasetError):
+                self._made = os.getpid(), Sealed(self._make(), "")
+
+    # -- the store ------------------------------------------------------------------
+
+    def _opened(self) -> "ObjectStore | None":
+        """Return the store, if there is one in this process."""
+        _RUNTIME.claim()
+        if (given := self._given) is not None:
+            return given.value if isinstance(given, Sealed) else given
+        made = self._made
+        return made[1].value if made is not None and made[0] == os.getpid() else None
 
     def open(self) -> "ObjectStore":
-        """Return the store, made at the first call in this process.
+        """Return the store, made at the first call in this process."""
+        if (store := self._opened()) is None:
+            # Threads may make two: the extra one dies with its request.
+            store = self._make()
+            self._made = os.getpid(), Sealed(store, "")
+        return store
 
-        Raises:
-            RuntimeError: If obstore was used before this process was forked.
-            ObjectNotFoundError: If a local directory does not exist.
-            ValueError: If obstore refuses the options.
-        """
-        _RUNTIME.claim()
-        if self._given is not None:
-            given = self._given
-            return given.value if isinstance(given, Sealed) else given
-        # Threads may make two, or close meanwhile: the extra one dies with its request.
-        made = self._made
-        if made is None or made[0] != os.getpid():
-            made = self._made = os.getpid(), Sealed(self._make(), "")
-        return made[1].value
-
-    async def ask(
-        self,
-        key: str,
-        request: "Callable[[ObjectStore], Awaitable[T]]",
-        verb: str = "read",
-    ) -> T:
-        """Return the result of a request, given the store.
-
-        Raises:
-            Exception: What ``read_failure`` makes of an exception of obstore.
-            RefusedError: If the store cannot be opened.
-        """
+    async def opened(self) -> "ObjectStore":
+        """Return the store, made in a thread, because making it reads files."""
+        if (store := self._opened()) is not None:
+            return store
         try:
-            if self._given is None and (not self._made or self._made[0] != os.getpid()):
-                await asyncio.to_thread(self.open)  # making it reads files
-            store = self.open()
+            return await asyncio.to_thread(self.open)
         except (ValueError, DatasetError) as error:
             raise RefusedError(error) from None
-        try:
-            return await request(store)
-        except DatasetError:
-            raise
-        except obstore_errors() as exc:
-            failure = read_failure(self.locate(key), exc, verb)
-        raise failure  # without a context, whose text may hold secrets
-
-    async def get(
-        self,
-        flights: Flights,
-        key: str,
-        start: int,
-        stop: int,
-        version: Version | None,
-    ) -> Piece | None:
-        """Return a range, at a version if it can be a condition; None past the end.
-
-        Raises:
-            NoRangesError: If the server gave all of the object.
-            Exception: As ``ask``.
-        """
-        obstore = import_obstore()
-        options: dict[str, Any] = {"range": (start, stop)}
-        if version is not None and version.strong:
-            options["if_match"] = version.strong
-
-        async def request(store: "ObjectStore") -> Piece | None:
-            try:
-                result = await flights.follow(
-                    obstore.get_async(store, key, options=options)
-                )
-                data = await flights.follow(result.bytes_async())
-            except obstore.exceptions.BaseError as exc:
-                reason = Reason(exc)
-                if reason.is_out_of_range and not reason.is_cut_short:
-                    return None
-                raise
-            return Piece(data, version_of(result.meta))
-
-        return await self.ask(key, request)
-
-    def web_root(self) -> str:
-        """Return the prefix that obstore adds to the keys that a web server lists.
-
-        Listed keys are relative to the host, unlike those it reads.
-        """
-        if not self.label.startswith(("http://", "https://")):
-            return ""
-        path = unquote(self.label.split("/", 3)[3]) if self.label.count("/") > 2 else ""
-        return f"{path.strip('/')}/" if path else ""
-
-    def close(self) -> None:
-        """Release a store that was made here, and its idle connections."""
-        self._made = None
 
     def _make(self) -> "ObjectStore":
         if not is_local(self._url):
@@ -217,12 +169,26 @@ class StoreSource(Source):
             failure = failure_of("open", self.label, exc)
         raise failure
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may contain.
+    @property
+    def follow(self) -> Any:
+        """Awaits a request: ``Flights.follow`` of this loop."""
+        return self._flights.here().follow
 
-        Raises:
-            pickle.PicklingError: If it would contain a memory store.
-        """
+    async def drain(self, seconds: float | None = None) -> None:
+        """Wait until obstore's threads have released this loop's requests."""
+        await self._flights.here().drain(seconds)
+
+    async def aclose(self, seconds: float | None = None) -> None:
+        """Drain, then close; the store stays usable."""
+        await self.drain(seconds)
+        self.close()
+
+    def close(self) -> None:
+        """Release a store that was made here, and its idle connections."""
+        self._made = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle may contain."""
         if self.label == "memory://" and self._given is not None:
             raise pickle.PicklingError("a MemoryStore lives in one process only")
         return {**self.__dict__, "_made": None}
@@ -231,6 +197,215 @@ class StoreSource(Source):
         # Not at the first read: that runs on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
+
+    # -- requests -------------------------------------------------------------------
+
+    async def get(
+        self, key: str, start: int, stop: int, version: Version | None = None
+    ) -> Piece:
+        """Return a range, at a version if it can be a condition."""
+        obstore, follow, store = import_obstore(), self.follow, await self.opened()
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version is not None and version.strong:
+            options["if_match"] = version.strong
+        try:
+            # No variable for a request: see ``Flights.follow``.
+            result = await follow(obstore.get_async(store, key, options=options))
+            data = await follow(result.bytes_async())
+            return Piece(data, version_of(result.meta))
+        except obstore.exceptions.BaseError as exc:
+            reason = Reason(exc)
+            if reason.is_cut_short or not reason.is_out_of_range:
+                raise
+        # It ends before the range: obstore does not report its size now.
+        now = (await self.get(key, 0, 1)).version if start else await self.head(key)
+        return Piece(b"", now)
+
+    async def head(self, key: str) -> Version:
+        """Return what a separate request says of an object that seems to be empty."""
+        obstore, store = import_obstore(), await self.opened()
+        return version_of(await self.follow(obstore.head_async(store, key)))
+
+    async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
+        """Return keys and sizes, page by page."""
+        # obstore adds a web server's path to what it lists, but not to what it reads.
+        root = _path_of_web(self.label)
+        stream = import_obstore().list(
+            await self.opened(), prefix or None, offset=after, chunk_size=_PAGE
+        )
+        while page := await self.follow(anext(stream, None)):
+            yield [(meta["path"].removeprefix(root), meta["size"]) for meta in page]
+
+    def failure(self, key: str, error: Exception, verb: str) -> Exception:
+        """Return what to raise for an exception of obstore; others are returned.
+
+        A ``NoRangesError`` if the server gave all of an object in place of a range.
+        """
+        if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
+            return error
+        name, reason, location = type(error).__name__, Reason(error), self.locate(key)
+        if name == "NotSupportedError":
+            return NoRangesError()
+        if name == "PreconditionError" or reason.status == _CHANGED:
+            text = f"{location!r} changed while being read; write new shards instead"
+            return RefusedError(DatasetError(text, location=location))
+        failure = failure_of(verb, location, error)
+        # A wrong call stays wrong at the next try.
+        wrong = (ValueError, TypeError, NotImplementedError)
+        is_final = isinstance(failure, (FileNotFoundError, PermissionError))
+        is_final |= isinstance(error, wrong) or reason.is_bad_key
+        # Not every HTTP server has a listing.
+        has_none = verb == "list" and location.startswith("http")
+        is_final |= has_none and type(failure) is DatasetError
+        if is_final or reason.status in FINAL:
+            return RefusedError(failure)
+        return UnreachableError(failure) if reason.is_unreachable else failure
+
+    # -- the whole ------------------------------------------------------------------
+
+    async def whole(self, key: str, size: int) -> "Bytes":
+        """Return all of an object: by one ranged request if its size is known."""
+        obstore, follow, store = import_obstore(), self.follow, await self.opened()
+        try:
+            if size and self._has_ranges:
+                # One byte more than listed, to notice an object that has grown. This
+                # one step costs a quarter less CPU than ``get`` and ``bytes``.
+                body: Bytes = await follow(
+                    obstore.get_range_async(store, key, start=0, end=size + 1)
+                )
+                if len(body) == size:
+                    return body
+        except obstore.exceptions.NotSupportedError:
+            self._has_ranges = False
+        except obstore.exceptions.GenericError as exc:
+            if not (reason := Reason(exc)).is_cut_short and not reason.is_out_of_range:
+                raise
+        body = await self._announced(store, key)
+        if not body or (size and len(body) != size):
+            # It is empty or has changed since the listing; or this is not the object.
+            expected = (await self.head(key)).size
+            if expected != len(body):
+                raise truncated(self.locate(key), expected, len(body))
+        return body
+
+    async def _announced(self, store: "ObjectStore", key: str) -> "Bytes":
+        """Read an object, and check its body against the announced length."""
+        obstore, follow = import_obstore(), self.follow
+        result = await follow(obstore.get_async(store, key))
+        self.check_page(key, result)
+        body: Bytes
+        try:
+            body = await follow(result.bytes_async())
+        except obstore.exceptions.GenericError as exc:
+            if not Reason(exc).is_cut_short:
+                raise
+            # Once more, to find how far it gets.
+            whole, pieces = WholeObject(self, key, chunk=1), []
+            while piece := (await whole.next()).data:
+                pieces.append(piece)
+            return obstore.Bytes(b"".join(pieces))  # type: ignore[no-any-return]
+        # obstore itself accepts a body that ends early.
+        if len(body) != result.meta["size"]:
+            raise truncated(self.locate(key), result.meta["size"], len(body))
+        return body
+
+    def check_page(self, key: str, result: Any) -> None:
+        """Check that an answer is no web page in place of the object."""
+        kind = str(result.attributes.get("Content-Type", ""))
+        if "text/html" not in kind.lower():
+            return
+        location = self.locate(key)
+        _, dot, ending = location.rpartition("/")[2].lower().rpartition(".")
+        has_tag = version_of(result.meta)[1:] != (None, None)
+        is_web = location.startswith("http")
+        if ending in _PAGES or (has_tag and not (dot and is_web)):
+            return
+        raise DatasetError(
+            f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
+            "bytes), not the object; it comes from a gateway, a proxy or a login page",
+            location=location,
+        )
+
+
+class WholeObject:
+    """An object read from its first byte on, from a server without ranges.
+
+    If the response breaks off, it is requested again, and the bytes returned are
+    skipped.
+    """
+
+    def __init__(
+        self,
+        store: ObstoreStore,
+        key: str,
+        tries: Tries | None = None,
+        chunk: int = _CHUNK,
+    ) -> None:
+        self._store, self._key, self._tries = store, key, tries
+        self._chunk = chunk
+        self._version: Version | None = None
+        self._given = 0
+        self._stream: Any = None
+        self._at = 0
+
+    async def read(self) -> Piece:
+        """Return the next piece; an empty one at the end."""
+        store, began = self._store, asyncio.get_running_loop().time()
+        assert self._tries is not None
+        make = partial(self._tries.make, server=store, key=self._key, began=began)
+        while True:
+            piece = await make(
+                lambda: store.ask(self._key, self.next()), may_hedge=False
+            )
+            data = memoryview(piece.data)
+            if not data and not self._given:  # an answer that says it is empty
+                found = await make(lambda: store.ask(self._key, store.head(self._key)))
+                if found.size:
+                    raise truncated(store.locate(self._key), found.size, 0)
+            fresh = data[max(0, self._given - (self._at - len(data))) :]
+            if fresh or not data:
+                self._given += len(fresh)
+                return Piece(fresh, piece.version)
+
+    async def next(self) -> Piece:
+        """Return the next chunk of this response, or the first of a new one."""
+        obstore, follow = import_obstore(), self._store.follow
+        location = self._store.locate(self._key)
+        stream, self._stream = self._stream, None  # kept only after a good read
+        if stream is None:
+            store = await self._store.opened()
+            result = await follow(obstore.get_async(store, self._key))
+            self._store.check_page(self._key, result)
+            version, self._at = version_of(result.meta), 0
+            self._version = self._version or version
+            if not version.is_of(self._version):
+                del result  # a traceback would keep its connection open
+                raise RefusedError(changed(location, self._version, version))
+            stream = result.stream(min_chunk_size=self._chunk)
+            del result
+        try:
+            chunk = await follow(anext(stream, b""))
+        except obstore.exceptions.GenericError as exc:
+            if not Reason(exc).is_cut_short:
+                raise
+            chunk = b""
+        assert self._version is not None
+        self._at += len(chunk)
+        if not chunk and self._at != self._version.size:
+            del stream  # as above
+            raise truncated(location, self._version.size, self._at)
+        self._stream = stream
+        return Piece(chunk, self._version)
+
+
+# -- names of stores --------------------------------------------------------------
+
+
+def _misplaced(store: Any, options: Options) -> TypeError:
+    return TypeError(
+        f"{', '.join(revealed(options))}: store_options are for a URL; pass them to "
+        f"{type(store).__name__}() where the store is made"
+    )
 
 
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
@@ -242,11 +417,7 @@ def _secrets_of(store: "ObjectStore") -> Iterator[str]:
 
 
 def _label_of_url(address: Address) -> str:
-    """Return a URL as it may be shown, if it is of a known kind.
-
-    Raises:
-        ValueError: If it is not; the message shows only the label.
-    """
+    """Return a URL as it may be shown; if it is of no known kind, raise ValueError."""
     if is_local(address):
         return path_of(address)
     label = redact_url(address)
@@ -258,7 +429,7 @@ def _label_of_url(address: Address) -> str:
         return "memory://" if label == "memory:" else label
     raise ValueError(
         f"no object store is known for the URL {label!r}; known are s3, gs, az, abfss, "
-        "https, http, file and memory"
+        f"https, http, file and memory{_OTHERS}"
     )
 
 
@@ -278,6 +449,14 @@ def _label_of_store(store: "ObjectStore") -> str:
             scheme = {"s3": "s3", "gcs": "gs", "azure": "az"}.get(kind, kind)
             bucket = config.get("bucket") or config.get("container_name", "")
             return f"{scheme}://{bucket}/{prefix}".rstrip("/")
+
+
+def _path_of_web(label: str) -> str:
+    """Return the path in a web server's URL, as it is in the keys that it lists."""
+    if not label.startswith(("http://", "https://")) or label.count("/") < 3:
+        return ""
+    path = unquote(label.split("/", 3)[3]).strip("/")
+    return f"{path}/" if path else ""
 
 
 def version_of(meta: Any) -> Version:

@@ -19,6 +19,21 @@ _PIECE = 1 << 19
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 
 
+class _Packing(NamedTuple):
+    """One way of packing.
+
+    Attributes:
+        find: Returns what makes a decompressor of one member (gzip), frame (zstandard)
+            or stream; raises an ImportError.
+        length: Packed bytes for each of its calls.
+        limit: Most bytes that a call may return, if it accepts a limit.
+    """
+
+    find: Callable[[], Callable[..., Any]]
+    length: int = 1 << 16
+    limit: tuple[int, ...] = (_PIECE,)
+
+
 def unpacker_of(name: str) -> Callable[[str], Unpacking] | None:
     """Return what unpacks a shard of this name, or None if it is not packed.
 
@@ -31,11 +46,7 @@ def unpacker_of(name: str) -> Callable[[str], Unpacking] | None:
 
 
 def _unpack(members: "_Members", location: str) -> Unpacking:
-    """Unpack a shard.
-
-    Raises:
-        DatasetError: If it cannot be unpacked, or was cut short.
-    """
+    """Unpack a shard, or raise a DatasetError that says where it is damaged or cut."""
     received = given = 0
     while True:
         packed: Buffer | None = None
@@ -45,6 +56,7 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
         if not rest:
             break
         received += len(rest)
+        failure: Exception | None = None
         try:
             for data in members.unpack(rest):
                 parts.append(data)
@@ -52,16 +64,16 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
                 if sum(map(len, parts)) >= _PIECE:
                     yield b"".join(parts)
                     parts.clear()
-        except Exception as error:
-            if any(parts):
-                yield b"".join(parts)
-            raise DatasetError(
-                f"{location!r} cannot be unpacked after byte {given:,} of its "
-                f"contents: {error}; it is damaged",
-                location=location,
-            ) from error
+        except Exception as error:  # noqa: BLE001  (raised after what came before it)
+            failure = error
         if any(parts):
             yield b"".join(parts)
+        if failure is not None:
+            raise DatasetError(
+                f"{location!r} cannot be unpacked after byte {given:,} of its "
+                f"contents: {failure}; it is damaged",
+                location=location,
+            ) from failure
     if not members.are_whole():
         raise TruncatedReadError(
             f"{location!r} ends within its packed data, after byte {given:,} of its "
@@ -69,21 +81,6 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
             location=location,
             received=received,
         )
-
-
-class _Packing(NamedTuple):
-    """One way of packing.
-
-    Attributes:
-        find: Returns what makes a decompressor of one member (gzip), frame (zstandard)
-            or stream; raises an ImportError.
-        length: Packed bytes for each of its calls.
-        limit: Most bytes that a call may return, if it accepts a limit.
-    """
-
-    find: Callable[[], Callable[[], Any]]
-    length: int = 1 << 16
-    limit: tuple[int, ...] = (_PIECE,)
 
 
 class _Members:
@@ -115,33 +112,32 @@ class _Members:
                 yield data
 
 
-def _gzip() -> Callable[[], Any]:
+def _gzip() -> Callable[..., Any]:
     return partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
 
 
-def _bz2() -> Callable[[], Any]:
+def _bz2() -> Callable[..., Any]:
     import bz2  # noqa: PLC0415  (Python may be built without it)
 
     return bz2.BZ2Decompressor
 
 
-def _xz() -> Callable[[], Any]:
+def _xz() -> Callable[..., Any]:
     import lzma  # noqa: PLC0415  (Python may be built without it)
 
     # The memory of the largest preset, 65 MB, and some more.
     return partial(lzma.LZMADecompressor, memlimit=1 << 27)
 
 
-def _zstd() -> Callable[[], Any]:
+def _zstd() -> Callable[..., Any]:
     try:
         import zstandard  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
             'zstandard shards need zstandard: pip install "aioloader[zstd]"'
         ) from exc
-    made: Callable[[], Any]
-    made = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
-    return made
+    make: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+    return make  # type: ignore[no-any-return]
 
 
 # zstandard does not bound what a call returns: in the worst case 128 KB for four bytes,

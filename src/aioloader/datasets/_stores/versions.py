@@ -20,7 +20,8 @@ class Version(NamedTuple):
 
     Attributes:
         size: Length of the whole object, in bytes.
-        e_tag: Its entity tag, if the server gives one.
+        e_tag: What changes with the bytes, if the server has it: an entity tag, or a
+            checksum. One that starts with ``W/`` is weak: not every change shows.
         modified: Modification time, in seconds, if it is known.
     """
 
@@ -75,7 +76,12 @@ def _hash(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """A part of an object, and the version of the whole."""
+    """A part of an object, and the version of the whole.
+
+    Attributes:
+        data: The bytes, in any buffer.
+        version: The version of the object that they are of.
+    """
 
     data: Buffer
     version: Version
@@ -100,18 +106,7 @@ class Known(NamedTuple):
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, found: Version, start: int = 0) -> None:
-        """Check that a shard is the one that is known.
-
-        Args:
-            location: Its redacted address.
-            found: Its version.
-            start: The first byte to read.
-
-        Raises:
-            DatasetError: If it has changed in this iteration.
-            ShardChangedError: If it has changed since the state was saved, or ends
-                before ``start``.
-        """
+        """Check that a shard is the one that is known."""
         if self.version is not None and not found.is_of(self.version):
             raise changed(location, self.version, found)
         now = saved(location, found).get("stamp", "") if self.stamp else ""
@@ -155,10 +150,6 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def version_of_file(file: int | str) -> Version:
-    """Return the version of a file, given its path or descriptor.
-
-    Raises:
-        OSError: If there is none.
-    """
+    """Return the version of a file, given its path or descriptor."""
     facts = os.fstat(file) if isinstance(file, int) else os.stat(file)  # noqa: PTH116
     return Version(facts.st_size, None, facts.st_mtime)

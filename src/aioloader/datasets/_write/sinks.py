@@ -27,7 +27,7 @@ from aioloader.datasets._stores.flights import (
 )
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread, outlast
-from aioloader.datasets._stores.stores import StoreSource
+from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def make_sink(
             folder = path_of(address)
             check_no_options(folder, options)
             return FolderSink(folder)
-    return StoreSink(StoreSource(destination, options))
+    return StoreSink(ObstoreStore(destination, options))
 
 
 # -- directories ------------------------------------------------------------------
@@ -209,7 +209,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 class StoreSink:
     """A store, or the folder in it that a URL names; otherwise like ``FolderSink``."""
 
-    def __init__(self, source: StoreSource) -> None:
+    def __init__(self, source: ObstoreStore) -> None:
         self.label = source.label
         self._source = source
         self._flights = Flights()

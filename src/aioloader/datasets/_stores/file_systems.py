@@ -1,0 +1,225 @@
+"""File systems of fsspec as stores: SFTP, HDFS, and whatever else has one; ``hf://``.
+
+Their calls block, so they run in threads of their own. On the Hugging Face Hub a branch
+is pinned to the commit that it names at the first read, so all reads are of one
+version. The Hub's address is ``HF_ENDPOINT``, the token ``HF_TOKEN`` or that of the
+user's login.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+
+from aioloader._order.forks import fork_safe
+from aioloader.datasets._stores.addresses import Address
+from aioloader.datasets._stores.options import Options, revealed
+from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.redact import Sealed, redact_url, secret_options
+from aioloader.datasets._stores.sources import (
+    Sized,
+    Store,
+    failure_of_source,
+    words_of,
+)
+from aioloader.datasets._stores.versions import Piece, Version
+
+T = TypeVar("T")
+
+_HUB = "hf://"
+_THREADS = 32
+_PAGE = 1000
+_OPTIONS = {"endpoint", "token"}
+# Where file systems have an entity tag, and a time, in what they know of a file.
+_TAGS = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "md5")
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
+
+class FileSystemStore(Store):
+    """A file system; keys are paths in it."""
+
+    # Guards a system that several threads cannot use at once.
+    _lock: Any = contextlib.nullcontext()
+
+    def __init__(self, system: Any) -> None:
+        if getattr(system, "asynchronous", False):
+            raise ValueError(
+                "store must be a file system made without asynchronous=True: it is "
+                "called in threads"
+            )
+        below, folder = system, ""
+        while type(below).__name__ == "DirFileSystem":
+            folder = f"{below.path.strip('/')}/{folder}".rstrip("/")
+            below = below.fs
+        options = getattr(below, "storage_options", {})
+        kind = below.protocol if isinstance(below.protocol, str) else below.protocol[0]
+        host = options.get("host", "")
+        root = f"{host}/" if host else below.root_marker
+        super().__init__(f"{kind}://{root}{folder}")
+        # The same place has the same name in every process.
+        self.cache_name = f"{self.label} {hash(below)}" if kind != "memory" else None
+        secret = ", ".join(secret_options(options))
+        self._system: Any = Sealed(system, secret) if secret else system
+        self._limits = PerLoop(partial(CapacityLimiter, _THREADS))
+
+    async def get(
+        self, key: str, start: int, stop: int, _version: Version | None = None
+    ) -> Piece:
+        """Return a range of a file."""
+        return await self._run(self._get, key, start, stop)
+
+    async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
+        """Return all files in a folder and its subfolders."""
+        found = await self._run(self._find, prefix)
+        found = [pair for pair in found if after is None or pair[0] > after]
+        for at in range(0, len(found), _PAGE):
+            yield found[at : at + _PAGE]
+
+    def failure(self, key: str, error: Exception, verb: str) -> Exception:
+        """Return what to raise; clients' messages may hold signed URLs."""
+        said = words_of(error)
+        return failure_of_source(verb, self.locate(key), error, said, self._hint)
+
+    _hint = ""
+
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in a thread; if cancelled, wait for it to end first."""
+        limiter = self._limits.here()
+        job = asyncio.ensure_future(run_sync(function, *args, limiter=limiter))
+        result: T = await outlast(job)
+        return result
+
+    def _get(self, key: str, start: int, stop: int) -> Piece:
+        with self._lock:
+            system, path = self._at(key)
+            info = system.info(path)
+            if info["type"] == "directory":
+                raise IsADirectoryError
+            size = info["size"]
+            start, stop = min(start, size), min(stop, size)
+            is_plain = _reads_ahead(system)
+            file = system.open(path, "rb", cache_type="none") if is_plain else None
+        if file is None:
+            data = system.cat_file(path, start, stop) if start < stop else b""
+        else:
+            with file:
+                file.seek(start)
+                data = file.read(stop - start)
+        return Piece(data, _version_of(info))
+
+    def _find(self, prefix: str) -> list[tuple[str, int]]:
+        with self._lock:
+            system, path = self._at(prefix)
+            found = system.find(path, detail=True)
+        start = len(system._strip_protocol(path).rstrip("/"))  # noqa: SLF001
+        below = f"{prefix}/" if prefix else ""
+        return sorted(
+            (below + name[start:].lstrip("/"), info["size"])
+            for name, info in found.items()
+            if len(name) > start
+        )
+
+    def _at(self, key: str) -> tuple[Any, str]:
+        """Return the file system, and the path of a key in it."""
+        system = self._system
+        system = system.value if isinstance(system, Sealed) else system
+        return system, f"{system.root_marker}{key}"
+
+    async def aclose(self, _seconds: float | None = None) -> None:
+        """Drop what the file system remembers of folders: it may be old."""
+        self._at("")[0].invalidate_cache()
+
+
+class HubStore(FileSystemStore):
+    """The repositories of the Hub, or one folder of one."""
+
+    _hint = "; is it private, and HF_TOKEN set?"
+
+    def __init__(self, url: Address, options: Options) -> None:
+        try:
+            import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
+        except ImportError as exc:
+            raise ImportError(
+                'hf:// needs huggingface_hub: pip install "aioloader[hub]"'
+            ) from exc
+        if unknown := sorted(set(revealed(options)) - _OPTIONS):
+            raise TypeError(
+                f"unknown store options of hf://: {', '.join(unknown)}; it has "
+                "'token' and 'endpoint'"
+            )
+        Store.__init__(self, redact_url(url))
+        self._options = options
+        self._system: Any = None
+        self._pinned: dict[str, str] = {}
+        self._limits = PerLoop(partial(CapacityLimiter, _THREADS))
+        self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
+
+    async def aclose(self, _seconds: float | None = None) -> None:
+        """Drop the open file system and the pinned commits."""
+        self._system, self._pinned = None, {}
+
+    def _at(self, key: str) -> tuple[Any, str]:
+        """Return the file system, and the path of a key at its branch's commit."""
+        if self._system is None:
+            from huggingface_hub import HfFileSystem  # noqa: PLC0415
+
+            # Not fsspec's shared instance: its listings are old.
+            self._system = HfFileSystem(skip_instance_cache=True, **self._access())
+        system, pinned = self._system, self._pinned
+        path = self.locate(key).removeprefix(_HUB)
+        resolved = system.resolve_path(path)
+        kind = getattr(resolved, "repo_type", None)
+        if kind is None:  # a bucket has no commits
+            return system, path
+        name = f"{kind}s/{resolved.repo_id}" if kind != "model" else resolved.repo_id
+        root = f"{name}@{resolved.revision}"
+        if root not in pinned:
+            from huggingface_hub import HfApi  # noqa: PLC0415
+
+            commit = HfApi(**self._access()).repo_info(
+                resolved.repo_id, repo_type=kind, revision=resolved.revision
+            )
+            pinned[root] = f"{name}@{commit.sha}"
+        return system, f"{pinned[root]}/{resolved.path_in_repo}".rstrip("/")
+
+    def _access(self) -> dict[str, Any]:
+        # The Hub's client reads its variables only at import.
+        endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+        return {
+            **({"endpoint": endpoint} if endpoint else {}),
+            **revealed(self._options),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_system": None, "_pinned": {}}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=fork_safe(threading.Lock()))
+
+
+def _reads_ahead(system: Any) -> bool:
+    """Return whether a ranged read of a file system would open the file, buffered."""
+    spec: Any = sys.modules["fsspec.spec"]
+    plain: Any = spec.AbstractFileSystem.cat_file
+    return getattr(type(system), "cat_file", plain) is plain
+
+
+def _version_of(info: dict[str, Any]) -> Version:
+    """Return the version in what a file system knows of a file."""
+    tag = next((info[name] for name in _TAGS if info.get(name)), None)
+    time = next((info[name] for name in _TIMES if info.get(name)), None)
+    if isinstance(time, datetime):
+        time = time.timestamp()
+    modified = float(time) if isinstance(time, (int, float)) else None
+    return Version(info["size"], None if tag is None else str(tag), modified)

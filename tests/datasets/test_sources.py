@@ -1,0 +1,410 @@
+"""Sources of users, and file systems of fsspec, read as every store is."""
+
+import asyncio
+import gzip
+import io
+import pickle
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pyarrow as pa
+import pytest
+from fsspec.implementations.dirfs import (  # type: ignore[import-untyped]
+    DirFileSystem,
+)
+from fsspec.implementations.local import (  # type: ignore[import-untyped]
+    LocalFileSystem,
+)
+from fsspec.implementations.memory import (  # type: ignore[import-untyped]
+    MemoryFileSystem,
+)
+from pyarrow import parquet as pq
+
+from aioloader import DataLoader
+from aioloader.datasets import (
+    ObjectDataset,
+    ParquetDataset,
+    Piece,
+    Requests,
+    Source,
+    TarDataset,
+    TextDataset,
+    Version,
+)
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    ShardChangedError,
+    TruncatedReadError,
+)
+from beside import beside
+from datasets.shards import NAMES, names, read, write_tar, write_text
+
+QUICK = Requests(timeout=5, deadline=0.3, base_delay=0.001, max_delay=0.001)
+PATIENT = Requests(base_delay=0.001, max_delay=0.001)
+LINES = [f"{at:07}" for at in range(30_000)]
+BIG = "".join(f"{line}\n" for line in LINES).encode()
+
+
+class Shop(Source):
+    """Objects in a dict; the next answers may fail, or be cut short."""
+
+    label = "shop://objects"
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.objects = objects
+        self.failures: list[BaseException] = []
+        self.cut = self.gets = self.lists = self.closed = 0
+
+    async def get(self, key: str, start: int, stop: int) -> Piece:
+        """Return a range."""
+        self.gets += 1
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop()
+        if key not in self.objects:
+            raise FileNotFoundError(key)
+        data = self.objects[key]
+        part = data[start:stop]
+        if self.cut and len(part) > 1:
+            self.cut -= 1
+            part = part[: len(part) // 2]
+        return Piece(part, Version(len(data), f'"{zlib.crc32(data)}"'))
+
+    async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        """Yield all keys, whatever the prefix."""
+        self.lists += 1
+        for key, data in self.objects.items():
+            if self.failures:
+                raise self.failures.pop()
+            yield key, len(data)
+
+    async def aclose(self) -> None:
+        """Count the calls."""
+        self.closed += 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def thread() -> None:
+    """Start the thread of fsspec, which stays, before threads are counted."""
+    fsspec.asyn.get_loop()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    """Return text and tar shards."""
+    write_text(tmp_path)
+    write_tar(tmp_path)
+    found = {f"train/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    return Shop({**found, "big.txt": BIG, "b.txt.gz": gzip.compress(BIG)})
+
+
+def shown(error: BaseException) -> str:
+    """Return what is seen of an error and its causes."""
+    link: BaseException | None = error
+    said = ""
+    while link is not None:
+        said += f"{link!r} {vars(link)!r}"
+        link = link.__cause__ or link.__context__
+    return said
+
+
+# -- what works as with every store -------------------------------------------------
+
+
+async def test_patterns_formats_and_lists(shop: Shop) -> None:
+    """Listed, spelled out, packed; keys that the prefix does not cover are left out."""
+    assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
+    assert await names(TextDataset("train/{0..7}.txt", store=shop)) == NAMES
+    assert await names(TarDataset("*/?.tar", store=shop)) == NAMES
+    assert await names(TextDataset("b.txt.gz", store=shop)) == LINES
+    objects = await ObjectDataset.discover(shop, prefix="train")
+    assert [*objects.keys] == sorted(key for key in shop.objects if "train" in key)
+    for none in ("*.none", "none/*.txt"):
+        with pytest.raises(ValueError, match="'shop://objects/"):
+            await names(TextDataset(none, store=shop))
+
+
+async def test_it_resumes_and_is_cut_for_readers(shop: Shop) -> None:
+    """At any line, in the middle of a big object."""
+    stream = TextDataset("big.txt", store=shop)
+    for taken in (1, 777, 29_999):
+        before, state = await read(stream, taken)
+        stream.load_state_dict(state)
+        assert before + (await read(stream))[0] == LINES
+    parts = [
+        await names(TextDataset("big.txt", store=shop).shard(r, 3)) for r in (0, 1, 2)
+    ]
+    assert [line for part in parts for line in part] == LINES
+    assert min(map(len, parts)) > 5000
+
+
+async def test_objects_are_read_whole(shop: Shop) -> None:
+    """With a size from a listing, without one, and if it has changed since."""
+    shop.objects["huge"] = bytes(3_000_000)
+    shop.objects["empty"] = b""
+    listed = await ObjectDataset.discover(shop)
+    for dataset in (listed, ObjectDataset(shop, [*listed.keys])):
+        for at, key in enumerate(dataset.keys):
+            assert bytes(await dataset[at]) == shop.objects[key]
+    for now in (b"", b"x", bytes(4_000_000)):
+        shop.objects["huge"] = now
+        assert bytes(await listed[listed.keys.index("huge")]) == now
+
+
+async def test_tables(shop: Shop) -> None:
+    """By ranges, from the end."""
+    file = io.BytesIO()
+    pq.write_table(pa.table({"x": range(1000)}), file, row_group_size=100)
+    shop.objects["t.parquet"] = file.getvalue()
+    rows = [row["x"] async for row in ParquetDataset("t.parquet", store=shop)]
+    assert rows == [*range(1000)]
+
+
+async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
+    """A warm epoch asks for versions; without a label nothing is kept, and told."""
+
+    def make() -> Any:
+        return TextDataset("big.txt", store=shop, cache=tmp_path / "cache")
+
+    assert await names(make()) == LINES
+    cold = shop.gets
+    assert await names(make()) == LINES
+    assert shop.gets == cold + 1
+    shop.objects["big.txt"] = BIG[:80]
+    assert await names(make()) == LINES[:10]
+    shop.label = ""
+    with pytest.warns(RuntimeWarning, match="keeps nothing of 'Shop': it has no label"):
+        assert await names(make()) == LINES[:10]
+
+
+async def test_in_workers(shop: Shop) -> None:
+    """Which get it by pickle."""
+    stream = TextDataset("train/*.txt", store=shop)
+    assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
+    loader: Any = DataLoader(stream, 4, num_workers=1, fetch="workers", collate_fn=list)
+    batches = await beside(lambda: list(loader))
+    assert [name for batch in batches for name in batch] == NAMES
+
+
+async def test_it_is_closed_after_the_last_iteration(shop: Shop) -> None:
+    """Of those that are open on one loop at the same time."""
+    stream = TextDataset("train/*.txt", store=shop)
+    async with aiter(stream) as one, aiter(stream) as other:
+        await anext(one)
+        await anext(other)
+        async with aiter(stream) as third:
+            await anext(third)
+        assert shop.closed == 0
+    assert shop.closed == 1
+
+
+# -- failures -----------------------------------------------------------------------
+
+
+class ClientError(Exception):
+    """What an HTTP client raises."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} for https://me:MARKER@host/x?sig=MARKER")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(5, "broken"),
+        TimeoutError(),
+        EOFError(),
+        ClientError(503),
+        ClientError(0),
+    ],
+    ids=repr,
+)
+async def test_failures_are_retried(shop: Shop, failure: Exception) -> None:
+    """Reads and listings, which begin anew; one that stays is told at the deadline."""
+    stream = TextDataset("train/*.txt", store=shop, requests=PATIENT)
+    shop.failures = [failure] * 3
+    assert await names(stream) == NAMES
+    shop.failures = [failure] * 10**5
+    words = r"cannot read 'shop://objects/big.txt': .*; given up after 0.3 s, \d+ att"
+    with pytest.raises(DatasetError, match=words) as caught:
+        await names(TextDataset("big.txt", store=shop, requests=QUICK))
+    assert caught.value.attempts > 1
+    assert type(caught.value.__cause__) is type(failure)
+    assert "MARKER" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (FileNotFoundError(2, "none"), ObjectNotFoundError),
+        (ClientError(404), ObjectNotFoundError),
+        (PermissionError(13, "no"), ObjectPermissionError),
+        (ClientError(403), ObjectPermissionError),
+        (ClientError(400), DatasetError),
+        (ObjectNotFoundError("gone", location="x"), ObjectNotFoundError),
+    ],
+    ids=repr,
+)
+async def test_what_waiting_cannot_cure_is_raised_at_once(
+    shop: Shop, failure: Exception, kind: type[DatasetError]
+) -> None:
+    """As the house's errors, which are the builtin ones too."""
+    shop.failures = [failure] * 9
+    with pytest.raises(kind) as caught:
+        await names(TextDataset("big.txt", store=shop))
+    assert shop.gets == 1
+    assert "MARKER" not in str(caught.value)
+
+
+@pytest.mark.parametrize("defect", [KeyError("x"), TypeError("x"), ZeroDivisionError()])
+async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
+    """Raised as they are, and not retried."""
+    shop.failures = [defect] * 9
+    with pytest.raises(type(defect)) as caught:
+        await names(TextDataset("big.txt", store=shop))
+    assert caught.value is defect
+
+
+async def test_wrong_answers_are_told(shop: Shop) -> None:
+    """What is no piece, or more than was requested."""
+    for answer in (b"abc", (b"abc", 3), Piece(bytes(1 << 20), Version(1 << 20))):
+
+        async def get(*_: Any, said: Any = answer) -> Any:
+            return said
+
+        shop.get = get  # type: ignore[assignment, method-assign]
+        with pytest.raises(TypeError, match=r"Shop.get\(\) must return Piece\(data, V"):
+            await names(TextDataset("big.txt", store=shop))
+
+
+async def test_cut_answers(shop: Shop) -> None:
+    """Are found, and requested again; those that stay are an error with the numbers."""
+    stream = TextDataset("big.txt", store=shop, requests=PATIENT)
+    shop.cut = 3
+    assert await names(stream) == LINES
+    shop.cut = 10**6
+    words = "gave 32,768 of 65,536 bytes from byte 0 on"
+    with pytest.raises(TruncatedReadError, match=words):
+        await names(TextDataset("big.txt", store=shop, requests=QUICK))
+
+
+async def test_changed_objects(shop: Shop) -> None:
+    """While they are read, and between a state and its resumption."""
+    options: Any = {"store": shop, "max_bytes": 1 << 16}
+    async with aiter(TextDataset("big.txt", **options)) as iterator:
+        await anext(iterator)
+        shop.objects["big.txt"] = BIG.replace(b"1", b"2")
+        with pytest.raises(DatasetError, match="changed while being read"):
+            [_ async for _ in iterator]
+    stream = TextDataset("big.txt", **options)
+    _, state = await read(stream, 100)
+    shop.objects["big.txt"] = BIG
+    stream.load_state_dict(state)
+    with pytest.raises(ShardChangedError, match="another ETag"):
+        await read(stream)
+
+
+async def test_without_a_list(shop: Shop) -> None:
+    """Names are spelled out; a pattern says what is missing."""
+
+    class Unlisted(Source):
+        """Ranges alone."""
+
+        get = shop.get
+
+    source = Unlisted()
+    assert await names(TextDataset("big.txt", store=source)) == LINES
+    with pytest.raises(NotImplementedError, match=r"Unlisted has no list\(\): name"):
+        await names(TextDataset("*.txt", store=source))
+
+
+async def test_a_list_may_be_a_coroutine(shop: Shop) -> None:
+    """Which returns pairs."""
+
+    async def listed(_prefix: str) -> Any:
+        return [(key, len(data)) for key, data in shop.objects.items()]
+
+    shop.list = listed  # type: ignore[assignment, method-assign]
+    assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
+
+
+def test_options_are_for_urls(shop: Shop) -> None:
+    """As for every store that was made before."""
+    with pytest.raises(TypeError, match=r"region: .* pass them to Shop\(\)"):
+        TextDataset("x", store=shop, store_options={"region": "x"})
+    with pytest.raises(TypeError, match="Source as store="):
+        ObjectDataset(7, ["x"])  # type: ignore[arg-type]
+
+
+# -- fsspec -------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "local", "folder"])
+def system(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Any:
+    """Return a file system with the objects, and the path of their folder in it."""
+    inner: Any = LocalFileSystem()
+    root = f"{tmp_path}/files"
+    if request.param == "memory":
+        inner, root = (
+            MemoryFileSystem(global_store=False, skip_instance_cache=True),
+            "files",
+        )
+    for key, data in shop.objects.items():
+        inner.makedirs(f"{root}/{key}".rpartition("/")[0], exist_ok=True)
+        inner.pipe_file(f"{root}/{key}", data)
+    if request.param == "folder":
+        return DirFileSystem(root, inner), ""
+    return inner, f"{root.strip('/')}/"
+
+
+async def test_file_systems(system: Any, shop: Shop) -> None:
+    """Listed, spelled out, resumed, whole, and missing."""
+    store, root = system
+    assert await names(TextDataset(f"{root}train/*.txt", store=store)) == NAMES
+    stream = TextDataset(f"{root}big.txt", store=store)
+    before, state = await read(stream, 777)
+    stream.load_state_dict(state)
+    assert before + (await read(stream))[0] == LINES
+    objects = await ObjectDataset.discover(store, prefix=f"{root}train")
+    keys = [key.removeprefix(root) for key in objects.keys]
+    assert keys == sorted(key for key in shop.objects if "train" in key)
+    assert [bytes(await objects[at]) for at in range(len(keys))] == [
+        shop.objects[key] for key in keys
+    ]
+    for key in ("none.txt", "train"):
+        with pytest.raises(DatasetError, match=f"{key}' |{key}': IsADirectory"):
+            await names(TextDataset(root + key, store=store))
+
+
+async def test_a_file_that_changes_in_a_file_system(system: Any) -> None:
+    """Is noticed by its time."""
+    store, root = system
+    options: Any = {"store": store, "max_bytes": 1 << 16}
+    async with aiter(TextDataset(f"{root}big.txt", **options)) as iterator:
+        await anext(iterator)
+        store.pipe_file(f"{store.root_marker}{root}big.txt", BIG.replace(b"1", b"2"))
+        with pytest.raises(DatasetError, match="changed while being read"):
+            [_ async for _ in iterator]
+
+
+def test_secrets_of_a_file_system_are_hidden() -> None:
+    """In no repr and no pickle but the one for workers."""
+    store = fsspec.filesystem("memory", token="MARKER", skip_instance_cache=True)
+    stream = TextDataset("a.txt", store=store)
+    assert "MARKER" not in repr(stream)
+    with pytest.raises(pickle.PicklingError, match="hold token in clear"):
+        pickle.dumps(stream)
+
+
+def test_file_systems_of_a_loop_are_refused() -> None:
+    """Their calls are made in threads."""
+    store = MemoryFileSystem(asynchronous=True, skip_instance_cache=True)
+    store.asynchronous = True
+    with pytest.raises(ValueError, match="made without asynchronous=True"):
+        TextDataset("a.txt", store=store)
