@@ -31,12 +31,11 @@ from typing_extensions import Buffer
 
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._reader import Made, Reader
-from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Parser,
@@ -61,21 +60,24 @@ _NOTHING = memoryview(b"")
 _END: Any = ()
 
 
-class Feed:
-    """The bytes of a shard, as ``Steps`` get them: piece by piece.
+class Feed(io.RawIOBase):
+    """The bytes of a shard, piece by piece, forward only.
+
+    ``Steps`` use ``take`` and ``skip``, or the ``view``; for a user's generator, which
+    may wait, it is the raw file, and gets pieces from ``wait``.
 
     Attributes:
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples that should be yielded at once.
-        wait: Returns the next piece; only for a generator that waits.
+        wait: Returns the next piece.
         view: The current piece, valid until the next one.
         used: How many bytes of it were used.
         has_ended: Whether there are no more pieces.
     """
 
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
-        self.url = url
+        self.url = self.name = url
         self.is_part = is_part
         self.want = 1
         self.wait: Callable[[], Buffer]
@@ -96,7 +98,7 @@ class Feed:
         self.view = memoryview(piece).cast("B")
         self.has_ended = not self.view
 
-    def read(self, count: int) -> Generator[None, None, bytes]:
+    def take(self, count: int) -> Generator[None, None, bytes]:
         """Return a copy of the next bytes, by ``yield from``; fewer only at the end."""
         parts: list[bytes] = []
         left = count
@@ -115,6 +117,33 @@ class Feed:
         while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
             yield
         return max(0, missing)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True: it can be told where it is, and skip bytes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Skip bytes."""
+        if whence == io.SEEK_CUR:
+            offset += self.at
+        if whence == io.SEEK_END or offset < self.at:
+            raise io.UnsupportedOperation("a shard is read forward only")
+        self.used += offset - self.at
+        return offset
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Copy the next bytes, and wait for a piece if there are none."""
+        target = memoryview(buffer).cast("B")
+        while self.used >= len(self.view) and not self.has_ended:
+            self.give(self.wait())
+        part = self.view[self.used : self.used + len(target)]
+        target[: len(part)] = part
+        self.used += len(part)
+        return len(part)
 
 
 # Blocks with the position after them; None to ask for another piece.
@@ -176,20 +205,18 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
 
 def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
     """Run a user's generator over a blocking file, in blocks."""
-    raw = _Forward(feed)
-    file: Any = io.BufferedReader(raw, _BUFFER)
+    file: Any = io.BufferedReader(feed, _BUFFER)
     samples: Any = generate(file)
     failure: BaseException | None = None
     is_going, now = True, time.monotonic
     with contextlib.closing(samples):
         while is_going:
-            block, want = list[Any](), feed.want
-            raw.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
-            is_going = False
+            block, want, is_going = list[Any](), feed.want, False
+            full, stop = feed.at + _FULL_BYTES, now() + _FULL_SECONDS
             try:
                 for sample in samples:
                     block.append(sample)
-                    if len(block) >= want or raw.left <= 0 or now() > stop:
+                    if len(block) >= want or feed.at >= full or now() > stop:
                         is_going = True
                         break
             except BaseException as error:  # noqa: BLE001  (raised after the block)
@@ -197,46 +224,6 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
             yield block, file.tell()
     if failure is not None:
         raise failure
-
-
-class _Forward(io.RawIOBase):
-    """The bytes of a shard as a blocking file that only goes forward.
-
-    Attributes:
-        left: Bytes until a block is full.
-    """
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.name = feed.url
-        self.left = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._feed.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        if whence == io.SEEK_CUR:
-            offset += self._feed.at
-        if whence == io.SEEK_END or offset < self._feed.at:
-            raise io.UnsupportedOperation("a shard is read forward only")
-        self._feed.used += offset - self._feed.at
-        return offset
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        feed, target = self._feed, memoryview(buffer).cast("B")
-        while feed.used >= len(feed.view) and not feed.has_ended:
-            feed.give(feed.wait())
-        part = feed.view[feed.used : feed.used + len(target)]
-        target[: len(part)] = part
-        feed.used += len(part)
-        self.left -= len(part)
-        return len(part)
 
 
 class ByteReader(Reader):
@@ -249,28 +236,29 @@ class ByteReader(Reader):
     before are read again, and dropped.
 
     Args:
-        source: The shard's bytes; owned.
-        kind: Makes samples of them.
-        feed: Where the samples get them.
-        unpacker: Unpacks the shard; None: it is not compressed.
-        skip: Samples to drop first.
+        places: Opens it.
+        part: The shard, or a part of one, if it is not compressed.
+        kind: Makes samples of the bytes.
+        position: Where to start.
+        budget: Bytes to read ahead.
     """
 
     def __init__(
-        self,
-        source: Bytes,
-        kind: Kind,
-        feed: Feed,
-        *,
-        unpacker: Callable[[str], Unpacking] | None,
-        skip: int,
+        self, places: Places, part: Part, kind: Kind, position: Position, budget: int
     ) -> None:
-        super().__init__(feed.url, feed.at, skip)
-        self._source, self._kind, self._feed = source, kind, feed
-        self._unpacking = unpacker and unpacker(feed.url)
+        address, start, stop, version = part
+        start = position.get("byte", start)
+        if unpacker := unpacker_of(places.name(address)):
+            start, stop = 0, None
+        super().__init__(places.label(address), start, position.get("sample", 0))
+        known = Known.of(position, version)
+        self._source = source = places.open(address, start, budget, known, stop)
+        is_part = bool(stop and version and stop < version.size)
+        self._kind, self._feed = kind, Feed(self.location, start, is_part=is_part)
+        self._unpacking = unpacker and unpacker(self.location)
         self._is_quick = kind.is_quick and unpacker is None
-        self._steps = self.generator = kind.steps(feed)
-        self._next: Any = feed.at  # the mark before the next block
+        self._steps = self.generator = kind.steps(self._feed)
+        self._next: Any = start  # the mark before the next block
         self._limit = _TRACKED_AT_ONCE
         # Whether the generator wants a piece; whether one must be read, or is here.
         self._asks, self._is_hungry = False, not isinstance(source, FileBytes)
@@ -408,7 +396,7 @@ class ByteReader(Reader):
                     self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
                 if self._unpacking is None:
                     self._next = after
-                if time.thread_time() > stop:
+                if time.thread_time() > stop and not feed.has_ended:
                     return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
@@ -483,21 +471,4 @@ class ByteFormat(StoredFormat):
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
-        return self.read(part, self._kind, position, budget)
-
-    def read(
-        self, part: Part, kind: Kind, position: Position, budget: int
-    ) -> ByteReader:
-        """Return a reader of a shard, or of a part of one if it is not compressed."""
-        address, start, stop, version = part
-        label = self.places.label(address)
-        unpacker = unpacker_of(self.places.name(address))
-        start = position.get("byte", start)
-        if unpacker is not None:
-            start, stop = 0, None
-        known = Known.of(position, version)
-        source = self.places.open(address, start, budget, known, stop)
-        is_part = bool(stop and version and stop < version.size)
-        feed = Feed(label, start, is_part=is_part)
-        skip = position.get("sample", 0)
-        return ByteReader(source, kind, feed, unpacker=unpacker, skip=skip)
+        return ByteReader(self.places, part, self._kind, position, budget)
