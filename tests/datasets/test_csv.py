@@ -19,9 +19,7 @@ from pyarrow import csv as pacsv
 from aioloader import DataLoader
 from aioloader.datasets import CSVDataset
 from aioloader.datasets._arrow import csv as formats
-from aioloader.datasets._arrow import lines
-from aioloader.datasets._arrow.csv import CSVFormat
-from aioloader.datasets._arrow.lines import Dialect
+from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.errors import DatasetError, StateMismatchError
 from datasets.shards import read
 from datasets.tables import (
@@ -75,7 +73,7 @@ def numbered(first: int, stop: int) -> str:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut files into small ranges, and read small blocks."""
     monkeypatch.setattr(formats, "_RANGE", 100)
-    monkeypatch.setattr(lines, "BLOCK", 64)
+    monkeypatch.setattr(formats, "BLOCK", 64)
 
 
 @PLACES
@@ -373,4 +371,4 @@ async def test_resuming_reads_no_more_than_a_block_before(
     await reader.aclose()
     assert rest == whole[stop:]
     share = 0.1 if filters is None else 0.06
-    assert sum(b - a for a, b in local.spans) < share * len(text) + lines.BLOCK * 1.1
+    assert sum(b - a for a, b in local.spans) < share * len(text) + formats.BLOCK * 1.1

@@ -34,7 +34,7 @@ def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
 
     def noted(shards: Sequence[Any], nbytes: int) -> Any:
         steps = step_all(shards, nbytes)
-        found.append([[block for block, _ in blocks] for blocks in steps])
+        found.append([[block for _, block in made] for made in steps.values()])
         return steps
 
     monkeypatch.setattr(reader, "_step_all", noted)

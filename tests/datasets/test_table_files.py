@@ -1,19 +1,28 @@
-"""Parquet and Arrow files alike: all rows, from any on, and no damage in silence."""
+"""Parquet and Arrow files: all rows, from any on; no damage in silence."""
 
+import gzip
 import pickle
 import random
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import compute as pc
+from pyarrow import feather
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._arrow import ipc
+from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
+from aioloader.datasets._arrow.memory import MemoryFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.datasets._arrow.wanted import Wanted
+from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
 from datasets.tables import (
     Format,
     Local,
@@ -251,3 +260,216 @@ async def test_other_files_are_errors(
         found = await outcome(path, Local(is_remote=is_remote))
         assert isinstance(found, DatasetError)
         assert re.search(message, str(found))
+
+
+# -- Arrow files -------------------------------------------------------------------
+
+IPC = pytest.mark.parametrize("kind", ["arrow", "arrows"])
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each record batch a shard."""
+    monkeypatch.setattr(ipc, "_SHARD", 1)
+
+
+@PLACES
+@pytest.mark.parametrize("codec", ["zstd", "lz4", "uncompressed"])
+async def test_reads_feather(
+    is_remote: bool, codec: str, tmp_path: Path, small_shards: None
+) -> None:
+    """Compressed or not; dictionaries are read for each shard."""
+    path, table = str(tmp_path / "a.feather"), every_type()
+    feather.write_feather(table, path, codec, chunksize=20)
+    names = ["category", "text", "int8"]
+    made = ArrowFormat(path, Local(is_remote=is_remote), columns=names)
+    assert len(await shards(made)) == 3
+    assert plain(await read_all(made)) == expected(table.select(names))
+
+
+async def test_small_batches_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to so many bytes; a larger one is alone."""
+    path = write_arrow(tmp_path / "a.arrow", NUMBERED, rows=10)
+    made = ArrowFormat(path, Local())
+    assert await shards(made) == [[path, 0, 5]]
+    monkeypatch.setattr(ipc, "_SHARD", 1000)
+    found = await shards(made)
+    assert found == [[path, 0, 2], [path, 2, 4], [path, 4, 5]]
+    rows = await read_shard(made, found[1])
+    assert [row["n"] for row in rows] == list(range(20, 40))
+
+
+@IPC
+async def test_nothing_in_it(kind: str, tmp_path: Path) -> None:
+    """No record batches, or one without rows."""
+    for name, rows in (("none", NUMBERED.slice(0, 0)), ("some", NUMBERED)):
+        write_arrow(tmp_path / f"{name}.{kind}", rows)
+    with pa.ipc.new_file(tmp_path / "empty.arrow", NUMBERED.schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_pylist([], NUMBERED.schema))
+    names = (f"none.{kind}", "empty.arrow", f"some.{kind}")
+    for is_remote in (False, True):
+        made = ArrowFormat(
+            [str(tmp_path / name) for name in names], Local(is_remote=is_remote)
+        )
+        assert len(await read_all(made)) == 50
+
+
+async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
+    """And the end of the file, once for shards that follow each other."""
+    values = np.random.default_rng(0).random((8, 100_000))
+    table = pa.table({"x": values.ravel()})
+    path = write_arrow(tmp_path / "a.arrow", table, rows=100_000)
+    local = Local(is_remote=True)
+    made = ArrowFormat(path, local)
+    found = await shards(made)
+    assert found == [[path, 0, 5], [path, 5, 8]]
+    assert len(await read_shard(made, found[1], limit=1 << 20)) == 300_000
+    requested = sum(stop - start for start, stop in local.spans)
+    assert 2_400_000 < requested < 2_500_000
+
+
+# -- damage ------------------------------------------------------------------------
+
+
+@IPC
+async def test_damage_names_its_place(
+    kind: str, tmp_path: Path, small_shards: None
+) -> None:
+    """Offsets that lead out of the text, say."""
+    path = write_arrow(tmp_path / f"a.{kind}", NUMBERED)
+    whole = contents(path)
+    offsets = struct.pack("<20i", *range(0, 40, 2))  # of the texts "20" to "39"
+    put(path, whole.replace(offsets, offsets[:-4] + struct.pack("<i", 1 << 30)))
+    made = ArrowFormat(path, Local())
+    where = "record batches 1 to 1 of " if kind == "arrow" else ""
+    row = 0 if kind == "arrow" else 20
+    with pytest.raises(
+        DatasetError, match=rf"{where}'a.arrows?' cannot.* row {row} on"
+    ):
+        await read_all(made)
+
+
+async def test_batches_outside_of_the_file_are_an_error(tmp_path: Path) -> None:
+    """A footer with offsets that lead nowhere."""
+    path = tmp_path / "a.arrow"
+    whole = contents(write_arrow(path, NUMBERED))
+    with pa.ipc.open_file(path) as reader:
+        assert reader.num_record_batches == 3
+    # The blocks: offset, length of metadata, padding, length of body.
+    (at,) = [
+        found.start()
+        for found in re.finditer(
+            rb"(?=(.{8})(.{4})\0{4}(.{8}).{24}.{24})", whole, re.DOTALL
+        )
+        if len(whole) - 300 < found.start() and _is_block(found.groups(), whole)
+    ][:1]
+    put(path, whole[:at] + struct.pack("<q", 1 << 40) + whole[at + 8 :])
+    found = await outcome(path, Local())
+    assert isinstance(found, DatasetError)
+    assert "a message is outside the file's" in str(found)
+
+
+def _is_block(fields: tuple[bytes, ...], whole: bytes) -> bool:
+    offset, metadata, body = (int.from_bytes(field, "little") for field in fields)
+    return offset >= 8 and metadata > 0 and offset + metadata + body < len(whole)
+
+
+async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
+    """Two streams in one file, say: not half of it is read in silence."""
+    path = tmp_path / "a.arrows"
+    whole = contents(write_arrow(path, NUMBERED))
+    put(path, whole + whole)
+    for is_remote in (False, True):
+        found = await outcome(path, Local(is_remote=is_remote))
+        assert isinstance(found, DatasetError)
+        assert f"ends at byte {len(whole):,} of {2 * len(whole):,}" in str(found)
+
+
+async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
+    """With fewer batches, or a stream where there was a file."""
+    path = write_arrow(tmp_path / "a.arrow", NUMBERED)
+    stream = contents(write_arrow(tmp_path / "a.arrows", NUMBERED))
+    with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
+        await read_shard(ArrowFormat(path, Local()), (path, 2, 4))
+    put(path, stream)
+    with pytest.raises(DatasetError, match="was rewritten meanwhile"):
+        await read_shard(ArrowFormat(path, Local()), (path, 0, 1))
+    with pytest.raises(ObjectNotFoundError):
+        await read_shard(ArrowFormat(path, Local()), (path + "2", 0, 1))
+
+
+# -- fewer shards than readers ------------------------------------------------------
+
+
+def parquet(folder: Path, **options: Any) -> Any:
+    """Return three row groups."""
+    path = write_parquet(folder / "a.parquet", NUMBERED)
+    return ParquetFormat(path, Local(is_remote=True), **options)
+
+
+def arrow(folder: Path, **options: Any) -> Any:
+    """Return seven record batches, which are one shard."""
+    with pa.ipc.new_file(str(folder / "a.arrow"), NUMBERED.schema) as file:
+        file.write_table(NUMBERED, max_chunksize=8)
+    return ArrowFormat(str(folder / "a.arrow"), Local(), **options)
+
+
+def lines(folder: Path, **options: Any) -> Any:
+    """Return a file."""
+    text = "n,text\n" + "".join(f"{n},{n}\n" for n in range(50))
+    put(folder / "a.csv", text.encode())
+    return CSVFormat(str(folder / "a.csv"), Local(), dialect=Dialect(), **options)
+
+
+def memory(_folder: Path, **options: Any) -> Any:
+    """Return a table."""
+    return MemoryFormat(NUMBERED, Wanted(**options))
+
+
+EVERY = pytest.mark.parametrize("make", [parquet, arrow, lines, memory])
+
+
+@EVERY
+@pytest.mark.parametrize("filters", [None, pc.field("n") < 33], ids=["all", "some"])
+async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -> None:
+    """Whatever their number, from every row on."""
+    made = make(tmp_path, filters=filters)
+    found = await shards(made)
+    stop = 50 if filters is None else 33
+    for count in range(len(found) + 1, 60, 7):
+        cuts = await made.cut(found, count)
+        assert len(cuts) == count
+        parts = [await read_shard(made, shard) for shard in cuts]
+        assert [row["n"] for part in parts for row in part] == [*range(stop)]
+        assert max(map(len, parts)) <= 2 * 50 / len(found)
+    one = cuts[0]
+    whole = await read_shard(made, one)
+    for row in range(len(whole) + 1):
+        assert await read_shard(made, one, row=row) == whole[row:]
+
+
+async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
+    """Not even if it is all."""
+    made = parquet(tmp_path, filters=pc.field("n") >= 40)
+    cuts = await made.cut(await shards(made), 5)
+    assert [shard[2] for shard in cuts] == [0, 1, 2, 3, 4]  # each reader has some
+    made = parquet(tmp_path, filters=pc.field("n") < 0)
+    cuts = await made.cut(await shards(made), 5)
+    assert [shard[2] for shard in cuts] == ["skipped"] * 5
+
+
+async def test_what_cannot_be_cut(tmp_path: Path) -> None:
+    """An error that says what to do."""
+    with pa.ipc.new_stream(str(tmp_path / "a.arrows"), NUMBERED.schema) as file:
+        file.write_table(NUMBERED)
+    stream = ArrowFormat(str(tmp_path / "a.arrows"), Local())
+    with pytest.raises(ValueError, match=r"'a\.arrows' is a stream.*as an Arrow file"):
+        await stream.cut(await shards(stream), 2)
+    put(tmp_path / "a.csv.gz", gzip.compress(b"n\n1\n2\n"))
+    packed = CSVFormat(str(tmp_path / "a.csv.gz"), Local(), dialect=Dialect())
+    with pytest.raises(
+        ValueError, match=r"'a\.csv\.gz' is compressed, or .*more files"
+    ):
+        await packed.cut(await shards(packed), 2)

@@ -20,9 +20,8 @@ from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, ParquetDataset
-from aioloader.datasets._arrow.csv import CSVFormat
+from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
-from aioloader.datasets._arrow.lines import Dialect
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.versions import Version

@@ -1,16 +1,14 @@
 """Streams of tables: Parquet files, Arrow files and databases, in columns.
 
 A row is a dict of column to value. A loader with the default collate function never
-makes
-rows: each batch is cut from the columns, and becomes one tensor per column.
+makes rows: each batch is cut from the columns, and becomes one tensor per column.
 """
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from aioloader.datasets._arrow import imported
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
@@ -25,48 +23,14 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def _imported(module: str) -> Any:
-    """Import a module of formats, which takes long because of pyarrow."""
-    try:
-        importlib.import_module("pyarrow")
-        return importlib.import_module(f"aioloader.datasets._arrow.{module}")
-    except ImportError as exc:
-        raise ImportError(
-            'Parquet and Arrow files need pyarrow: pip install "aioloader[arrow]"'
-        ) from exc
+def _format(module: str, name: str) -> Any:
+    made = imported(
+        f"aioloader.datasets._arrow.{module}", "Parquet and Arrow files need"
+    )
+    return getattr(made, name)
 
 
-class _TableFiles(StoredStream[Row]):
-    """The part that Parquet and Arrow files share."""
-
-    # Module and class of the format, and arguments of it alone.
-    _format: ClassVar[tuple[str, str]]
-    _of_format: Mapping[str, Any] = MappingProxyType({})
-
-    @names_options
-    def __init__(
-        self,
-        addresses: "Addresses",
-        columns: Iterable[str] | None = None,
-        *,
-        nulls: Mapping[str, Any] | None = None,
-        schema: "pa.Schema | None" = None,
-        filters: Any = None,
-        **options: Unpack[StreamOptions],
-    ) -> None:
-        module, name = self._format
-        made_by = partial(
-            getattr(_imported(module), name),
-            columns=columns,
-            nulls=nulls,
-            schema=schema,
-            filters=filters,
-            **self._of_format,
-        )
-        super().__init__(addresses, made_by, **options)
-
-
-class ParquetDataset(_TableFiles):
+class ParquetDataset(StoredStream[Row]):
     """Streams rows from Parquet files; needs the extra ``arrow``.
 
     Its shards are row groups. Only the bytes of the wanted columns are requested from
@@ -98,10 +62,28 @@ class ParquetDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    _format = "parquet", "ParquetFormat"
+    @names_options
+    def __init__(
+        self,
+        addresses: "Addresses",
+        columns: Iterable[str] | None = None,
+        *,
+        nulls: Mapping[str, Any] | None = None,
+        schema: "pa.Schema | None" = None,
+        filters: Any = None,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        made_by = partial(
+            _format("parquet", "ParquetFormat"),
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
+        )
+        super().__init__(addresses, made_by, **options)
 
 
-class ArrowDataset(_TableFiles):
+class ArrowDataset(StoredStream[Row]):
     """Streams rows from Arrow IPC files and streams; needs the extra ``arrow``.
 
     Its shards are record batches (of files) or whole files (of streams). Names of
@@ -121,8 +103,6 @@ class ArrowDataset(_TableFiles):
         ValueError: If an argument is wrong.
     """
 
-    _format = "ipc", "ArrowFormat"
-
     @names_options
     def __init__(
         self,
@@ -136,10 +116,15 @@ class ArrowDataset(_TableFiles):
         **options: Unpack[StreamOptions],
     ) -> None:
         check_missing_end(missing_end)
-        self._of_format = {"missing_end": missing_end}
-        super().__init__(
-            addresses, columns, nulls=nulls, schema=schema, filters=filters, **options
+        made_by = partial(
+            _format("ipc", "ArrowFormat"),
+            missing_end=missing_end,
+            columns=columns,
+            nulls=nulls,
+            schema=schema,
+            filters=filters,
         )
+        super().__init__(addresses, made_by, **options)
 
 
 class CSVDataset(StoredStream[Row]):
@@ -192,17 +177,16 @@ class CSVDataset(StoredStream[Row]):
         strings_can_be_null: bool = False,
         **options: Unpack[StreamOptions],
     ) -> None:
-        dialect = _imported("lines").Dialect(
-            delimiter,
-            quote_char,
-            escape_char,
-            newlines_in_values,
-            null_values,
-            strings_can_be_null,
-        )
         made_by = partial(
-            _imported("csv").CSVFormat,
-            dialect=dialect,
+            _format("csv", "CSVFormat"),
+            dialect=_format("csv", "Dialect")(
+                delimiter,
+                quote_char,
+                escape_char,
+                newlines_in_values,
+                null_values,
+                strings_can_be_null,
+            ),
             column_names=column_names,
             column_types=column_types,
             columns=columns,

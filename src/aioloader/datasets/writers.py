@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
+from aioloader.datasets._arrow import imported
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
@@ -474,10 +475,4 @@ async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
 
 
 def _import_pyarrow() -> Any:
-    try:
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            'writing Parquet needs pyarrow: pip install "aioloader[arrow]"'
-        ) from exc
-    return pa
+    return imported("pyarrow", "writing Parquet needs")

@@ -68,12 +68,9 @@ class Copies:
         """Check that a local file, or the original of a copy, is of a version.
 
         A file that was deleted while it is open is still there. In a thread.
-
-        Raises:
-            DatasetError: If it is not.
         """
-        path, copy = self._places.path(address), self._copies.get(address)
-        if copy is not None:
+        path = self._places.path(address)
+        if copy := self._copies.get(address):
             found = copy[1]
         elif path is None:
             return  # every answer is compared
@@ -89,16 +86,9 @@ class Copies:
     async def part(
         self, address: str, start: int, stop: int = 0, version: Version | None = None
     ) -> tuple[bytes, Version]:
-        """Return some bytes of a file, and its version.
+        """Return some bytes of a file, and its version, which is checked if known.
 
-        Args:
-            address: The file.
-            start: First byte; if negative, it counts from the end.
-            stop: One past the last byte; 0: the end of the file.
-            version: What it must be, if known.
-
-        Raises:
-            DatasetError: If it cannot be read, or is not of ``version``.
+        A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
         if (path := self._places.path(address)) is not None:
             return await asyncio.to_thread(_read_local, path, start, stop, version)

@@ -3,30 +3,37 @@
 Column names come from the first line, types from the first lines, unified over all
 files, unless the user gives them. A plain file is cut into ranges; a compressed one, or
 one with newlines in values, is one shard. Resuming starts at the block that holds the
-next row; in a compressed file, at its beginning.
+next row; in a compressed file, at its beginning. An unreadable line is a failed sample;
+the lines around it are read.
 """
 
 import asyncio
 import contextlib
+import functools
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+from pyarrow import csv
 
-from aioloader.datasets._arrow.files import End, Part, TableFormat
-from aioloader.datasets._arrow.lines import BLOCK, BOM, Dialect, batches, blocks
-from aioloader.datasets._arrow.ranges import file_of
-from aioloader.datasets._arrow.reader import Item, Mark, Opened, TableReader, part_of
+from aioloader._order.blocks import Bad
+from aioloader.datasets._arrow.files import Decoding, End, Part, TableFormat
+from aioloader.datasets._arrow.reader import Item, Mark, edges
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._streams.shards import Position, Summary
 from aioloader.errors import DatasetError, TruncatedReadError
 
-if TYPE_CHECKING:
-    from aioloader.datasets._streams.shards import Position, Summary
-
 _RANGE = 32 << 20
+# Bytes parsed at once: the search for quotes holds the interpreter lock.
+BLOCK = 1 << 18
+# The longest line.
+_LONGEST = 1 << 28
 _LEAST_HEAD, _MOST_HEAD = 1 << 16, 1 << 26
 _LEAST_REQUEST, _MOST_REQUEST = 1 << 18, 8 << 20
 # Packed bytes needed to unpack that many: bzip2 packs 900 KB at once.
@@ -37,24 +44,121 @@ _PACKED = {
 }  # fmt: skip
 # About how much memory a schema of a few columns takes.
 _HEAD = 1 << 12
+# The byte order mark at the start of a file.
+_BOM = "\ufeff".encode()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How values are written, as in ``CSVDataset``; no line ends within quotes."""
+
+    delimiter: str = ","
+    quote_char: str | bool = '"'
+    escape_char: str | bool = False
+    newlines_in_values: bool = False
+    null_values: Sequence[str] | None = None
+    strings_can_be_null: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("delimiter", "quote_char", "escape_char"):
+            sign = getattr(self, name)
+            is_off = sign is False and name != "delimiter"
+            if not is_off and not (isinstance(sign, str) and len(sign.encode()) == 1):
+                raise ValueError(f"{name} must be one character, got {sign!r}")
+        if isinstance(self.null_values, str | AbstractSet):
+            raise TypeError(f"null_values must be a list, got {self.null_values!r}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return all settings, JSON-serialisable."""
+        nulls = None if self.null_values is None else list(self.null_values)
+        return {**asdict(self), "null_values": nulls}
+
+    def first_end(self, data: bytes) -> int:
+        """Return where the first line ends, after its newline; 0: not in ``data``."""
+        if not self._is_quoted(data):
+            return data.find(b"\n") + 1
+        found = re.match(self._values + rb"\n", data)
+        return 0 if found is None else found.end()
+
+    def last_end(self, data: bytes) -> int:
+        """Return where the last whole line ends, after its newline; 0: none."""
+        if not self._is_quoted(data):
+            return data.rfind(b"\n") + 1
+        found = re.match(rb"(?:" + self._values + rb"\n)*+", data)
+        return 0 if found is None else found.end()
+
+    def is_open(self, data: bytes) -> bool:
+        """Return whether ``data`` ends within quotes."""
+        rest = data[self.last_end(data) :]
+        return self._is_quoted(rest) and not re.fullmatch(self._values, rest)
+
+    def parse(
+        self,
+        data: bytes,
+        names: Sequence[str] = (),
+        types: Mapping[str, pa.DataType] | None = None,
+        include: Sequence[str] = (),
+        *,
+        skip_wrong: bool = False,
+    ) -> pa.Table:
+        """Return whole lines as a table.
+
+        Args:
+            data: The lines.
+            names: All their columns; empty: the first line has them.
+            types: Types of columns; those of others are guessed.
+            include: The columns to return; empty: all.
+            skip_wrong: Whether lines of another length are left out.
+        """
+        if data.startswith(_BOM):  # here it is text, but pyarrow would drop it
+            data = b"\n" + data
+        nulls = {} if self.null_values is None else {"null_values": self.null_values}
+        return csv.read_csv(
+            pa.BufferReader(data),
+            csv.ReadOptions(
+                column_names=names, use_threads=False, block_size=len(data) + 1
+            ),
+            csv.ParseOptions(
+                delimiter=self.delimiter,
+                quote_char=self.quote_char,
+                escape_char=self.escape_char,
+                newlines_in_values=True,
+                invalid_row_handler=(lambda _: "skip") if skip_wrong else None,
+            ),
+            csv.ConvertOptions(
+                column_types=types,
+                include_columns=include,
+                strings_can_be_null=self.strings_can_be_null,
+                **nulls,
+            ),
+        )
+
+    def _is_quoted(self, data: bytes) -> bool:
+        return self.quote_char is not False and str(self.quote_char).encode() in data
+
+    @functools.cached_property
+    def _values(self) -> bytes:
+        """A pattern of the values of one line, which are not within quotes at its end.
+
+        A quote within a value is a character.
+        """
+        quote, escape, between = (
+            re.escape(str(sign or "").encode())
+            for sign in (self.quote_char, self.escape_char, self.delimiter)
+        )
+        inner = rb"[^" + quote + escape + rb"]|" + quote + quote
+        if escape:
+            inner += rb"|" + escape + rb"(?s:.)"
+        quoted = quote + rb"(?:" + inner + rb")*+" + quote
+        value = rb"(?:" + quoted + rb"|(?!" + quote + rb"))[^" + between + rb"\r\n]*+"
+        return value + rb"(?:[" + between + rb"\r]" + value + rb")*+"
 
 
 class CSVFormat(TableFormat):
     """Lines of CSV files.
 
     A shard is an address, the first byte, and one past the last (0: the end of the
-    file).
-
-    Args:
-        addresses: Patterns of the files' addresses.
-        places: Opens them.
-        dialect: How lines are written.
-        column_names: Names of the columns, for files whose first line has none.
-        column_types: Column to type, or to the type's name in Arrow.
-        wanted: As for ``TableFormat``.
-
-    Raises:
-        ValueError: If an argument is wrong.
+    file). Arguments are those of ``CSVDataset`` and ``TableFormat``.
     """
 
     def __init__(
@@ -64,7 +168,7 @@ class CSVFormat(TableFormat):
         *,
         dialect: Dialect,
         column_names: Sequence[str] | None = None,
-        column_types: "Mapping[str, Any] | None" = None,
+        column_types: Mapping[str, Any] | None = None,
         **wanted: Any,
     ) -> None:
         super().__init__(addresses, places, **wanted)
@@ -78,29 +182,17 @@ class CSVFormat(TableFormat):
     def describe(self) -> dict[str, Any]:
         """Return how lines are parsed, and which parts are read."""
         types = {name: str(one) for name, one in sorted(self._types.items())}
-        return {
-            **super().describe(),
-            **self._dialect.describe(),
-            "column_names": self._column_names,
-            "column_types": types,
-        }
+        names = {"column_names": self._column_names, "column_types": types}
+        return {**super().describe(), **self._dialect.describe(), **names}
 
-    def summary(self, shards: "Sequence[Part]") -> "Summary":
+    def summary(self, shards: Sequence[Part]) -> Summary:
         """Return the number of shards, and checksums of their names and ranges.
 
         Where a file is cut depends on its length, which may grow.
         """
-        edges = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
-        cuts = {"cuts": f"{zlib.crc32(edges.encode()):08x}"} if edges else {}
-        return {**super().summary(shards), **cuts}
-
-    def open(self, shard: Part, position: "Position", budget: int) -> TableReader:
-        """Return a reader of a range."""
-        address, start, stop = shard
-        unit = f"the lines from byte {start:,} on" if start or stop else ""
-        opening = partial(self._open, address, (start, stop), position)
-        label = self._opener.label(address)
-        return TableReader(opening, label, unit, position, budget)
+        cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
+        digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
+        return {**super().summary(shards), **digest}
 
     def _cut(self, shard: Part, count: int) -> list[Part]:
         address, start, stop = shard
@@ -111,9 +203,9 @@ class CSVFormat(TableFormat):
                 "in values, so it is one shard and cannot be cut for more readers; "
                 "write more files, or plain ones"
             )
-        size = (stop or end.size) - start
-        edges = [start + part_of(size, at, count)[0] for at in range(count)]
-        return [(address, *pair) for pair in pairwise([*edges, stop])]
+        size = (stop or end.version.size) - start
+        cuts = [start + at for at in edges(size, count)[:-1]]
+        return [(address, *pair) for pair in pairwise([*cuts, stop])]
 
     def _is_whole(self, address: str) -> bool:
         """Return whether a file can only be read from its beginning."""
@@ -131,27 +223,26 @@ class CSVFormat(TableFormat):
         least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
         while found is None:
             data, _ = await self._opener.part(address, 0, min(size, least), version)
-            is_all = len(data) >= size
-            found = await asyncio.to_thread(
-                self._head_of, data, packing, location, is_all=is_all
-            )
+            head_of = partial(self._head_of, is_all=len(data) >= size)
+            found = await asyncio.to_thread(head_of, data, packing, location)
             least *= 16
         schema, start = found
         count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE))
-        edges = [part_of(size, at, count)[0] for at in range(count)]
-        parts = [(part, size // count) for part in pairwise([*edges, 0])]
+        cuts = pairwise([*edges(size, count)[:-1], 0])
+        parts: list[tuple[Part, int]] = [(pair, size // count) for pair in cuts]
         # The fact is where the first line after the names starts, unpacked.
-        return End(version, self._shared(schema), parts, start, _HEAD)
+        schema = self._shared(schema)
+        return End(address, location, version, schema, parts, start, _HEAD)
 
     def _head_of(
         self, data: bytes, packing: str | None, location: str, *, is_all: bool
-    ) -> "tuple[pa.Schema, int] | None":
+    ) -> tuple[pa.Schema, int] | None:
         """Return columns and start of the lines; None: needs more. In a thread."""
         dialect = self._dialect
         if packing is not None:
             data, is_all = _unpacked(data, packing, location, is_all=is_all)
         is_enough = is_all or len(data) >= _MOST_HEAD
-        start = len(BOM) if data.startswith(BOM) else 0
+        start = len(_BOM) if data.startswith(_BOM) else 0
         names = self._column_names
         if names is None:
             start += len(data[start:]) - len(data[start:].lstrip(b"\r\n"))
@@ -169,18 +260,6 @@ class CSVFormat(TableFormat):
         types |= {n: one for n, one in self._types.items() if n in types}
         return checked(pa.schema([(name, types[name]) for name in names])), start
 
-    def _guessed(self, data: bytes, names: Sequence[str]) -> "dict[str, pa.DataType]":
-        """Return the types of columns by the first lines, without those that fail."""
-        types = dict.fromkeys(names, pa.null())
-        while data.strip(b"\r\n"):
-            try:
-                guessed = self._dialect.parse(data, names).schema
-            except ValueError:  # a wrong line that is no text
-                data = data[: self._dialect.last_end(data[: len(data) // 2])]
-                continue
-            return types | {one.name: one.type for one in guessed}
-        return types
-
     def _names_in(self, line: bytes, location: str) -> list[str]:
         """Return the values of the first line."""
         text = f"{location!r} has no first line with the names of columns"
@@ -189,91 +268,178 @@ class CSVFormat(TableFormat):
                 f"{text}: it is empty; pass column_names= for files without one",
                 location=location,
             )
-        sign = self._dialect.delimiter.encode()
         try:
-            # More columns than any file has; the dialect decides.
-            many = [str(at) for at in range(line.count(sign) + 1)]
-            while many:
-                with contextlib.suppress(ValueError):
-                    types = dict.fromkeys(many, pa.string())
-                    table = self._dialect.parse(line, many, types)
-                    break
-                many.pop()
-        except UnicodeDecodeError as error:
-            raise DatasetError(f"{text}: {error}", location=location) from error
-        if not many:
-            raise DatasetError(text, location=location)
-        if table.num_rows > 1:
+            table = self._dialect.parse(line + b"\n")
+            names = [str(name) for name in table.column_names]
+        except ValueError as error:
+            text = f"{location!r} has no first line with the names of columns: {error}"
+            raise DatasetError(text, location=location) from error
+        if table.num_rows:
             raise DatasetError(
                 f"{text}: it has carriage returns without newlines, and lines must end "
                 "with newlines; convert the file",
                 location=location,
             )
-        return [str(column[0].as_py() or "") for column in table.columns]
+        return names
+
+    def _guessed(self, data: bytes, names: Sequence[str]) -> dict[str, pa.DataType]:
+        """Return the types of columns by the first lines, without those that fail."""
+        types = dict.fromkeys(names, pa.null())
+        while data.strip(b"\r\n"):
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                is_text = False
+            else:
+                is_text = True  # pyarrow decodes the wrong lines that it passes on
+            try:
+                found = self._dialect.parse(data, names, skip_wrong=is_text).schema
+            except ValueError:  # a wrong line that is no text
+                data = data[: self._dialect.last_end(data[: len(data) // 2])]
+                continue
+            return types | {one.name: one.type for one in found}
+        return types
 
     # -- reading --------------------------------------------------------------------
 
-    async def _open(
-        self, address: str, edges: tuple[int, int], position: "Position", window: int
-    ) -> Opened:
-        end, wanted = await self._end(address, position)
-        location, path = self._opener.label(address), self._opener.path(address)
-        packing, (start, stop) = _packing(location), edges
+    def _unit(self, part: Sequence[Any]) -> str:
+        return f"the lines from byte {part[0]:,} on" if any(part) else ""
+
+    async def _decoding(
+        self,
+        end: End,
+        wanted: Wanted,
+        part: Sequence[Any],
+        position: Position,
+        window: int,
+    ) -> Decoding:
+        packing, (start, stop) = _packing(end.location), part
         # A cut may be within the first line, or within empty lines before it.
         first, is_inside = max(start, end.facts), start > end.facts
         if "from" in position:
             (first, *_), is_inside = position["from"], False
         elif is_inside:
             first -= 1  # a line may have started earlier
-        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        spans = [(0 if packing else first, stop or end.size)]
-        ranges = self._ranges(address, end, spans, most, window)
-        parse = self._parser(end.schema, wanted)
+        names, present = [*end.schema.names], wanted.present(end.schema)
+        types = {name: wanted.schema.field(name).type for name in present}
+        # An empty list of columns would be all.
+        include = present or names[:1]
+        parse = partial(self._dialect.parse, names=names, types=types, include=include)
+        lines = Lines(self._dialect, parse, end.location)
 
-        def items() -> "Iterator[Item]":
-            file = file_of(path, ranges)
-            args = stop or None, self._dialect, location
-            with _at(file, first, packing, location) as read:
-                for at, data in blocks(read, first, *args, is_inside=is_inside):
+        def items(file: pa.NativeFile) -> Iterator[Item]:
+            with _read_from(first, file, packing, end.location) as read:
+                for at, data in lines.blocks(read, first, stop, is_inside=is_inside):
                     if packing is None:
                         yield Mark(at)
-                    yield from batches(data, at, parse, self._dialect, location)
+                    yield from lines.batches(data, at)
 
-        return self._opened(address, end, wanted, items=items, ranges=ranges)
+        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
+        spans = [(0 if packing else first, stop or end.version.size)]
+        return Decoding(items, spans, most)
 
-    def _parser(self, schema: "pa.Schema", wanted: Wanted) -> Any:
-        """Return the function that makes a table of lines."""
-        names = [*schema.names]
-        present = wanted.present(schema)
-        return partial(
-            self._dialect.parse,
-            names=names,
-            types={name: wanted.schema.field(name).type for name in present},
-            include=present or names[:1],  # an empty list would be all
+
+class Lines(NamedTuple):
+    """The lines of a range of a file."""
+
+    dialect: Dialect
+    parse: Callable[[bytes], pa.Table]  # of whole lines
+    location: str
+
+    def blocks(
+        self, read: Callable[[int], bytes], at: int, stop: int, *, is_inside: bool
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that start in a range, in blocks, and their positions.
+
+        Args:
+            read: Returns the next bytes of the range; none at the end.
+            at: Its first byte.
+            stop: One past its last byte; 0: no end.
+            is_inside: Whether the first byte belongs to a line that started earlier.
+        """
+        data, is_last = b"", False
+        while not is_last:
+            piece = read(max(BLOCK, len(data)))
+            data, is_last = data + piece, not piece
+            if is_inside:
+                end = data.find(b"\n") + 1 or len(data)
+                is_inside = data[end - 1 : end] != b"\n"
+                at, data = at + end, data[end:]
+            if stop and at + len(data) >= stop and not is_inside:
+                end = 0 if at >= stop else data.find(b"\n", stop - 1 - at) + 1
+                if end or at >= stop:
+                    data, is_last = data[:end], True
+            end = self.dialect.last_end(data)
+            if is_last and end < len(data):
+                self._check_end(data[end:], at + end)
+                end = len(data)
+            if end:
+                yield at, data[:end]
+            at, data = at + end, data[end:]
+            if len(data) > _LONGEST:
+                self._check_end(b"", at)
+
+    def _check_end(self, line: bytes, at: int) -> None:
+        """Check that the rest of a range or file is a whole line."""
+        if line and not self.dialect.is_open(line):
+            return
+        what = "within quotes" if line else f"after more than {_LONGEST:,} bytes"
+        raise DatasetError(
+            f"{self.location!r} has a line at byte {at:,} that ends {what}: a quote is "
+            "missing, or there is a newline in a value (pass newlines_in_values=True)",
+            location=self.location,
         )
+
+    def batches(self, data: bytes, at: int) -> Iterator[pa.RecordBatch | Bad]:
+        """Yield whole lines as record batches, and unreadable lines one by one."""
+        if not data.strip(b"\r\n"):
+            return
+        try:
+            found = self.parse(data).combine_chunks().to_batches()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            dialect = self.dialect
+            end = dialect.last_end(data[: len(data) // 2]) or dialect.first_end(data)
+            if isinstance(error, NotImplementedError) or end in {0, len(data)}:
+                yield self._unread(data, at, error)
+                return
+            yield from self.batches(data[:end], at)
+            yield from self.batches(data[end:], at + end)
+        else:
+            yield from found
+
+    def _unread(self, line: bytes, at: int, error: Exception) -> Bad:
+        shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
+        failure = DatasetError(
+            f"the line at byte {at:,} of {self.location!r} cannot be read: {error}; it "
+            f"starts {shown!r}; types are guessed from the first lines, or set by "
+            "column_types= and schema=",
+            location=self.location,
+        )
+        failure.__cause__ = error
+        return Bad(failure)
+
+
+# -- compressed files --------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _at(file: Any, start: int, packing: str | None, location: str) -> "Iterator[Any]":
-    """Yield the ``read`` of a file from a byte on, unpacked; close it at the end.
-
-    Raises:
-        DatasetError: If it is packed, and cannot be unpacked.
-    """
-    with contextlib.closing(file):
-        if packing is None:
-            file.seek(start)
-            yield file.read
-            return
-        try:
-            with pa.CompressedInputStream(file, packing) as unpacked:
-                while start:
-                    start -= len(unpacked.read(min(start, BLOCK)))
-                yield unpacked.read
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise _damage(error, location) from error
+def _read_from(
+    start: int, file: pa.NativeFile, packing: str | None, location: str
+) -> Iterator[Any]:
+    """Yield the ``read`` of a file from a byte on, unpacked."""
+    if packing is None:
+        file.seek(start)
+        yield file.read
+        return
+    try:
+        with pa.CompressedInputStream(file, packing) as unpacked:
+            while start and (skipped := unpacked.read(min(start, BLOCK))):
+                start -= len(skipped)
+            yield unpacked.read
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise _damage(error, location) from error
 
 
 def _packing(location: str) -> str | None:
@@ -285,18 +451,18 @@ def _unpacked(
     data: bytes, packing: str, location: str, *, is_all: bool
 ) -> tuple[bytes, bool]:
     """Return the beginning of the unpacked data, and whether that is all."""
-    parts: list[bytes] = []
+    found = b""
     try:
         with pa.CompressedInputStream(pa.BufferReader(data), packing) as stream:
             while part := stream.read(_LEAST_HEAD):
-                parts.append(part)
-                if sum(map(len, parts)) >= max(_LEAST_HEAD, len(data) // 16):
-                    return b"".join(parts), False
+                found += part
+                if len(found) >= max(_LEAST_HEAD, len(data) // 16):
+                    return found, False
     except OSError as error:
         if is_all:
             raise _damage(error, location) from error
-        return b"".join(parts), False
-    return b"".join(parts), is_all
+        return found, False
+    return found, is_all
 
 
 def _damage(error: OSError, location: str) -> DatasetError:
@@ -306,7 +472,7 @@ def _damage(error: OSError, location: str) -> DatasetError:
     return DatasetError(text, location=location)
 
 
-def _type(name: str, given: Any) -> "pa.DataType":
+def _type(name: str, given: Any) -> pa.DataType:
     if isinstance(given, pa.DataType):
         return given
     try:

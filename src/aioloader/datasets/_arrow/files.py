@@ -5,42 +5,40 @@ mostly its end, is read once, of many files at a time.
 """
 
 import asyncio
+import contextlib
 import copy
 from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from itertools import pairwise
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import pyarrow as pa
 
 from aioloader.datasets._arrow.copies import Copies
-from aioloader.datasets._arrow.hive import (
-    columns_of,
-    condition_of,
-    values_of,
-    with_columns,
-)
-from aioloader.datasets._arrow.ranges import Ranges, Span, plan
-from aioloader.datasets._arrow.reader import Opened, TableReader, shares
+from aioloader.datasets._arrow.filters import Partitions
+from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
+from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version
-from aioloader.datasets._streams.shards import StoredFormat, summary_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyarrow import dataset as ds
-
-    from aioloader.datasets._streams.shards import Position, Summary
+from aioloader.datasets._streams.shards import (
+    Position,
+    StoredFormat,
+    Summary,
+    summary_of,
+)
+from aioloader.errors import DatasetError
 
 # An address, and what distinguishes a part of the file.
 Part: TypeAlias = tuple[Any, ...]
 
 # Most footers are shorter, so that one request gets them.
-TAIL = 1 << 16
+_TAIL = 1 << 16
 # Ends kept, in bytes: shards of one file are mostly read one after the other.
 _KEPT = 64 << 20
 # Recent schemas to compare with, so that equal ones share an object.
@@ -49,34 +47,36 @@ _SCHEMAS = 8
 SKIPPED = "skipped"
 
 
-@dataclass(frozen=True)
-class End:
-    """What is known of a file before it is read, mostly from its end.
+class End(NamedTuple):
+    """What is known of a file before it is read, mostly from its end."""
 
-    Attributes:
-        version: Its version.
-        schema: All its columns.
-        parts: What distinguishes its shards, and their lengths in rows or bytes.
-        facts: What the format knows besides.
-        nbytes: About how much memory this takes.
-        skipped: Numbers of the shards in which no row is wanted.
-    """
-
+    address: str
+    location: str  # the address, redacted
     version: Version
-    schema: "pa.Schema"
+    schema: pa.Schema
+    # What distinguishes its shards, and their lengths in rows or bytes.
     parts: Sequence[tuple[Part, int]]
-    facts: Any
-    nbytes: int
-    skipped: Collection[int] = ()
+    facts: Any  # what the format knows besides
+    nbytes: int  # about how much memory this takes
+    skipped: Collection[int] = ()  # shards in which no row is wanted
 
-    @property
-    def size(self) -> int:
-        """Length of the whole file, in bytes."""
-        return self.version.size
+
+class Decoding(NamedTuple):
+    """How a shard is decoded from the open file, in a thread."""
+
+    items: Callable[[pa.NativeFile], Iterator[Item]]
+    spans: Sequence[Span]  # bytes to request of an object
+    most: int  # bytes of a request
+    in_order: bool = True  # whether the bytes are read one after the other
+    rows: int | None = None  # that are expected
+    tail: bytes = b""  # the end of the file, if that is known and read again
 
 
 class TableFormat(StoredFormat):
     """Tables in files, each with one or more shards.
+
+    A format says what is known of a file (``_read_end``), and how a part of it is
+    decoded (``_decoding``).
 
     Args:
         addresses: Patterns of the files' addresses.
@@ -91,8 +91,7 @@ class TableFormat(StoredFormat):
         self._addresses = addresses
         self._opener = Copies(places)
         self._wanted = Wanted(**wanted)
-        # The columns that are in the names of files.
-        self._in_names: pa.Schema | None = None
+        self._partitions = Partitions()
         self._forget()
 
     def _forget(self) -> None:
@@ -111,14 +110,9 @@ class TableFormat(StoredFormat):
     # -- shards ---------------------------------------------------------------------
 
     async def shards(
-        self, stack: AsyncExitStack, _known: "Summary | None" = None
+        self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Part]:
-        """Return the shards of all files, in order.
-
-        Raises:
-            DatasetError: If a file cannot be read, is of another kind, or lacks a
-                column.
-        """
+        """Return the shards of all files, in order."""
         self._opener.enter()
         stack.push_async_callback(self._opener.aclose)
         addresses = await self._opener.expand(self._addresses)
@@ -127,13 +121,12 @@ class TableFormat(StoredFormat):
             self._listed = [*addresses]
         names = map(self._opener.name, addresses)
         given = self._wanted.given or ()
-        self._in_names = await asyncio.to_thread(columns_of, names, given)
+        self._partitions = await asyncio.to_thread(Partitions, names, given)
         # The first file decides which columns are read; all decide their types.
         first = await self._known_end(addresses[0])
-        wanted, others = await asyncio.to_thread(self._begun, first, addresses)
+        wanted, others = await asyncio.to_thread(self._begun, first, addresses[1:])
         ends = [first, *await each(self._known_end, others)]
-        files = [*zip([addresses[0], *others], ends, strict=True)]
-        shards = await asyncio.to_thread(self._unified, files, wanted)
+        shards = await asyncio.to_thread(self._unified, ends, wanted)
         self._wanted = wanted  # other iterations used the previous one until here
         return shards
 
@@ -144,46 +137,41 @@ class TableFormat(StoredFormat):
         """
         if [*addresses] != self._listed:
             return False
-        read = [*self._versions]
-        versions = await each(self._opener.version, read)
+        versions = await each(self._opener.version, [*self._versions])
         return all(
-            now.is_marked and now.is_of(self._versions[address])
-            for address, now in zip(read, versions, strict=True)
+            now.is_marked and now.is_of(known)
+            for now, known in zip(versions, self._versions.values(), strict=True)
         )
 
-    def _begun(
-        self, first: End, addresses: Sequence[str]
-    ) -> tuple[Wanted, Sequence[str]]:
+    def _begun(self, first: End, others: Sequence[str]) -> tuple[Wanted, Sequence[str]]:
         """Begin a table; return it, and the other files that may have wanted rows."""
-        address, *others = addresses
-        schema, in_names = self._with_name(first.schema, address), self._in_names
-        location = self._opener.label(address)
+        in_names = bool(self._partitions)
+        schema = self._with_name(first.schema, first.address)
         wanted = copy.copy(self._wanted)
-        wanted.start(schema, location, in_names=bool(in_names))
+        wanted.start(schema, first.location, in_names=in_names)
         if wanted.filters is None or not in_names:
             return wanted, others
         known = [self._condition(one, first.schema) for one in others]
-        kept = wanted.filters.files(schema, known)
-        return wanted, [others[number] for number in kept]
+        return wanted, [others[at] for at in wanted.filters.files(schema, known)]
 
-    def _unified(self, files: Sequence[tuple[str, End]], wanted: Wanted) -> list[Part]:
+    def _unified(self, ends: Sequence[End], wanted: Wanted) -> list[Part]:
         """Unify the files into one table, and return their shards; in a thread."""
-        schemas = [self._with_name(end.schema, address) for address, end in files]
-        for (address, _), schema in zip(files, schemas, strict=True):
-            wanted.add(schema, self._opener.label(address))
+        for end in ends:
+            wanted.add(self._with_name(end.schema, end.address), end.location)
         wanted.settle()
         filters, shards = wanted.filters, Listed()
         about = [] if filters is None else filters.names(wanted.schema)
         sizes: list[int] = []
         skipped: list[Part] = []
-        for (address, end), schema in zip(files, schemas, strict=True):
+        for end in ends:
+            schema = self._with_name(end.schema, end.address)
             # Statistics do not apply to values that are cast before the comparison.
             is_plain = not end.skipped or wanted.has(schema, about)
             for number, (part, size) in enumerate(end.parts):
                 if is_plain and number in end.skipped:
-                    skipped.append((address, *part, SKIPPED))
+                    skipped.append((end.address, *part, SKIPPED))
                 else:
-                    shards.append((address, *part))
+                    shards.append((end.address, *part))
                     sizes.append(size)
         # Empty shards come last, so that lanes have equal shares of the others; where
         # these are fewer than readers, they are cut.
@@ -191,16 +179,11 @@ class TableFormat(StoredFormat):
         shards += skipped
         return shards
 
-    async def sizes(
-        self,
-        shards: Sequence[Part],
-        *,
-        must: bool,  # noqa: ARG002  (they were read with the ends of the files)
-    ) -> Sequence[int] | None:
+    async def sizes(self, shards: Sequence[Part], *, must: bool) -> list[int] | None:  # noqa: ARG002  (they were read with the ends of the files)
         """Return the length of each shard: in rows, or in bytes."""
         return shards.sizes if isinstance(shards, Listed) else None
 
-    def summary(self, shards: Sequence[Part]) -> "Summary":
+    def summary(self, shards: Sequence[Part]) -> Summary:
         """Return the number of shards, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
 
@@ -213,18 +196,14 @@ class TableFormat(StoredFormat):
         return sum(shard[-1] != SKIPPED for shard in shards)
 
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
-        """Return ``count`` shards that have the same rows in the same order.
-
-        Raises:
-            ValueError: If a file cannot be cut.
-        """
+        """Return ``count`` shards that have the same rows in the same order."""
         whole = [shard for shard in shards if shard[-1] != SKIPPED]
-        void = [shard for shard in shards if shard[-1] == SKIPPED]
         if not whole:
-            return void if len(void) >= count else (void * count)[:count]
+            return ([*shards] * count)[: max(count, len(shards))]
         # Empty shards are left out, so that each reader has rows.
         found: list[Part] = []
-        for shard, parts in zip(whole, shares(count, len(whole)), strict=True):
+        counts = (b - a for a, b in pairwise(edges(count, len(whole))))
+        for shard, parts in zip(whole, counts, strict=True):
             found += self._cut(shard, parts) if parts > 1 else [shard]
         return found
 
@@ -237,10 +216,9 @@ class TableFormat(StoredFormat):
     async def _known_end(self, address: str) -> End:
         end = self._kept.get(address)
         if end is None:
-            location = self._opener.label(address)
-            end = await self._read_end(address, location)
+            end = await self._read_end(address, self._opener.label(address))
             first = self._versions.setdefault(address, end.version)
-            Known(first).check(location, end.version)
+            Known(first).check(end.location, end.version)
             self._kept[address] = end
             sizes = [one.nbytes for one in self._kept.values()]
             while sum(sizes) > _KEPT and len(sizes) > 1:
@@ -250,88 +228,103 @@ class TableFormat(StoredFormat):
 
     @abstractmethod
     async def _read_end(self, address: str, location: str) -> End:
-        """Read the end of a file."""
+        """Read what is to be known of a file."""
 
-    async def _end(self, address: str, position: "Position") -> tuple[End, Wanted]:
-        """Return the end of a file, checked for the state, and what is wanted of it."""
-        end, location = await self._known_end(address), self._opener.label(address)
-        Known.of(position).check(location, end.version)
-        schema = self._with_name(end.schema, address)
-        self._wanted = self._wanted.checked(schema, location)
-        return end, self._wanted  # a later listing replaces it
+    async def _tail(
+        self, address: str, length_of: Callable[[bytes, int, str], int]
+    ) -> tuple[bytes, Version]:
+        """Return the end of a file, as long as it says, and the file's version."""
+        tail, version = await self._opener.part(address, -_TAIL)
+        length = length_of(tail, version.size, self._opener.label(address))
+        if length > len(tail):
+            tail, _ = await self._opener.part(address, -length, 0, version)
+        return tail[len(tail) - length :], version
 
-    def _shared(self, schema: "pa.Schema") -> "pa.Schema":
+    def _shared(self, schema: pa.Schema) -> pa.Schema:
         """Return one object for equal schemas: there may be many files."""
         found = next((one for one in self._schemas if one.equals(schema)), schema)
         if found is schema:
             self._schemas.append(schema)
         return found
 
-    def _with_name(self, schema: "pa.Schema", address: str) -> "pa.Schema":
+    def _with_name(self, schema: pa.Schema, address: str) -> pa.Schema:
         """Return the columns of a file, and those in its name."""
-        if not self._in_names:
+        if not self._partitions:
             return schema
-        return with_columns(schema, self._in_names, self._opener.name(address))
+        return self._partitions.added(schema, self._opener.name(address))
 
-    def _condition(self, address: str, own: "pa.Schema") -> "ds.Expression | None":
+    def _condition(self, address: str, own: pa.Schema) -> Any:
         """Return what a file's name says of all its rows, or None."""
-        if not self._in_names:
+        if not self._partitions:
             return None
-        return condition_of(self._opener.name(address), self._in_names, own)
+        return self._partitions.condition(self._opener.name(address), own)
 
     # -- reading --------------------------------------------------------------------
 
-    @abstractmethod
-    def open(self, shard: Any, position: "Position", budget: int) -> TableReader:
+    def open(self, shard: Part, position: Position, budget: int) -> TableReader:
         """Return a reader of a shard."""
+        address, *part = shard
+        opening = partial(self._open, address, part, position)
+        label = self._opener.label(address)
+        return TableReader(opening, label, self._unit(part), position, budget)
 
-    def _ranges(
+    @abstractmethod
+    def _unit(self, part: Sequence[Any]) -> str:
+        """Return what a part of a file is called in errors; empty: all of it."""
+
+    @abstractmethod
+    async def _decoding(
         self,
-        address: str,
         end: End,
-        spans: Iterable[Span],
-        most: int,
-        budget: int,
-        *,
-        in_order: bool = True,
-    ) -> Ranges | None:
-        """Return the requests for parts of a file; None if it is local.
+        wanted: Wanted,
+        part: Sequence[Any],
+        position: Position,
+        window: int,
+    ) -> Decoding:
+        """Return how a part of a file is decoded, holding up to ``window`` bytes."""
 
-        Args:
-            address: The file.
-            end: Its end.
-            spans: The parts.
-            most: Most bytes of a request.
-            budget: Most bytes to hold.
-            in_order: Whether the parts are read one after the other.
-        """
-        if self._opener.path(address) is not None:
-            return None
-        return Ranges(
-            partial(self._opener.read, address, version=end.version),
-            end.size,
-            plan(spans, most, in_order=in_order),
-            budget=budget,
-            location=self._opener.label(address),
-            in_order=in_order,
-        )
+    async def _open(
+        self, address: str, part: Sequence[Any], position: Position, window: int
+    ) -> Opened:
+        if part[-1:] == [SKIPPED]:
+            return Opened(lambda: iter(()), lambda batch: batch, 0)
+        end = await self._known_end(address)
+        Known.of(position).check(end.location, end.version)
+        columns = self._with_name(end.schema, address)
+        # A later listing replaces it.
+        wanted = self._wanted = self._wanted.checked(columns, end.location)
+        how = await self._decoding(end, wanted, part, position, window)
+        opener, ranges = self._opener, None
+        path = opener.path(address)
+        if path is None:
+            ranges = Ranges(
+                partial(opener.read, address, version=end.version),
+                end.version.size,
+                plan(how.spans, how.most, in_order=how.in_order),
+                budget=window,
+                location=end.location,
+                in_order=how.in_order,
+            )
+            ranges.tail = how.tail
 
-    def _opened(self, address: str, end: End, wanted: Wanted, **options: Any) -> Opened:
-        """Return an open shard of a file.
+        def items() -> Iterator[Item]:
+            if ranges is None:
+                file = pa.OSFile(path)
+            else:
+                raw = RangeFile(end.version.size, ranges.read)
+                file = pa.PythonFile(raw, mode="r")
+            with contextlib.closing(file):
+                yield from how.items(file)
 
-        Args:
-            address: The file.
-            end: Its end.
-            wanted: What is read of it.
-            options: The other attributes of ``Opened``.
-        """
-        in_name = values_of(self._opener.name(address)) if self._in_names else None
-        location = self._opener.label(address)
+        in_name = Partitions.of(opener.name(address)) if self._partitions else None
         return Opened(
-            rows_of=partial(wanted.rows_of, location=location, in_name=in_name),
+            items=items,
+            rows_of=partial(wanted.rows_of, location=end.location, in_name=in_name),
+            rows=how.rows,
+            ranges=ranges,
             version=end.version,
-            check=partial(self._opener.check, address, end.version),
-            **options,
+            check=partial(opener.check, address, end.version),
+            may_wait=ranges is not None,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,3 +334,13 @@ class TableFormat(StoredFormat):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
+
+
+def check_footer(length: int, room: int, size: int, location: str) -> None:
+    """Check that a file of ``size`` bytes has ``room`` for its footer."""
+    if not 0 < length <= room:
+        raise DatasetError(
+            f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
+            f"has {size:,}",
+            location=location,
+        )

@@ -1,21 +1,97 @@
-"""Filters on rows: row groups are skipped by statistics, then rows are tested exactly.
+"""Which files and rows are read: conditions, and columns in the names of directories.
 
 A condition is pyarrow's: an expression, or a list of tuples as in ``pyarrow.parquet``.
+Files are skipped by their names, row groups by their statistics; then rows are tested
+exactly. Directories have names as Hive and Spark write them: ``year=2024/``.
 """
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import pyarrow as pa
+from pyarrow import compute as pc
 
 from aioloader.datasets._arrow.ranges import RangeFile
 
-if TYPE_CHECKING:
-    from pyarrow import dataset as ds
+# What pyarrow raises for a cast, a fill or a condition that does not fit.
+MISFITS = (ValueError, TypeError, NotImplementedError)
+# Column to value; None: NULL.
+InName: TypeAlias = dict[str, str | None]
 
-# What pyarrow raises where a condition does not fit the columns.
-_MISFITS = (ValueError, TypeError, NotImplementedError)
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+class Partitions:
+    """The columns in the names of files.
+
+    Args:
+        names: The names of all files.
+        given: Types that the user has chosen. Others are as in pyarrow: int32 where all
+            values are such numbers, or else text.
+    """
+
+    def __init__(
+        self, names: Iterable[str] = (), given: Iterable[pa.Field] = ()
+    ) -> None:
+        found: dict[str, set[str | None]] = {}
+        for name in names:
+            for key, value in self.of(name).items():
+                found.setdefault(key, set()).add(value)
+        types = {field.name: field.type for field in given}
+        self._columns = pa.schema([
+            (key, types.get(key) or _type_of(values - {None}))
+            for key, values in found.items()
+        ])  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return len(self._columns) > 0
+
+    @staticmethod
+    def of(name: str) -> InName:
+        """Return the columns in a file's name, and their values."""
+        folders = (part.partition("=") for part in name.split("/")[:-1])
+        return {
+            unquote(key): None if value == _NULL else unquote(value)
+            for key, equals, value in folders
+            if key and equals
+        }
+
+    def added(self, schema: pa.Schema, name: str) -> pa.Schema:
+        """Return the columns of a file, and those in its name."""
+        keys = self.of(name)
+        for field in self._columns:
+            if field.name in keys and field.name not in schema.names:
+                schema = schema.append(field)
+        return schema
+
+    def condition(self, name: str, own: pa.Schema) -> pc.Expression | None:
+        """Return what a file's name says of all its rows; None: nothing.
+
+        It says nothing about the columns that the file itself has (``own``).
+        """
+        known, values = None, self.of(name)
+        for field in self._columns:
+            if field.name not in values or field.name in own.names:
+                continue
+            value = values[field.name]
+            try:
+                scalar = pa.scalar(value, pa.string()).cast(field.type)
+            except MISFITS:
+                continue  # reading the file will tell
+            column = pc.field(field.name)
+            one = column.is_null() if value is None else column == scalar
+            known = one if known is None else known & one
+        return known
+
+
+def _type_of(values: "set[Any]") -> pa.DataType:
+    try:
+        pa.array(values, pa.string()).cast(pa.int32())
+    except ValueError:
+        return pa.string()
+    return pa.int32() if values else pa.string()
 
 
 class Filters:
@@ -30,9 +106,9 @@ class Filters:
     """
 
     def __init__(self, filters: Any) -> None:
-        from pyarrow import compute, parquet  # noqa: PLC0415  (slow to import)
+        from pyarrow import parquet  # noqa: PLC0415  (slow to import)
 
-        if not isinstance(filters, compute.Expression):
+        if not isinstance(filters, pc.Expression):
             try:
                 filters = parquet.filters_to_expression(_ordered(filters))
             except (ValueError, TypeError) as error:
@@ -53,50 +129,39 @@ class Filters:
         _, (data, *_) = self.expression.__reduce__()
         return f"{text} {blake2b(data, digest_size=8).hexdigest()}"
 
-    def names(self, schema: "pa.Schema") -> list[str]:
+    def names(self, schema: pa.Schema) -> list[str]:
         """Return the columns that the condition uses.
 
         pyarrow does not report them: they are those without which it cannot be applied.
-
-        Raises:
-            ValueError: If it does not fit the columns.
         """
         table = schema.empty_table()
         try:
             table.filter(self.expression)
-        except _MISFITS as error:
+        except MISFITS as error:
             raise ValueError(
                 f"filters={self.expression} do not fit the columns "
                 f"{', '.join(schema.names[:20])}: {error}"
             ) from error
         return self._needed(table, schema.names)
 
-    def _needed(self, table: "pa.Table", among: Sequence[str]) -> list[str]:
-        if not among:
-            return []
+    def _needed(self, table: pa.Table, among: Sequence[str]) -> list[str]:
         try:
             table.drop_columns(list(among)).filter(self.expression)
-        except _MISFITS:
-            if len(among) == 1:
-                return list(among)
+        except MISFITS:
             half = len(among) // 2
-            first, second = among[:half], among[half:]
-            return self._needed(table, first) + self._needed(table, second)
+            if not half:
+                return list(among)
+            return [
+                name
+                for part in (among[:half], among[half:])
+                for name in self._needed(table, part)
+            ]
         return []
 
-    def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the rows that meet the condition, in order."""
-        return batch.filter(self.expression)
-
     def files(
-        self, schema: "pa.Schema", known: "Sequence[ds.Expression | None]"
+        self, schema: pa.Schema, known: Sequence[pc.Expression | None]
     ) -> list[int]:
-        """Return which files may have matching rows.
-
-        Args:
-            schema: The columns of one of them.
-            known: What is true of all rows of each.
-        """
+        """Return which files may have matching rows, by what is known of each."""
         from pyarrow import dataset, fs  # noqa: PLC0415  (slow to import)
 
         made, nowhere = dataset.ParquetFileFormat(), fs.LocalFileSystem()
@@ -108,12 +173,8 @@ class Filters:
         return [int(one.path) for one in whole.get_fragments(self.expression)]
 
     def row_groups(
-        self,
-        size: int,
-        tail: bytes,
-        schema: "pa.Schema",
-        known: "ds.Expression | None",
-    ) -> Iterable[int] | None:
+        self, size: int, tail: bytes, schema: pa.Schema, known: pc.Expression | None
+    ) -> set[int] | None:
         """Return the row groups of a Parquet file that may have matching rows.
 
         Args:
@@ -134,27 +195,21 @@ class Filters:
             before = bytes(max(0, min(stop, first) - start))
             return before + tail[max(0, start - first) : max(0, stop - first)]
 
-        file = RangeFile(size, read)
-        made = dataset.ParquetFileFormat().make_fragment(
-            pa.PythonFile(file, mode="r"), None, known
-        )
+        file = pa.PythonFile(RangeFile(size, read), mode="r")
+        made = dataset.ParquetFileFormat().make_fragment(file, None, known)
         try:
-            found = made.subset(self.expression, schema=schema)
-            return [group.id for group in found.row_groups]
-        except (*_MISFITS, OSError):
+            found = made.subset(self.expression, schema=schema).row_groups
+        except (*MISFITS, OSError):
             # A column is of another type here, or missing: rows will be tested.
             return None
-
-    def __repr__(self) -> str:
-        return str(self.expression)
+        return {group.id for group in found}
 
 
 def _ordered(filters: Any) -> Any:
     """Return filters with their sets sorted: their order differs by process."""
-    if isinstance(filters, list):
-        return [*map(_ordered, filters)]
-    if isinstance(filters, tuple):
-        return (*map(_ordered, filters),)
+    if isinstance(filters, (list, tuple)):
+        found = map(_ordered, filters)
+        return list(found) if isinstance(filters, list) else tuple(found)
     if isinstance(filters, (set, frozenset)):
         return sorted(filters, key=lambda value: (str(type(value)), repr(value)))
     return filters

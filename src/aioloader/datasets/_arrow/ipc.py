@@ -7,26 +7,27 @@ structure.
 """
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from aioloader._observe.warnings import warn
-from aioloader.datasets._arrow.files import TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import Span, file_of
-from aioloader.datasets._arrow.reader import Opened, TableReader, part_of, shares
-from aioloader.datasets._arrow.wanted import checked
+from aioloader.datasets._arrow.files import (
+    Decoding,
+    End,
+    Part,
+    TableFormat,
+    check_footer,
+)
+from aioloader.datasets._arrow.ranges import Span
+from aioloader.datasets._arrow.reader import Item, edges
+from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.versions import Version
-from aioloader.datasets._streams.shards import MissingEnd
+from aioloader.datasets._streams.shards import MissingEnd, Position
 from aioloader.errors import DatasetError, TruncatedReadError
-
-if TYPE_CHECKING:
-    from aioloader.datasets._streams.shards import Position
 
 _MAGIC = b"ARROW1"
 # Length of the footer, and the magic number after it.
@@ -42,13 +43,8 @@ class ArrowFormat(TableFormat):
 
     A shard is an address, the first of its record batches and one past the last: (0, 0)
     for a stream, whose number is not known. Then, optionally, a part of its only record
-    batch, and the number of parts.
-
-    Args:
-        addresses: As for ``TableFormat``.
-        places: As for ``TableFormat``.
-        missing_end: What a stream without its end mark is.
-        wanted: As for ``TableFormat``.
+    batch, and the number of parts. Arguments are those of ``ArrowDataset`` and
+    ``TableFormat``.
     """
 
     def __init__(
@@ -62,14 +58,6 @@ class ArrowFormat(TableFormat):
         super().__init__(addresses, places, **wanted)
         self._missing_end = missing_end
 
-    def open(self, shard: Part, position: "Position", budget: int) -> TableReader:
-        """Return a reader of some record batches."""
-        address, first, stop, *part = shard
-        unit = f"record batches {first} to {stop - 1}" if stop else ""
-        opening = partial(self._open, address, range(first, stop), part, position)
-        label = self._opener.label(address)
-        return TableReader(opening, label, unit, position, budget)
-
     def _cut(self, shard: Part, count: int) -> list[Part]:
         address, first, stop = shard
         if not stop:
@@ -77,32 +65,33 @@ class ArrowFormat(TableFormat):
                 f"{self._opener.label(address)!r} is a stream, which is one shard and "
                 "cannot be cut for more readers; write it as an Arrow file"
             )
-        if count <= stop - first:
-            edges = [part_of(stop - first, at, count)[0] for at in range(count + 1)]
-            return [(address, first + a, first + b) for a, b in pairwise(edges)]
+        batches = stop - first
+        if count <= batches:
+            cuts = [first + at for at in edges(batches, count)]
+            return [(address, *pair) for pair in pairwise(cuts)]
+        counts = (b - a for a, b in pairwise(edges(count, batches)))
         return [
             (address, number, number + 1, part, parts)
-            for number, parts in enumerate(shares(count, stop - first), first)
+            for number, parts in enumerate(counts, first)
             for part in range(parts)
         ]
 
     # -- ends of files --------------------------------------------------------------
 
     async def _read_end(self, address: str, location: str) -> End:
-        tail, version = await self._opener.part(address, -TAIL)
-        if not tail.endswith(_MAGIC):
-            head = await self._stream_head(address, version, location)
-            schema = await asyncio.to_thread(_schema_of, head, location)
-            none: list[Span] = []
-            whole, size = (b"", none, [(0, version.size)]), version.size
-            return End(version, schema, [((0, 0), size)], whole, len(head))
-        length = _footer_length(tail, version.size, location)
-        if length > len(tail):
-            tail, _ = await self._opener.part(address, -length, 0, version)
-        args = tail[-length:], version, location
-        return await asyncio.to_thread(self._parsed, *args)
+        footer, version = await self._tail(address, _footer_length)
+        if footer:
+            args = footer, version, address, location
+            return await asyncio.to_thread(self._parsed, *args)
+        head = await self._stream_head(address, version, location)
+        schema = await asyncio.to_thread(_schema_of, head, location)
+        parts: list[tuple[Part, int]] = [((0, 0), version.size)]
+        facts: Any = b"", [], [(0, version.size)]
+        return End(address, location, version, schema, parts, facts, len(head))
 
-    def _parsed(self, footer: bytes, version: Version, location: str) -> End:
+    def _parsed(
+        self, footer: bytes, version: Version, address: str, location: str
+    ) -> End:
         """Read a footer; in a thread, because wide tables take long."""
         # The start and the end of the file are enough for the metadata.
         ends = pa.BufferReader(_MAGIC + b"\0\0" + footer)
@@ -115,9 +104,16 @@ class ArrowFormat(TableFormat):
                 f"{location!r} has a footer that cannot be read: {error}; it is damaged"
             )
             raise DatasetError(text, location=location) from error
-        # The footer, and where dictionaries and record batches are.
-        facts, parts = (footer, dictionaries, batches), _grouped(batches)
-        return End(version, self._shared(schema), parts, facts, len(footer))
+        # Small batches are one shard: its first number, one past its last; and bytes.
+        parts: list[tuple[Part, int]] = []
+        for number, (start, stop) in enumerate(batches):
+            (first, _), nbytes = parts[-1] if parts else ((0, 0), _SHARD)
+            if nbytes + stop - start > _SHARD:
+                parts.append(((number, number + 1), stop - start))
+            else:
+                parts[-1] = (first, number + 1), nbytes + stop - start
+        facts, schema = (footer, dictionaries, batches), self._shared(schema)
+        return End(address, location, version, schema, parts, facts, len(footer))
 
     async def _stream_head(
         self, address: str, version: Version, location: str
@@ -147,77 +143,60 @@ class ArrowFormat(TableFormat):
 
     # -- reading --------------------------------------------------------------------
 
-    async def _open(
+    def _unit(self, part: Sequence[Any]) -> str:
+        first, stop, *_ = part
+        return f"record batches {first} to {stop - 1}" if stop else ""
+
+    async def _decoding(
         self,
-        address: str,
-        numbers: range,
-        part: Sequence[int],
-        position: "Position",
+        end: End,
+        wanted: Wanted,
+        part: Sequence[Any],
+        position: Position,  # noqa: ARG002  (rows before it are decoded too)
         window: int,
-    ) -> Opened:
-        end, wanted = await self._end(address, position)
+    ) -> Decoding:
         footer, dictionaries, batches = end.facts
-        location = self._opener.label(address)
-        if numbers.stop > len(batches) or bool(numbers) != bool(footer):
+        first, stop, *share = part
+        if stop > len(batches) or bool(stop) != bool(footer):
             raise DatasetError(
-                f"{location!r} has {len(batches)} record batches, of which "
-                f"{numbers.start} to {numbers.stop} are wanted; it was rewritten "
-                "meanwhile",
-                location=location,
+                f"{end.location!r} has {len(batches)} record batches, of which "
+                f"{first} to {stop} are wanted; it was rewritten meanwhile",
+                location=end.location,
             )
-        spans = dictionaries + (batches[numbers.start : numbers.stop] or batches)
-        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
-        ranges = self._ranges(address, end, spans, most, window)
-        if ranges is not None:
-            ranges.tail = footer
-        path = self._opener.path(address)
         names = wanted.present(end.schema)
         fields = [end.schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
 
-        def items() -> "Iterator[pa.RecordBatch]":
-            with contextlib.closing(file_of(path, ranges)) as file:
-                batches = (
-                    _file_batches(file, options, numbers, part)
-                    if numbers
-                    else _stream_batches(file, options, location, self._missing_end)
-                )
-                for batch in batches:
-                    yield batch.select(names)
+        def items(file: pa.NativeFile) -> Iterator[Item]:
+            if not stop:
+                found = _streamed(file, options, end.location, self._missing_end)
+                yield from (batch.select(names) for batch in found)
+                return
+            with pa.ipc.open_file(file, options=options) as reader:
+                for number in range(first, stop):
+                    batch = reader.get_batch(number).select(names)
+                    if share:
+                        start, last = edges(batch.num_rows, share[1])[share[0] :][:2]
+                        batch = batch.slice(start, last - start)
+                    yield batch
 
-        return self._opened(address, end, wanted, items=items, ranges=ranges)
-
-
-def _grouped(batches: list[Span]) -> list[tuple[Part, int]]:
-    """Group small batches: the first number of each group, one past its last, bytes."""
-    groups: list[tuple[Part, int]] = []
-    for number, (start, stop) in enumerate(batches):
-        (first, _), nbytes = groups[-1] if groups else ((0, 0), _SHARD)
-        if nbytes + stop - start > _SHARD:
-            groups.append(((number, number + 1), stop - start))
-        else:
-            groups[-1] = (first, number + 1), nbytes + stop - start
-    return groups
-
-
-# -- positions ---------------------------------------------------------------------
+        spans = dictionaries + (batches[first:stop] or batches)
+        most = max(_LEAST_REQUEST, min(window // 4, _MOST_REQUEST))
+        return Decoding(items, spans, most, tail=footer)
 
 
 def _footer_length(data: bytes, size: int, location: str) -> int:
-    """Return how many bytes at a file's end are its footer, with length and magic."""
+    """Return how many bytes at a file's end are its footer; 0: it may be a stream."""
+    if not data.endswith(_MAGIC):
+        return 0
     length = -1
     if len(data) >= _END:
         length = struct.unpack("<i", data[-_END : -len(_MAGIC)])[0]
-    if length <= 0 or length + _END + 8 > size:
-        raise DatasetError(
-            f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
-            f"has {size:,}",
-            location=location,
-        )
-    return int(length) + _END
+    check_footer(length, size - _END - 8, size, location)
+    return length + _END
 
 
-def _schema_of(head: bytes, location: str) -> "pa.Schema":
+def _schema_of(head: bytes, location: str) -> pa.Schema:
     try:
         return checked(pa.ipc.read_schema(pa.BufferReader(head)))
     except Exception as error:
@@ -225,66 +204,42 @@ def _schema_of(head: bytes, location: str) -> "pa.Schema":
         raise DatasetError(text, location=location) from error
 
 
-def _blocks(footer: bytes, size: int, count: int) -> tuple[list[Span], list[Span]]:
+def _blocks(footer: bytes, size: int, count: int) -> list[list[Span]]:
     """Return the positions of dictionaries and record batches in a footer.
 
     pyarrow does not expose them, and without them each batch would take two requests,
     one after the other. The footer is a FlatBuffer: a table whose third and fourth
     fields are vectors of (offset, length of metadata, length of body).
     Source: Arrow's ``format/File.fbs``, and the FlatBuffers internals.
-
-    Raises:
-        ValueError: If they are not within ``size`` bytes, or there are not ``count``
-            record batches.
-        struct.error: If the footer is damaged.
     """
     (table,) = struct.unpack_from("<I", footer, 0)
-    (back,) = struct.unpack_from("<i", footer, table)
-    fields = table - back
+    fields = table - struct.unpack_from("<i", footer, table)[0]
     (length,) = struct.unpack_from("<H", footer, fields)
     found: list[list[Span]] = []
     for entry in (8, 10):
+        spans: list[Span] = []
         (offset,) = struct.unpack_from("<H", footer, fields + entry)
-        is_there = entry < length and offset
-        found.append(_spans(footer, table + offset, size) if is_there else [])
-    dictionaries, batches = found
-    if len(batches) != count:
-        raise ValueError(f"{len(batches)} of {count} record batches are listed")
-    return dictionaries, batches
+        if entry < length and offset:
+            field = table + offset
+            vector = field + struct.unpack_from("<I", footer, field)[0]
+            (listed,) = struct.unpack_from("<I", footer, vector)
+            data = footer[vector + 4 : vector + 4 + 24 * listed]
+            for start, head, body in struct.iter_unpack("<qi4xq", data):
+                if min(start, head, body) < 0 or start + head + body > size:
+                    raise ValueError(f"a message is outside the file's {size:,} bytes")
+                spans.append((start, start + head + body))
+            if len(spans) != listed:
+                raise ValueError(f"a list has {listed:,} entries")
+        found.append(spans)
+    if len(found[1]) != count:
+        raise ValueError(f"{len(found[1])} of {count} record batches are listed")
+    return found
 
 
-def _spans(footer: bytes, field: int, size: int) -> list[Span]:
-    (vector,) = struct.unpack_from("<I", footer, field)
-    (count,) = struct.unpack_from("<I", footer, field + vector)
-    first = field + vector + 4
-    spans: list[Span] = []
-    for start, head, body in struct.iter_unpack(
-        "<qi4xq", footer[first : first + 24 * count]
-    ):
-        if min(start, head, body) < 0 or start + head + body > size:
-            raise ValueError(f"a message is outside the file's {size:,} bytes")
-        spans.append((start, start + head + body))
-    if len(spans) != count:
-        raise ValueError(f"a list has {count:,} entries")
-    return spans
-
-
-# -- decoding, in the thread that iterates -----------------------------------------
-
-
-def _file_batches(
-    file: Any, options: Any, numbers: range, part: Sequence[int]
-) -> "Iterator[pa.RecordBatch]":
-    with pa.ipc.open_file(file, options=options) as reader:
-        for number in numbers:
-            batch = reader.get_batch(number)
-            first, stop = part_of(batch.num_rows, *part)
-            yield batch.slice(first, stop - first) if part else batch
-
-
-def _stream_batches(
-    file: Any, options: Any, location: str, missing_end: MissingEnd
-) -> "Iterator[pa.RecordBatch]":
+def _streamed(
+    file: pa.NativeFile, options: Any, location: str, missing_end: MissingEnd
+) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of a stream; check its end."""
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:

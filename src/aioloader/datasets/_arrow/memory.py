@@ -9,28 +9,32 @@ so resuming reads a range or fragment again from its beginning; for a stream, al
 import asyncio
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
 from aioloader._order.blocks import Block
-from aioloader.datasets._arrow.reader import (
-    Opened,
-    TableReader,
-    between,
-    part_of,
-    shares,
-)
+from aioloader._order.shares import Share
+from aioloader.datasets._arrow.reader import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._streams.cursors import Replayed, State
-from aioloader.datasets._streams.shards import ShardFormat, summary_of
+from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
+from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.shards import (
+    Position,
+    ShardFormat,
+    ShardReader,
+    Summary,
+    summary_of,
+)
+from aioloader.datasets.sharded import ShardedStream
+from aioloader.datasets.streams import Stream
+from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    from pyarrow import dataset as ds
-
-    from aioloader._order.shares import Share
-    from aioloader.datasets._streams.shards import Position, Summary
+    from pyarrow import dataset as ds  # slow to import
 
 # Rows of a shard in memory, and of a batch.
 _SHARD, _ROWS = 1 << 16, 1 << 14
@@ -38,22 +42,29 @@ _BUDGET = 16 << 20
 Range: TypeAlias = tuple[int, int]
 # A fragment, which of its parts, and how many it has.
 Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
+Row: TypeAlias = dict[str, Any]
+
+
+class ArrowShards(ShardedStream[Row]):
+    """A table or a dataset."""
+
+    def describe(self) -> State:
+        """Return the source and how it is read."""
+        return {**super().describe(), "kind": "from_arrow"}
+
+    def __repr__(self) -> str:
+        return f"from_arrow({type(self.made_by).__name__})"
 
 
 class MemoryFormat(ShardFormat):
-    """Ranges of rows of a table.
+    """Ranges of rows of a table."""
 
-    Args:
-        table: The table.
-        wanted: The columns and rows to read.
-    """
-
-    def __init__(self, table: "pa.Table", wanted: Wanted) -> None:
+    def __init__(self, table: pa.Table, wanted: Wanted) -> None:
         self._table = table
         self._wanted = wanted.checked(table.schema, "the table")
 
     async def shards(
-        self, _stack: AsyncExitStack, _known: "Summary | None" = None
+        self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Range]:
         """Return the ranges; one, if there are no rows."""
         rows = self._table.num_rows
@@ -62,13 +73,13 @@ class MemoryFormat(ShardFormat):
 
     async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
         """Return ``count`` ranges of nearly the same length."""
-        return [part_of(self._table.num_rows, at, count) for at in range(count)]
+        return [*pairwise(edges(self._table.num_rows, count))]
 
     async def sizes(self, shards: Sequence[Range], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
         """Return the number of rows of each range."""
         return [stop - start for start, stop in shards]
 
-    def summary(self, shards: Sequence[Range]) -> "Summary":
+    def summary(self, shards: Sequence[Range]) -> Summary:
         """Return the number of ranges and of rows."""
         return {"count": len(shards), "rows": self._table.num_rows}
 
@@ -76,27 +87,25 @@ class MemoryFormat(ShardFormat):
         """Return which parts of the table are read."""
         return self._wanted.describe()
 
-    def open(self, shard: Range, position: "Position", budget: int) -> TableReader:
+    def open(self, shard: Range, position: Position, budget: int) -> ShardReader:
         """Return a reader of a range."""
         start, stop = shard
-        part, location = self._table.slice(start, stop - start), "the table"
+        part = self._table.slice(start, stop - start)
 
         async def opening(_window: int) -> Opened:
             batches = map(self._wanted.of, part.to_batches(max_chunksize=_ROWS))
-            rows_of = partial(self._wanted.rows_of, location=location)
+            rows_of = partial(self._wanted.rows_of, location="the table")
             return Opened(lambda: batches, rows_of, part.num_rows)
 
         unit = f"rows {start:,} to {stop:,}"
-        return TableReader(opening, location, unit, position, budget)
+        return TableReader(opening, "the table", unit, position, budget)
 
 
 class FragmentFormat(ShardFormat):
     """Fragments of a pyarrow dataset, or parts of them; Parquet by row groups.
 
-    Args:
-        dataset: The dataset; of another library, such as Lance, if it is derived from
-            pyarrow's, and its fragments read columns and filters.
-        wanted: The columns and rows to read; pyarrow skips what it can.
+    The dataset may be of another library, such as Lance, if it is derived from
+    pyarrow's, and its fragments read columns and filters.
     """
 
     def __init__(self, dataset: "ds.Dataset", wanted: Wanted) -> None:
@@ -107,17 +116,17 @@ class FragmentFormat(ShardFormat):
         self._is_pyarrows = type(dataset).__module__.startswith("pyarrow.")
 
     async def shards(
-        self, _stack: AsyncExitStack, _known: "Summary | None" = None
+        self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> "list[Piece]":
         """Return the fragments that may have wanted rows."""
         return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
         """Return ``count`` parts of the fragments."""
-        pieces = zip(shards, shares(count, len(shards)), strict=True)
+        counts = (b - a for a, b in pairwise(edges(count, len(shards))))
         return [
             (fragment, number, parts)
-            for (fragment, *_), parts in pieces
+            for (fragment, *_), parts in zip(shards, counts, strict=True)
             for number in range(parts)
         ]
 
@@ -131,7 +140,7 @@ class FragmentFormat(ShardFormat):
             found += [fragment] if split is None else split(*args)
         return found or list(self._dataset.get_fragments())[:1]
 
-    def summary(self, shards: "Sequence[Piece]") -> "Summary":
+    def summary(self, shards: "Sequence[Piece]") -> Summary:
         """Return the number of fragments, and a checksum of their files' names."""
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
@@ -139,21 +148,19 @@ class FragmentFormat(ShardFormat):
         """Return which parts of the dataset are read."""
         return self._wanted.describe()
 
-    def open(self, shard: "Piece", position: "Position", budget: int) -> TableReader:
+    def open(self, shard: "Piece", position: Position, budget: int) -> ShardReader:
         """Return a reader of a fragment, or of a part of it."""
-        fragment, number, parts = shard
-        location = _name(fragment)
+        location = _name(shard[0])
 
         async def opening(_window: int) -> Opened:
             rows_of = partial(self._wanted.rows_of, location=location)
-            batches = partial(self._part, fragment, number, parts)
-            return Opened(batches, rows_of, may_wait=True)
+            return Opened(partial(self._part, *shard), rows_of, may_wait=True)
 
         return TableReader(opening, location, "", position, budget)
 
     def _part(
         self, fragment: "ds.Fragment", number: int, parts: int
-    ) -> "Iterator[pa.RecordBatch]":
+    ) -> Iterator[pa.RecordBatch]:
         """Return the batches of a fragment, or those of a part of its rows."""
         if parts == 1:
             return self._batches(fragment)
@@ -162,11 +169,12 @@ class FragmentFormat(ShardFormat):
         else:
             # pyarrow 26 also counts rows of other row groups.
             rows = sum(one.num_rows for one in self._batches(fragment, []))
-        return between(self._batches(fragment), *part_of(rows, number, parts))
+        first, stop = edges(rows, parts)[number:][:2]
+        return between(self._batches(fragment), first, stop)
 
     def _batches(
         self, fragment: "ds.Fragment", columns: list[str] | None = None
-    ) -> "Generator[pa.RecordBatch, None, None]":
+    ) -> Generator[pa.RecordBatch, None, None]:
         names = list(self._wanted.names) if columns is None else columns
         options: dict[str, Any] = {"columns": names, "filter": self._condition}
         if self._is_pyarrows:
@@ -184,22 +192,73 @@ def _name(fragment: "ds.Fragment") -> str:
     return "/".join([path, *(f"row group {group.id}" for group in groups)])
 
 
+class ArrowStream(Stream[Row]):
+    """A stream that each reader restarts in every epoch, or one of Ray Data.
+
+    Its source is the data, or a function that returns it; or else it has ``splits``,
+    iterators of Ray Data, one for each reader.
+    """
+
+    def __init__(self, source: Any, wanted: Wanted, splits: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self._source = source
+        self._wanted = wanted
+        self._splits = [*splits]
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over this reader's rows."""
+        share, make = reading.share, self._source
+        if self._splits:
+            self._check_splits(share.readers, state)
+            split = self._splits[share.reader]
+            make = partial(split.iter_batches, batch_format="pyarrow", batch_size=None)
+            share = replace(share, reader=0, readers=1)
+        elif hasattr(make, "__arrow_c_stream__"):
+            make = lambda: self._source  # noqa: E731
+        return StreamCursor(make, self._wanted, share, state, repr(self))
+
+    def _check_splits(self, readers: int, state: State) -> None:
+        count = len(self._splits)
+        if count != readers:
+            raise ValueError(
+                f"{self!r} has {count} iterators of Ray Data for {readers} readers "
+                "(ranks x workers): each reads its own; pass all that "
+                f"dataset.streaming_split({readers}) returns"
+            )
+        if "read" in state:  # also of a partly read block
+            raise StateMismatchError(
+                f"{self!r} cannot resume after row {state['read']:,}, or some rows "
+                "later: Ray Data returns rows in another order each time; load a state "
+                "of the end of an epoch, or write its rows to Parquet files and stream "
+                "those",
+                expected=0,
+                found=state["read"],
+            )
+
+    def describe(self) -> State:
+        """Return the source and how it is read."""
+        function = "" if self._splits else name_of(self._source)
+        splits = {"splits": len(self._splits)} if self._splits else {}
+        described = self._wanted.describe()
+        return {"kind": "from_arrow", **described, "function": function, **splits}
+
+    def __repr__(self) -> str:
+        if self._splits:
+            return f"from_arrow(<{len(self._splits)} iterators of Ray Data>)"
+        return f"from_arrow({name_of(self._source)})"
+
+
 class StreamCursor(Replayed):
     """A stream of record batches; each of N readers keeps every Nth row of it.
 
-    Args:
-        make: Starts the stream; called in a thread.
-        wanted: The columns and rows to read.
-        share: This reader's number, and the number of readers.
-        state: How many rows were read before.
-        label: The source, for errors.
+    It is started by ``make``, in a thread.
     """
 
     def __init__(
         self,
         make: Callable[[], Any],
         wanted: Wanted,
-        share: "Share",
+        share: Share,
         state: State,
         label: str,
     ) -> None:
@@ -235,28 +294,24 @@ class StreamCursor(Replayed):
     async def _opening(self, _window: int) -> Opened:
         return Opened(self._batches, self._rows_of, may_wait=True, is_users=True)
 
-    def _batches(self) -> "Iterator[pa.RecordBatch]":
-        for batch in batches_of(self._source()):
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        for batch in _batches_of(self._source()):
             self._wanted = self._wanted.checked(batch.schema, self._label)
             yield self._wanted.of(batch)
 
-    def _rows_of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    def _rows_of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return self._wanted.rows_of(batch, self._label)
 
 
-def batches_of(source: Any) -> "Iterator[pa.RecordBatch]":
-    """Yield record batches of any object with Arrow data.
-
-    Raises:
-        TypeError: If it has none.
-    """
+def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:
+    """Yield record batches of any object with Arrow data."""
     if isinstance(source, pa.RecordBatch):
         yield source
     elif hasattr(source, "__arrow_c_stream__"):
         yield from pa.RecordBatchReader.from_stream(source)
     elif isinstance(source, Iterable):
         for part in source:
-            yield from batches_of(part)
+            yield from _batches_of(part)
     else:
         raise TypeError(
             f"{type(source).__name__!r} is not Arrow data: it has no "

@@ -6,31 +6,33 @@ are requested from an object. Checksums of pages, where present, are verified.
 """
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from aioloader.datasets._arrow.files import SKIPPED, TAIL, End, Part, TableFormat
-from aioloader.datasets._arrow.ranges import RangeFile, Span, file_of
+from aioloader.datasets._arrow.files import (
+    Decoding,
+    End,
+    Part,
+    TableFormat,
+    check_footer,
+)
+from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.reader import (
-    Opened,
+    Item,
     TableReader,
     begin_together,
     between,
-    part_of,
+    edges,
 )
-from aioloader.datasets._arrow.wanted import checked
+from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
-
-if TYPE_CHECKING:
-    from aioloader.datasets._streams.shards import Position, ShardReader
 
 # Length of the footer and the magic number after it.
 _END = 8
@@ -50,48 +52,13 @@ _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """The metadata at the end of a file.
+    """The metadata at the end of a file."""
 
-    Attributes:
-        metadata: The parsed footer.
-        leaves: Numbers of the wanted leaf columns in each row group, once looked up; a
-            nested column has several.
-        is_sound: Whether the wanted columns of all row groups were checked.
-    """
-
-    metadata: "pq.FileMetaData"
+    metadata: pq.FileMetaData
+    # Numbers of the wanted leaf columns, once looked up; a nested column has several.
     leaves: list[int] | None = None
+    # Whether the wanted columns of all row groups were checked.
     is_sound: bool = False
-
-
-class Group(NamedTuple):
-    """The wanted part of a row group.
-
-    Attributes:
-        spans: Positions of its columns in the file.
-        rows: Number of rows.
-        batch_rows: Rows to decode at once.
-    """
-
-    spans: list[Span]
-    rows: int
-    batch_rows: int
-
-    def is_small(self, window: int) -> bool:
-        """Return whether the whole encoded row group may be in memory."""
-        return sum(stop - start for start, stop in self.spans) <= window // 2
-
-    def request(self, window: int) -> int:
-        """Return the most bytes of a request."""
-        # In a large row group, each column has one request in use and one in flight.
-        parts = 4 if self.is_small(window) else 2 * max(2, len(self.spans))
-        return _within(_LEAST_REQUEST, window // parts, _MOST_REQUEST)
-
-    def buffer(self, window: int) -> int:
-        """Return the buffer of each column; 0: read a small row group whole."""
-        if self.is_small(window):
-            return 0
-        return _within(_LEAST_BUFFER, window // 4 // len(self.spans), _MOST_BUFFER)
 
 
 class ParquetFormat(TableFormat):
@@ -101,14 +68,7 @@ class ParquetFormat(TableFormat):
     and the number of parts. Arguments and errors are those of ``TableFormat``.
     """
 
-    def open(self, shard: Part, position: "Position", budget: int) -> TableReader:
-        """Return a reader of one row group."""
-        address, number, *part = shard
-        label, unit = self._opener.label(address), f"row group {number}"
-        opening = partial(self._open, address, number, part, position, (label, unit))
-        return TableReader(opening, label, unit, position, budget)
-
-    def open_together(self, shards: Sequence[Part], budget: int) -> list["ShardReader"]:
+    def open_together(self, shards: Sequence[Part], budget: int) -> list[ShardReader]:
         """Return readers of the first row groups, if several are small and local."""
         left = nbytes = min(_TOGETHER, budget // 4)
         readers: list[TableReader] = []
@@ -135,15 +95,11 @@ class ParquetFormat(TableFormat):
         if number >= metadata.num_row_groups:
             return None
         whole: int = metadata.row_group(number).total_byte_size
-        nbytes: int = max(0, whole) * len(leaves) // metadata.num_columns
-        return nbytes
+        return max(0, whole) * len(leaves) // int(metadata.num_columns)
 
     async def _read_end(self, address: str, location: str) -> End:
-        tail, version = await self._opener.part(address, -TAIL)
-        length = _footer_length(tail, version.size, location)
-        if length > len(tail):
-            tail, _ = await self._opener.part(address, -length, 0, version)
-        args = tail[-length:], version, address, location
+        footer, version = await self._tail(address, _footer_length)
+        args = footer, version, address, location
         return await asyncio.to_thread(self._parsed, *args)
 
     def _parsed(
@@ -162,53 +118,71 @@ class ParquetFormat(TableFormat):
             known = self._condition(address, schema)
             named = self._with_name(schema, address)
             found = filters.row_groups(version.size, footer, named, known)
-            skipped = {*range(len(parts))} - {
-                *(range(len(parts)) if found is None else found)
-            }
-        nbytes = metadata.serialized_size
-        return End(
-            version, self._shared(schema), parts, Footer(metadata), nbytes, skipped
-        )
+            skipped = {*range(len(parts))} - found if found is not None else set()
+        facts, nbytes = Footer(metadata), metadata.serialized_size
+        schema = self._shared(schema)
+        return End(address, location, version, schema, parts, facts, nbytes, skipped)
 
-    async def _open(
+    def _unit(self, part: Sequence[Any]) -> str:
+        return f"row group {part[0]}"
+
+    async def _decoding(
         self,
-        address: str,
-        number: int,
+        end: End,
+        wanted: Wanted,
         part: Sequence[Any],
-        position: "Position",
-        place: tuple[str, str],
+        position: Position,  # noqa: ARG002  (rows before it are decoded too)
         window: int,
-    ) -> Opened:
-        if part == [SKIPPED]:
-            return Opened(lambda: iter(()), lambda batch: batch, 0)
-        end, wanted = await self._end(address, position)
-        location, unit = place
+    ) -> Decoding:
         footer: Footer = end.facts
-        if number >= footer.metadata.num_row_groups:
-            text = f"{location!r} has {footer.metadata.num_row_groups} row groups"
+        metadata, (number, *share) = footer.metadata, part
+        if number >= metadata.num_row_groups:
+            text = f"{end.location!r} has {metadata.num_row_groups} row groups"
             raise DatasetError(
                 f"{text}, number {number} is wanted; it was rewritten meanwhile",
-                location=location,
+                location=end.location,
             )
         names = wanted.present(end.schema)
-        find = partial(
-            _group_of, end, number, names, f"{unit} of {location!r}", location
-        )
         is_quick = footer.is_sound and len(footer.leaves or names) <= _FEW
-        group = find() if is_quick else await asyncio.to_thread(find)
-        most = group.request(window)
-        ranges = self._ranges(address, end, group.spans, most, window, in_order=False)
-        first, stop = part_of(group.rows, *part)
-        path, buffer = self._opener.path(address), group.buffer(window)
+        args = end, number, names, self._unit(part)
+        spans, decoded = (
+            _spans(*args) if is_quick else await asyncio.to_thread(_spans, *args)
+        )
+        rows = metadata.row_group(number).num_rows
+        batch_rows = _within(1, _BATCH // max(1, decoded // max(1, rows)), _ROWS)
+        # Whether the whole encoded row group may be in memory; if it may not, each
+        # column has a buffer, one request in use and one in flight.
+        is_small = sum(stop - start for start, stop in spans) <= window // 2
+        requests = 4 if is_small else 2 * max(2, len(spans))
+        buffer = 0
+        if not is_small:
+            buffer = _within(_LEAST_BUFFER, window // 4 // len(spans), _MOST_BUFFER)
+        first, stop = edges(rows, share[1])[share[0] :][:2] if share else (0, rows)
 
-        def items() -> "Iterator[pa.RecordBatch]":
-            file = file_of(path, ranges)
-            batches = _batches(file, footer.metadata, number, group, buffer, names)
+        def batches(file: pa.NativeFile) -> Generator[pa.RecordBatch, None, None]:
+            parquet = pq.ParquetFile(
+                file,
+                metadata=metadata,
+                buffer_size=buffer,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+            for batch in parquet.iter_batches(
+                batch_rows, row_groups=[number], columns=names, use_threads=False
+            ):
+                yield batch.select(names)
+
+        def items(file: pa.NativeFile) -> Iterator[Item]:
             # Of all rows, those beyond are an error.
-            return between(batches, first, stop) if part else batches
+            found = batches(file)
+            return between(found, first, stop) if share else found
 
-        return self._opened(
-            address, end, wanted, items=items, rows=stop - first, ranges=ranges
+        return Decoding(
+            items,
+            spans,
+            most=_within(_LEAST_REQUEST, window // requests, _MOST_REQUEST),
+            in_order=False,
+            rows=stop - first,
         )
 
 
@@ -235,26 +209,27 @@ def _footer_length(tail: bytes, size: int, location: str) -> int:
             received=size,
         )
     length: int = struct.unpack("<I", end[:4])[0] + _END
-    if length + len(_MAGIC) > size:
-        raise DatasetError(
-            f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
-            f"has {size:,}",
-            location=location,
-        )
+    check_footer(length, size - len(_MAGIC), size, location)
     return length
 
 
-def _group_of(
-    end: End, number: int, names: list[str], place: str, location: str
-) -> Group:
-    """Find the columns ``names`` of a row group; in a thread, as above."""
+def _spans(
+    end: End, number: int, names: list[str], unit: str
+) -> tuple[list[Span], int]:
+    """Find the columns ``names`` of a row group: where they are, and their length."""
     footer: Footer = end.facts
+    place = f"{unit} of {end.location!r}"
     if footer.leaves is None:
         # Only once: later row groups of the file need no further check of columns.
         footer.is_sound = _why_unsound(end, None, names) is None
-        footer.leaves = _leaves(footer.metadata, names)
+        prefixes, schema = tuple(f"{name}." for name in names), footer.metadata.schema
+        footer.leaves = [
+            at
+            for at in range(footer.metadata.num_columns)
+            if f"{schema.column(at).path}.".startswith(prefixes)
+        ]
     if not footer.is_sound and (error := _why_unsound(end, number, names)):
-        raise _damaged(place, location, error) from error
+        raise _damaged(place, end.location, error) from error
     group = footer.metadata.row_group(number)
     spans: list[Span] = []
     decoded = 0
@@ -262,14 +237,14 @@ def _group_of(
         chunk = group.column(at)
         if chunk.file_path:
             text = f"{place} has columns in other files: {chunk.file_path!r}"
-            raise DatasetError(text, location=location)
+            raise DatasetError(text, location=end.location)
         start = chunk.data_page_offset
         if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
             start = chunk.dictionary_page_offset
-        spans.append((start, min(end.size, start + chunk.total_compressed_size)))
+        stop = min(end.version.size, start + chunk.total_compressed_size)
+        spans.append((start, stop))
         decoded += max(0, chunk.total_uncompressed_size)
-    per_row = decoded // max(1, group.num_rows)
-    return Group(spans, group.num_rows, _within(1, _BATCH // max(1, per_row), _ROWS))
+    return spans, decoded
 
 
 def _why_unsound(end: End, number: int | None, names: list[str]) -> Exception | None:
@@ -288,43 +263,9 @@ def _why_unsound(end: End, number: int | None, names: list[str]) -> Exception | 
     metadata = end.facts.metadata
     numbers = range(metadata.num_row_groups) if number is None else [number]
     try:
-        file = RangeFile(end.size, read)
+        file = RangeFile(end.version.size, read)
         parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=True)
         next(parquet.iter_batches(1, [*numbers], names, use_threads=False), None)
     except Exception as error:  # noqa: BLE001  (a decoder may raise anything)
         return None if begun else error
     return None
-
-
-def _leaves(metadata: "pq.FileMetaData", names: list[str]) -> list[int]:
-    """Return the numbers of the columns ``names``, including nested ones."""
-    schema = metadata.schema
-    prefixes = tuple(f"{name}." for name in names)
-    return [
-        at
-        for at in range(metadata.num_columns)
-        if f"{schema.column(at).path}.".startswith(prefixes)
-    ]
-
-
-def _batches(
-    file: Any,
-    metadata: "pq.FileMetaData",
-    number: int,
-    group: Group,
-    buffer_size: int,
-    names: list[str],
-) -> "Generator[pa.RecordBatch, None, None]":
-    """Decode a row group, in the thread that iterates."""
-    with contextlib.closing(file):
-        parquet = pq.ParquetFile(
-            file,
-            metadata=metadata,
-            buffer_size=buffer_size,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        )
-        for batch in parquet.iter_batches(
-            group.batch_rows, row_groups=[number], columns=names, use_threads=False
-        ):
-            yield batch.select(names)

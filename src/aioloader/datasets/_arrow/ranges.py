@@ -12,9 +12,8 @@ import io
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import pyarrow as pa
 from typing_extensions import Buffer
 
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -27,26 +26,13 @@ _GAP = 1 << 16
 
 @dataclass
 class Range:
-    """A range of the file.
-
-    Attributes:
-        start: First byte.
-        stop: One past the last byte.
-        left: How many of its bytes are still to be read; then it is released.
-        body: Future of the bytes, once requested and until released.
-        is_passed: Whether it was released, so that it is not requested ahead.
-    """
+    """A range of the file, released when its ``left`` bytes were read."""
 
     start: int
     stop: int
     left: int
-    body: "Future[memoryview] | None" = None
-    is_passed: bool = False
-
-    @property
-    def size(self) -> int:
-        """Length, in bytes."""
-        return self.stop - self.start
+    body: "Future[memoryview] | None" = None  # once requested and until released
+    is_passed: bool = False  # released, so that it is not requested ahead
 
 
 def plan(spans: Iterable[Span], most: int, *, in_order: bool = False) -> list[Range]:
@@ -65,28 +51,23 @@ def plan(spans: Iterable[Span], most: int, *, in_order: bool = False) -> list[Ra
         last = groups[-1] if groups else None
         is_near = last is not None and last.stop <= start <= last.stop + _GAP
         if last is not None and is_near and stop - last.start <= most:
-            groups[-1] = Range(last.start, stop, last.left + stop - start)
+            last.stop, last.left = stop, last.left + stop - start
         else:
             groups.append(Range(start, stop, stop - start))
-    ranges: list[tuple[float, int, Range]] = []
+    found: list[tuple[float, int, Range]] = []
     for group in groups:
-        step = -(-group.size // -(-group.size // most))
+        size = group.stop - group.start
+        step = -(-size // -(-size // most))
         for start in range(group.start, group.stop, step):
             stop = min(group.stop, start + step)
-            left = group.left if step == group.size else stop - start
-            found = Range(start, stop, left)
-            turn = 0 if in_order else (start - group.start) / group.size
-            ranges.append((turn, start, found))
-    return [found for *_, found in sorted(ranges, key=lambda one: one[:2])]
+            one = group if step == size else Range(start, stop, stop - start)
+            turn = 0 if in_order else (start - group.start) / size
+            found.append((turn, start, one))
+    return [one for *_, one in sorted(found, key=lambda item: item[:2])]
 
 
 class RangeFile(io.RawIOBase):
-    """A file object for pyarrow.
-
-    Args:
-        size: Its length.
-        read: Returns the bytes from a start to a stop.
-    """
+    """A file object for pyarrow; ``read`` returns the bytes from a start to a stop."""
 
     def __init__(self, size: int, read: Callable[[int, int], Buffer]) -> None:
         self._size = size
@@ -94,37 +75,23 @@ class RangeFile(io.RawIOBase):
         self._at = 0
 
     def read(self, nbytes: int = -1) -> Buffer:
-        """Return the next bytes, fewer only at the end of the file."""
         start = self._at
         stop = self._size if nbytes < 0 else min(self._size, start + nbytes)
         self._at = max(start, stop)
         return self._read(start, stop)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
         base = {io.SEEK_CUR: self._at, io.SEEK_END: self._size}
         self._at = base.get(whence, 0) + offset
         return self._at
 
     def tell(self) -> int:
-        """Return the position."""
         return self._at
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-
-def file_of(path: str | None, ranges: "Ranges | None") -> "pa.NativeFile":
-    """Return the file of a path, or else of ranges."""
-    if path is not None:
-        return pa.OSFile(path)
-    assert ranges is not None
-    return pa.PythonFile(RangeFile(ranges.size, ranges.read), mode="r")
+    seekable = readable
 
 
 class Ranges:
@@ -142,8 +109,7 @@ class Ranges:
         in_order: Whether reads only move forward; then skipped ranges are released too.
 
     Attributes:
-        size: Length of the file.
-        tail: Its end, which is not requested, if that is known.
+        tail: The end of the file, which is not requested, if that is known.
         failure: Raised by the first request that failed, if any.
     """
 
@@ -157,10 +123,10 @@ class Ranges:
         location: str,
         in_order: bool = False,
     ) -> None:
-        self.size = size
         self.tail = b""
         self.failure: Exception | None = None
         self._read = read
+        self._size = size
         self._budget = budget
         self._location = location
         self._plan = plan
@@ -171,13 +137,12 @@ class Ranges:
         self._starts = [found.start for found in self._by_start]
         self._skippable = iter(self._by_start if in_order else ())
         self._oldest = next(self._skippable, None)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- on the loop ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start requesting the plan."""
         self._loop = asyncio.get_running_loop()
         self._ask_ahead()
 
@@ -193,44 +158,35 @@ class Ranges:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, start: int, stop: int, body: "Future[memoryview]") -> None:
-        if self._is_closed:
-            body.cancel()
-            return
-        task = asyncio.create_task(self._fetch(start, stop, body))
+    async def _fetch(self, start: int, stop: int) -> memoryview:
+        task = asyncio.current_task()
+        if self._is_closed or task is None:
+            raise asyncio.CancelledError
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: body.cancel())  # unless it has a result
-
-    async def _fetch(self, start: int, stop: int, body: "Future[memoryview]") -> None:
         try:
-            data = memoryview(await self._read(start, stop)).cast("B")
-        except Exception as error:  # noqa: BLE001  (raised where it is read)
+            return self._whole(start, stop, await self._read(start, stop))
+        except Exception as error:
             self.failure = self.failure or error
-            body.set_exception(error)
-            return
-        if len(data) == stop - start:
-            body.set_result(data)
-            return
-        self.failure = self.failure or TruncatedReadError(
-            f"{self._location!r} gave {len(data):,} of {stop - start:,} bytes from "
-            f"byte {start:,} on",
-            location=self._location,
-            expected=stop - start,
-            received=len(data),
-        )
-        body.set_exception(self.failure)
+            raise
+
+    def _whole(self, start: int, stop: int, body: Buffer) -> memoryview:
+        data = memoryview(body).cast("B")
+        if len(data) != stop - start:
+            raise TruncatedReadError(
+                f"{self._location!r} gave {len(data):,} of {stop - start:,} bytes from "
+                f"byte {start:,} on",
+                location=self._location,
+                expected=stop - start,
+                received=len(data),
+            )
+        return data
 
     # -- in the thread --------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return bytes of the file; waits for those in flight.
-
-        Raises:
-            Exception: Raised by a request.
-            DatasetError: If it is closed meanwhile.
-        """
-        if self.tail and start >= (known := self.size - len(self.tail)):
+        """Return bytes of the file; waits for those in flight, raises what they do."""
+        if self.tail and start >= (known := self._size - len(self.tail)):
             return self.tail[start - known : stop - known]
         parts: list[memoryview] = []
         while self._oldest is not None and self._oldest.stop <= start:
@@ -266,7 +222,8 @@ class Ranges:
         while not self.is_draining():
             found = self._plan[self._next]
             if found.body is None and not found.is_passed:
-                if self._held and self._held + found.size > self._budget:
+                size = found.stop - found.start
+                if self._held and self._held + size > self._budget:
                     break
                 self._ask(found)
             self._next += 1
@@ -275,15 +232,15 @@ class Ranges:
         loop = self._loop
         if loop is None or loop.is_closed():
             raise DatasetError("the event loop is closed", location=self._location)
-        body: Future[memoryview] = Future()
-        found.body = body
-        self._held += found.size
-        loop.call_soon_threadsafe(self._start, found.start, found.stop, body)
+        self._held += found.stop - found.start
+        request = self._fetch(found.start, found.stop)
+        found.body = body = asyncio.run_coroutine_threadsafe(request, loop)
         return body
 
     def _pass(self, found: Range) -> None:
         """Release a range; a later read requests it once more."""
+        size = found.stop - found.start
         if found.body is not None:
-            self._held -= found.size
-        found.body, found.is_passed, found.left = None, True, found.size
+            self._held -= size
+        found.body, found.is_passed, found.left = None, True, size
         self._ask_ahead()

@@ -9,24 +9,23 @@ import contextlib
 import operator
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from aioloader.datasets._arrow.numbers import copied
 from aioloader.datasets._arrow.values import (
     Column,
+    arrow_of,
     collate_columns,
     column_of,
+    copied,
     join_columns,
     turns,
     values_of,
     weave_columns,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # Rows converted at once when all are iterated.
 _AT_ONCE = 1024
@@ -35,17 +34,15 @@ _QUICK, _FEW = 1 << 18, 64
 
 
 class Part(NamedTuple):
-    """Some rows of columns of one length.
-
-    Attributes:
-        columns: The columns, which may have more rows.
-        start: The first row.
-        stop: One past the last row.
-    """
+    """Rows from ``start`` to before ``stop`` of columns of one length."""
 
     columns: tuple[Column, ...]
     start: int
     stop: int
+
+    def cut(self) -> list[Column]:
+        """Return the columns with these rows alone, as views."""
+        return [column[self.start : self.stop] for column in self.columns]
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -70,13 +67,15 @@ class Rows(Sequence[dict[str, Any]]):
 
     __slots__ = ("_length", "kinds", "names", "parts")
 
-    def __init__(self, table: "pa.RecordBatch | pa.Table") -> None:
+    def __init__(self, table: pa.RecordBatch | pa.Table) -> None:
         names = tuple(table.schema.names)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"columns must have distinct names, got {[*names]}")
-        whole = hasattr(table, "to_batches")
+        batches = [table]
+        if isinstance(table, pa.Table):
+            batches = table.to_batches() or [_empty(table.schema)]
         parts: list[Part] = []
-        for batch in (table.to_batches() or [_empty(table)]) if whole else [table]:
+        for batch in batches:
             columns, kinds = zip(*map(column_of, batch.columns), strict=True)
             parts.append(Part(columns, 0, batch.num_rows))
         self.__setstate__((names, kinds, parts))
@@ -85,12 +84,23 @@ class Rows(Sequence[dict[str, Any]]):
         self.names, self.kinds, self.parts = state
         self._length = sum(stop - start for _, start, stop in self.parts)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+    def _of(self, parts: Sequence[Part]) -> "Rows":
+        """Return other rows of the same columns."""
+        rows = Rows.__new__(Rows)
+        rows.__setstate__((self.names, self.kinds, parts))
+        return rows
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Arrow's own pickles include the whole buffers of a slice.
         schema = pa.schema(zip(self.names, self.kinds, strict=True))
-        parts = [_packed(_cut(part), protocol) for part in self.parts]
-        return _restored, (schema.serialize().to_pybytes(), parts)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema) as writer:
+            for part in self.parts:
+                columns = map(arrow_of, part.cut(), self.kinds)
+                writer.write_batch(pa.record_batch([*columns], schema=schema))
+        data = sink.getvalue()
+        is_apart = protocol > 4
+        return _restored, (pickle.PickleBuffer(data) if is_apart else bytes(data),)
 
     def __len__(self) -> int:
         return self._length
@@ -115,14 +125,21 @@ class Rows(Sequence[dict[str, Any]]):
         start, stop, step = index.indices(self._length)
         if step != 1:
             return self.pick(range(start, stop, step))
-        return self._between(start, max(start, stop))
+        parts: list[Part] = []
+        for columns, first, last in self.parts:
+            begin, end = max(first, first + start), min(last, first + stop)
+            if begin < end:
+                parts.append(Part(columns, begin, end))
+            start -= last - first
+            stop -= last - first
+        return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Return the rows, one by one."""
         names = self.names
         for columns, first, last in self.parts:
             for start in range(first, last, _AT_ONCE):
-                part = _cut(Part(columns, start, min(last, start + _AT_ONCE)))
+                part = Part(columns, start, min(last, start + _AT_ONCE)).cut()
                 for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
@@ -136,18 +153,20 @@ class Rows(Sequence[dict[str, Any]]):
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
         try:
-            columns = [_taken(column, chosen) for column in self._joined()]
+            joined = map(join_columns, _columns_of(self.parts), self.kinds)
+            columns = tuple(_taken(column, chosen) for column in joined)
         except (ValueError, NotImplementedError):
             # More than 2 GiB of strings, or a type without `take` in Arrow.
-            singles = [self[at : at + 1].parts[0] for at in chosen.tolist()]
-            return self._of(singles)
-        return self._of([Part(tuple(columns), 0, len(chosen))])
+            return self._of([self[at : at + 1].parts[0] for at in chosen.tolist()])
+        return self._of([Part(columns, 0, len(chosen))])
 
     def joined(self, others: Sequence[Any]) -> "Rows | None":
         """Return these rows and ``others`` as one; None if their columns differ."""
         parts = list(self.parts)
         for other in others:
-            if not isinstance(other, Rows) or not self._is_like(other):
+            if not isinstance(other, Rows) or self.names != other.names:
+                return None
+            if self.kinds is not other.kinds and self.kinds != other.kinds:
                 return None
             parts += other.parts
         return self._of(parts)
@@ -161,14 +180,12 @@ class Rows(Sequence[dict[str, Any]]):
         Returns:
             The rows, copied; None if their columns differ.
         """
-        joined = self.joined(others)
+        joined, lanes = self.joined(others), 1 + len(others)
         if joined is None:
             return None
-        lanes = 1 + len(others)
         if len(joined.parts) == lanes:
-            columns = zip(*map(_cut, joined.parts), strict=True)
             with contextlib.suppress(ValueError, NotImplementedError):  # as in pick
-                woven = tuple(map(weave_columns, columns, self.kinds))
+                woven = tuple(map(weave_columns, _columns_of(joined.parts), self.kinds))
                 return self._of([Part(woven, 0, len(joined))])
         return joined.pick(turns(lanes, len(self)))
 
@@ -185,26 +202,20 @@ class Rows(Sequence[dict[str, Any]]):
         Raises:
             TypeError: If there is a NULL in a tensor column.
         """
-        if len(self.parts) > 1:
-            parts = zip(*map(_cut, self.parts), strict=True)
-            rows = zip(parts, self.kinds, self.names, strict=True)
-            return {
-                name: collate_columns(part, kind, name) for part, kind, name in rows
-            }
-        ((columns, start, stop),) = self.parts
+        columns = zip(self.names, self.kinds, _columns_of(self.parts), strict=True)
         return {
             # The usual case, in half the time.
-            name: copied(column[start:stop])
-            if isinstance(column, np.ndarray)
-            else collate_columns([column[start:stop]], kind, name)
-            for name, kind, column in zip(self.names, self.kinds, columns, strict=True)
+            name: copied(parts[0])
+            if len(parts) == 1 and isinstance(parts[0], np.ndarray)
+            else collate_columns(parts, kind, name)
+            for name, kind, parts in columns
         }
 
     @property
     def is_numeric(self) -> bool:
         """Whether all columns are numbers without NULLs."""
         return all(
-            isinstance(one, np.ndarray) for part in self.parts for one in part[0]
+            isinstance(one, np.ndarray) for part in self.parts for one in part.columns
         )
 
     @property
@@ -218,88 +229,26 @@ class Rows(Sequence[dict[str, Any]]):
         )
         return sum(sizes) <= _QUICK
 
-    def _joined(self) -> Iterable[Column]:
-        """Return each column as a whole."""
-        parts = zip(*map(_cut, self.parts), strict=True)
-        return map(join_columns, parts, self.kinds)
-
-    def _between(self, start: int, stop: int) -> "Rows":
-        parts: list[Part] = []
-        for columns, first, last in self.parts:
-            begin, end = max(first, first + start), min(last, first + stop)
-            if begin < end:
-                parts.append(Part(columns, begin, end))
-            start -= last - first
-            stop -= last - first
-        return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
-
-    def _is_like(self, other: "Rows") -> bool:
-        is_same = self.kinds is other.kinds
-        return self.names == other.names and (is_same or self.kinds == other.kinds)
-
-    def _of(self, parts: Sequence[Part]) -> "Rows":
-        """Return other rows of the same columns."""
-        rows = Rows.__new__(Rows)
-        rows.__setstate__((self.names, self.kinds, parts))
-        return rows
-
     def __repr__(self) -> str:
         return f"<{self._length:,} rows of {', '.join(self.names)}>"
 
 
-def _cut(part: Part) -> list[Column]:
-    """Return the columns of a part with its rows alone, as views."""
-    columns, start, stop = part
-    return [column[start:stop] for column in columns]
+def _columns_of(parts: Iterable[Part]) -> Iterable[tuple[Column, ...]]:
+    """Return the parts of each column, as views."""
+    return zip(*map(Part.cut, parts), strict=True)
 
 
-def _taken(column: Column, indices: "npt.NDArray[np.int64]") -> Column:
+def _taken(column: Column, indices: npt.NDArray[np.int64]) -> Column:
     if isinstance(column, np.ndarray):
         return column.take(indices, axis=0)
     return column.take(indices)
 
 
-def _packed(columns: list[Column], protocol: int) -> tuple[list[Any], Any]:
-    """Return the columns of numbers, and a stream of the others for a pickle.
-
-    Arrow's own pickles include the whole buffers of a slice.
-    """
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    numbers = [one if isinstance(one, np.ndarray) else None for one in columns]
-    others = {str(at): columns[at] for at, one in enumerate(numbers) if one is None}
-    if not others:
-        return numbers, None
-    batch, sink = pa.record_batch(others), pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    data = sink.getvalue()
-    return numbers, pickle.PickleBuffer(data) if protocol > 4 else data.to_pybytes()
+def _restored(data: Any) -> Rows:
+    with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
+        return Rows(reader.read_all())
 
 
-def _unpacked(numbers: list[Any], data: Any) -> Part:
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    columns = numbers
-    if data is not None:
-        with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
-            others = iter(reader.read_next_batch().columns)
-        columns = [next(others) if one is None else one for one in numbers]
-    return Part(tuple(columns), 0, len(columns[0]))
-
-
-def _restored(schema: bytes, parts: Sequence[tuple[list[Any], Any]]) -> Rows:
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    found = pa.ipc.read_schema(pa.py_buffer(schema))
-    made = [_unpacked(*part) for part in parts]
-    rows = Rows.__new__(Rows)
-    rows.__setstate__((tuple(found.names), tuple(found.types), made))
-    return rows
-
-
-def _empty(table: "pa.Table") -> "pa.RecordBatch":
-    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
-
-    none = [pa.nulls(0, field.type) for field in table.schema]
-    return pa.RecordBatch.from_arrays(none, schema=table.schema)
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    none = [pa.nulls(0, field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(none, schema=schema)

@@ -14,21 +14,19 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from aioloader.datasets._arrow.filters import Filters
-from aioloader.datasets._arrow.hive import Values
+from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
 from aioloader.errors import DatasetError
 
 # Recent schemas; most files have one of them.
 _SEEN = 8
-# What pyarrow raises for a cast, a fill or a filter that does not fit.
-_MISFITS = (ValueError, TypeError, NotImplementedError)
 
 
 class Wanted:
     """The columns and rows to read, and the replacements of NULLs.
 
-    A listing starts with ``start``, then ``add`` unifies each of its files and
-    ``settle`` ends it; a file that is inspected again later must still fit: ``check``.
+    A listing starts a table with ``start``, unifies the other files by ``add``, and
+    ends with ``settle``; a file that is read later must still fit: ``checked``. Errors
+    name the file, by its ``location``.
 
     Args:
         columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
@@ -50,7 +48,7 @@ class Wanted:
         self,
         columns: Iterable[str] | None = None,
         nulls: Mapping[str, Any] | None = None,
-        schema: "pa.Schema | None" = None,
+        schema: pa.Schema | None = None,
         filters: Any = None,
     ) -> None:
         self._columns = _names_in(columns)
@@ -71,16 +69,16 @@ class Wanted:
         self._delivered: list[str] = []
         self._is_partial = False
         self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
-        self._types: dict[str, pa.DataType] = {}
-        self._origins: dict[str, str] = {}  # file in which each type was found
+        # The type of each column, and the file in which it was found.
+        self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
         self._schema: pa.Schema | None = None
 
     @property
-    def schema(self) -> "pa.Schema":
+    def schema(self) -> pa.Schema:
         """The columns as read; known after the first file."""
         if self._schema is None:
-            self._schema = pa.schema([(name, self._types[name]) for name in self.names])
+            self._schema = pa.schema([(one, self._types[one][0]) for one in self.names])
         return self._schema
 
     def describe(self) -> dict[str, Any]:
@@ -95,61 +93,47 @@ class Wanted:
 
     # -- a listing ------------------------------------------------------------------
 
-    def start(
-        self, first: "pa.Schema", location: str, *, in_names: bool = False
-    ) -> Self:
-        """Start a table with the first file; on a copy, while others are reading.
+    def start(self, first: pa.Schema, location: str, *, in_names: bool = False) -> Self:
+        """Start a table with a file; on a copy, while others are reading.
 
-        Args:
-            first: The columns of the file.
-            location: Its address, for errors.
-            in_names: Whether some of them are in the names of files.
-
-        Raises:
-            DatasetError: If it lacks a column.
+        Some of the file's columns may be in the names of files (``in_names``).
         """
-        names, given = self._columns or first.names, self.given
+        given = self.given
+        names = list(self._columns or first.names)
         read = list(names)
         if self.filters is not None:
             among = _with_given(first, given)
             read += [name for name in self.filters.names(among) if name not in names]
         for name in [] if given else self._nulls:
             _field_of(first, name, location)
-        self.names, self._delivered = tuple(read), list(names)
+        self.names, self._delivered = tuple(read), names
         # Missing columns of chosen types are NULL.
         self._is_partial = given is not None or in_names
         self._fields = {one.name: one for one in given or () if one.name in read}
-        self._types = {name: field.type for name, field in self._fields.items()}
-        self._origins, self._schema = {}, None
-        self._seen = deque(maxlen=_SEEN)
+        self._types = {name: (one.type, "") for name, one in self._fields.items()}
+        self._schema, self._seen = None, deque(maxlen=_SEEN)
         self.add(first, location)
         return self
 
-    def add(self, schema: "pa.Schema", location: str, *, is_late: bool = False) -> None:
+    def add(self, schema: pa.Schema, location: str, *, is_late: bool = False) -> None:
         """Unify the columns of a file with those of the previous files.
 
-        Args:
-            schema: All columns of the file.
-            location: The file, for errors.
-            is_late: Whether the types are final, because there are readers.
-
-        Raises:
-            DatasetError: If a column is missing, or its type has no common type with
-                that of the previous files.
+        Where there are readers (``is_late``), the types are final.
         """
         if any(schema is one or schema.equals(one) for one in self._seen):
             return
         for name in self.names:
             given = self._fields.get(name)
             if given is None or not given.nullable or name in schema.names:
-                self._add(_field_of(schema, name, location), location, is_late=is_late)
+                field = _field_of(schema, name, location)
+                self._add(name, without_view(field.type), location, is_late=is_late)
         self._seen.append(schema)
 
-    def _add(self, field: "pa.Field", location: str, *, is_late: bool) -> None:
-        name, kind = field.name, without_view(field.type)
-        known = self._types.setdefault(name, kind)
+    def _add(
+        self, name: str, kind: pa.DataType, location: str, *, is_late: bool
+    ) -> None:
+        known, origin = self._types.setdefault(name, (kind, location))
         if kind == known:
-            self._origins.setdefault(name, location)
             return
         if name in self._fields:
             if not _can_cast(kind, known):
@@ -157,34 +141,24 @@ class Wanted:
             return
         common = promoted(known, kind)
         if common is None:
-            before = f"it is {known} in {self._origins[name]!r}"
-            raise _conflict(name, kind, location, before)
+            raise _conflict(name, kind, location, f"it is {known} in {origin!r}")
         if common == known:
             return
         if is_late:
             changed = f"all files were found to have {known}; it was rewritten"
             raise _conflict(name, kind, location, changed)
-        self._types[name], self._origins[name] = common, location
-        self._schema = None
+        self._types[name], self._schema = (common, location), None
 
     def settle(self) -> Self:
-        """End a listing: check that the columns fit the other arguments.
-
-        Raises:
-            ValueError: If a value of ``nulls`` or the filter does not fit its column.
-        """
+        """End a listing: check that the columns fit ``nulls`` and the filter."""
         for name, value in self._nulls.items():
-            _fill(pa.nulls(1, self._types[name]), name, value)
+            _fill(pa.nulls(1, self._types[name][0]), name, value)
         if self.filters is not None:
             self.filters.names(self.schema)
         return self
 
-    def checked(self, schema: "pa.Schema", location: str) -> Self:
-        """Check that a file fits the listing's table; without one, start here.
-
-        Raises:
-            DatasetError: If it does not.
-        """
+    def checked(self, schema: pa.Schema, location: str) -> Self:
+        """Check that a file fits the listing's table; without one, start here."""
         if not self.names:
             return copy.copy(self).start(schema, location).settle()
         self.add(schema, location, is_late=True)
@@ -192,80 +166,57 @@ class Wanted:
 
     # -- reading --------------------------------------------------------------------
 
-    def present(self, schema: "pa.Schema") -> list[str]:
+    def present(self, schema: pa.Schema) -> list[str]:
         """Return which of the columns a file itself has."""
-        if self._is_partial:
-            known = {*schema.names}
-            return [name for name in self.names if name in known]
-        return list(self.names)
+        known = {*(schema.names if self._is_partial else self.names)}
+        return [name for name in self.names if name in known]
 
-    def has(self, schema: "pa.Schema", names: Iterable[str]) -> bool:
+    def has(self, schema: pa.Schema, names: Iterable[str]) -> bool:
         """Return whether a file's columns have the table's types."""
         types = {field.name: field.type for field in schema}
-        return all(types.get(name) == self._types[name] for name in names)
+        return all(types.get(name) == self._types[name][0] for name in names)
 
-    def of(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the wanted columns of a batch of a checked file."""
         return batch.select(self.present(batch.schema))
 
     def rows_of(
-        self, batch: "pa.RecordBatch", location: str, in_name: Values | None = None
-    ) -> "pa.RecordBatch":
-        """Return the rows to deliver, from a batch returned by ``of``.
-
-        Args:
-            batch: The columns that the file has.
-            location: The file, for errors.
-            in_name: The values in its name.
-
-        Raises:
-            DatasetError: If a value does not fit its column's type.
-        """
+        self, batch: pa.RecordBatch, location: str, in_name: InName | None = None
+    ) -> pa.RecordBatch:
+        """Return the rows to deliver, from the columns of a file and of its name."""
         if not batch.schema.equals(self.schema):
-            batch = self._unified(batch, location, in_name or {})
+            columns: list[pa.Array] = []
+            for field in self.schema:
+                place = batch.schema.get_field_index(field.name)
+                if place < 0:
+                    value = pa.scalar((in_name or {}).get(field.name), pa.string())
+                    column = pa.repeat(value, batch.num_rows)
+                else:
+                    column = batch.column(place)
+                columns.append(_cast(column, field, location))
+            batch = pa.RecordBatch.from_arrays(columns, schema=self.schema)
         if self.filters is not None:
-            batch = self.filters.passed(batch).select(self._delivered)
+            batch = batch.filter(self.filters.expression).select(self._delivered)
         for name, value in self._nulls.items():
             place = batch.schema.get_field_index(name)
             column = _fill(batch.column(place), name, value)
             batch = batch.set_column(place, name, column)
         return batch
 
-    def _unified(
-        self, batch: "pa.RecordBatch", location: str, in_name: Values
-    ) -> "pa.RecordBatch":
-        """Return a batch of an added file as a batch of the table."""
-        columns: list[pa.Array] = []
-        for field in self.schema:
-            place = batch.schema.get_field_index(field.name)
-            if place < 0:
-                value = pa.scalar(in_name.get(field.name), pa.string())
-                column = pa.repeat(value, batch.num_rows)
-            else:
-                column = batch.column(place)
-            columns.append(_cast(column, field, location))
-        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
 
 # -- columns -----------------------------------------------------------------------
 
 
-def checked(schema: "pa.Schema | pa.DataType") -> Any:
-    """Return a schema, or a nested type, after checking that its names are valid text.
-
-    Raises:
-        UnicodeDecodeError: If a name is not.
-    """
+def checked(schema: pa.Schema | pa.DataType) -> Any:
+    """Return a schema, or a nested type, after checking that its names are text."""
     for field in schema:
         str(field.name)
         if field.type.num_fields:
-            nested = field.type
-            checked([nested.field(at) for at in range(nested.num_fields)])
+            checked([field.type.field(at) for at in range(field.type.num_fields)])
     return schema
 
 
 def _names_in(columns: Any) -> list[str] | None:
-    """Return the names of columns as a list, checked."""
     if columns is None:
         return None
     if isinstance(columns, str | AbstractSet) or not isinstance(columns, Iterable):
@@ -279,7 +230,6 @@ def _names_in(columns: Any) -> list[str] | None:
 
 
 def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
-    """Check that ``schema=`` is a schema and has the wanted columns."""
     if not isinstance(schema, pa.Schema):
         raise TypeError(f"schema must be a pyarrow.Schema, got {type(schema).__name__}")
     missing = [name for name in names or () if name not in schema.names]
@@ -289,22 +239,14 @@ def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
         raise ValueError(f"schema must not repeat columns, got {schema.names}")
 
 
-def _with_given(first: "pa.Schema", given: "pa.Schema | None") -> "pa.Schema":
+def _with_given(first: pa.Schema, given: pa.Schema | None) -> pa.Schema:
     """Return a file's columns, with the types in ``schema=`` where it has them."""
-    known = [*(given or ())]
-    names = {field.name for field in known}
-    others = [field for field in first if field.name not in names]
-    return pa.schema([
-        *known, *(field.with_type(without_view(field.type)) for field in others),
-    ])  # fmt: skip
+    known = {one.name: one for one in given or ()}
+    found = {one.name: one.with_type(without_view(one.type)) for one in first}
+    return pa.schema([*(known | found | known).values()])
 
 
-def _field_of(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
-    """Return a column of a file.
-
-    Raises:
-        DatasetError: If there is none, or there are two.
-    """
+def _field_of(schema: pa.Schema, name: str, location: str) -> pa.Field:
     places = schema.get_all_field_indices(name)
     if len(places) == 1:
         return schema.field(places[0])
@@ -320,14 +262,14 @@ def _field_of(schema: "pa.Schema", name: str, location: str) -> "pa.Field":
 # -- types -------------------------------------------------------------------------
 
 
-def without_view(kind: "pa.DataType") -> "pa.DataType":
+def without_view(kind: pa.DataType) -> pa.DataType:
     """Return the type that replaces views, which Arrow hardly supports yet."""
     if pa.types.is_string_view(kind):
         return pa.large_string()
     return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
-def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
+def promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return Arrow's type for all values of both; None if there is none."""
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     try:
@@ -338,7 +280,7 @@ def promoted(one: "pa.DataType", other: "pa.DataType") -> "pa.DataType | None":
     return common if {_group(one), _group(other)} - {_group(common)} <= {0} else None
 
 
-def _group(kind: "pa.DataType") -> int:
+def _group(kind: pa.DataType) -> int:
     """Return a number shared by all types of one class of values."""
     types = pa.types
     if types.is_null(kind):
@@ -351,20 +293,20 @@ def _group(kind: "pa.DataType") -> int:
     return 2 if types.is_decimal(kind) else 3
 
 
-def _can_cast(kind: "pa.DataType", wanted: "pa.DataType") -> bool:
+def _can_cast(kind: pa.DataType, wanted: pa.DataType) -> bool:
     try:
         pa.nulls(0, kind).cast(wanted)
-    except _MISFITS:
+    except MISFITS:
         return False
     return True
 
 
-def _cast(array: "pa.Array", field: "pa.Field", location: str) -> "pa.Array":
+def _cast(array: pa.Array, field: pa.Field, location: str) -> pa.Array:
     if array.type == field.type:
         return array
     try:
         return array.cast(field.type)
-    except _MISFITS as error:
+    except MISFITS as error:
         raise DatasetError(
             f"column {field.name!r} of {location!r} is of type {array.type} and has "
             f"values that do not fit {field.type}, its type in all files: "
@@ -373,9 +315,7 @@ def _cast(array: "pa.Array", field: "pa.Field", location: str) -> "pa.Array":
         ) from error
 
 
-def _conflict(
-    name: str, kind: "pa.DataType", location: str, before: str
-) -> DatasetError:
+def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> DatasetError:
     return DatasetError(
         f"column {name!r} of {location!r} is of type {kind}, and {before}; write the "
         "files alike, leave the column out (columns=), or set its type (schema=)",
@@ -383,12 +323,12 @@ def _conflict(
     )
 
 
-def _fill(column: "pa.Array", name: str, value: Any) -> "pa.Array":
+def _fill(column: pa.Array, name: str, value: Any) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
         return column.fill_null(pa.scalar(value, column.type))
-    except _MISFITS as error:
+    except MISFITS as error:
         raise ValueError(
             f"nulls={{{name!r}: {value!r}}} does not fit a column of type "
             f"{column.type}: {error}"

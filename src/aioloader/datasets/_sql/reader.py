@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioloader._order.blocks import Bad, cut
-from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.failures import Retries, failure_of, may_pass
 from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._stores.outlast import outlast
@@ -193,6 +192,8 @@ class SQLReader(ShardReader):
         batch = next(batches, None)
         if batch is None:
             return None
+        from aioloader.datasets._arrow.rows import Rows  # noqa: PLC0415  (has pyarrow)
+
         rows: Block = Rows(batch.select(list(self._session.names)))
         if failures := self._session.failures(batch):
             rows = list(rows)
