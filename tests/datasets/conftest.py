@@ -367,7 +367,6 @@ ON_BOTH_LOOPS = {
     "test_requests",
     "test_rows",
     "test_stream_steps",
-    "test_tar_walk",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets._tar.walk import samples
+from aioloader.datasets._tar import samples
 from datasets.stepping import steps
 
 URL = "s3://bucket/shard-000.tar"

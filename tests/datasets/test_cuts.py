@@ -16,7 +16,7 @@ from aioloader.datasets._cuts import at_line_ends, cut_shards
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.versions import Version
-from aioloader.datasets._tar.index import write_index
+from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from datasets.shards import names, read
 from datasets.tar_archives import Member, archive

@@ -24,7 +24,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._tar.index import write_index
+from aioloader.datasets.tar import write_index
 from aioloader.errors import TruncatedReadError
 from datasets.changing import ChangingServer
 from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aioloader._order.blocks import Bad
 from aioloader.datasets import _json
 from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._lines import samples
+from aioloader.datasets.lines import samples
 from datasets.stepping import steps
 
 # What one of the two reads in a way of its own, or not at all.

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
-from aioloader.datasets._lines import samples, without_end
 from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets.lines import samples, without_end
 from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.shards import read
@@ -56,9 +56,9 @@ class Raw:
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
-    def one(self, line: bytes) -> bytes:
+    def one(self, line: bytes) -> list[bytes]:
         """Return it."""
-        return line
+        return [line]
 
     def is_plain(self, piece: Any) -> bool:
         """Return anything."""

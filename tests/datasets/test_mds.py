@@ -19,8 +19,8 @@ from PIL import Image
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets import MDSDataset
-from aioloader.datasets._mds.encodings import decoder_of
-from aioloader.datasets._mds.format import Column, samples
+from aioloader.datasets._mds_encodings import decoder_of
+from aioloader.datasets.mds import samples
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from datasets.shards import read
@@ -199,9 +199,7 @@ def test_samples_do_not_depend_on_the_pieces(size: int, folder: Path) -> None:
     data = (folder / "raw" / "shard.00002.mds").read_bytes()
     index = json.loads((folder / "raw" / "index.json").read_text())["shards"][2]
     names, sizes = index["column_names"], index["column_sizes"]
-    columns = [
-        Column(name, bytes, size) for name, size in zip(names, sizes, strict=True)
-    ]
+    columns = [(name, bytes, size) for name, size in zip(names, sizes, strict=True)]
     make = partial(samples, columns, index["samples"], len(data))
     whole = [*steps(make, data)]
     assert [*steps(make, data, [size])] == whole

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from aioloader.datasets import JSONLinesDataset, TextDataset
 
 SMALL, LARGE = "x" * 200, "y" * 700_000
+LINES = [json.dumps([at, LARGE if at in {3000, 3001} else SMALL]) for at in range(6000)]
 PLANS: dict[str, list[float]] = {
     "all": [1],
     "half of each": [0.5],
@@ -23,47 +24,51 @@ PLANS: dict[str, list[float]] = {
     "less and less": [1, 0.5, 0.001, 0],
     "nothing, as Linux 5.9 has it": [1, -1],
 }
+Play = Callable[[list[float]], list[int]]
 
 
-def play(plan: list[float]) -> Callable[..., int]:
-    """Return a ``preadv`` that has these shares of what is wanted.
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Give ``preadv`` these shares of what is wanted, and return the bytes it gives.
 
     0: it would wait; -1: it returns 0 instead of saying so.
     """
-    shares = itertools.chain(plan, itertools.repeat(plan[-1]))
 
-    def preadv(file: int, buffers: list[memoryview], _at: int, _flags: int) -> int:
-        share = next(shares)
-        if not share:
-            raise BlockingIOError
-        if share < 0:
-            return 0
-        return os.readv(file, [buffers[0][: max(1, int(len(buffers[0]) * share))]])
+    def start(plan: list[float]) -> list[int]:
+        shares, given = itertools.chain(plan, itertools.repeat(plan[-1])), list[int]()
 
-    return preadv
+        def preadv(file: int, buffers: list[memoryview], _at: int, _flags: int) -> int:
+            share = next(shares)
+            if not share:
+                raise BlockingIOError
+            length = max(1, int(len(buffers[0]) * share))
+            given.append(0 if share < 0 else os.readv(file, [buffers[0][:length]]))
+            return given[-1]
 
+        monkeypatch.setattr(os, "preadv", preadv)
+        return given
 
-def lines() -> Iterator[str]:
-    for at in range(6000):
-        yield json.dumps([at, LARGE if at in {3000, 3001} else SMALL])
-
-
-def write(folder: Path) -> Path:
-    path = folder / "a.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines()))
-    return path
+    return start
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a file of lines, two of which are large."""
+    made = tmp_path / "a.jsonl"
+    made.write_text("".join(f"{line}\n" for line in LINES))
+    return made
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "a system that cannot tell"])
 async def test_samples_and_states_do_not_depend_on_the_cache(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path)
-    monkeypatch.setattr(os, "preadv", play(PLANS[plan]))
-    for kind, known in (
-        (JSONLinesDataset, [*map(json.loads, lines())]),
-        (TextDataset, [*lines()]),
-    ):
+    if plan in PLANS:
+        play(PLANS[plan])
+    else:
+        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    kinds: Any = {JSONLinesDataset: [*map(json.loads, LINES)], TextDataset: LINES}
+    for kind, known in kinds.items():
         found: list[Any] = []
         states: list[tuple[int, Any]] = []
         async with aiter(kind(path)) as blocks:
@@ -75,35 +80,29 @@ async def test_samples_and_states_do_not_depend_on_the_cache(
             stream = kind(path)
             stream.load_state_dict(state)
             async with aiter(stream) as blocks:
-                rest = [sample async for sample in blocks]
-            assert rest == known[count:]
+                assert [sample async for sample in blocks] == known[count:]
 
 
-async def test_lines_that_are_cached_need_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("line", ["line", LARGE], ids=["small", "large"])
+async def test_only_large_samples_need_a_thread(
+    line: str, tmp_path: Path, play: Play
 ) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("line\n" * 200_000)
-    asked: list[int] = []
-    answer = play([1])
-
-    def preadv(*args: Any) -> int:
-        asked.append(answer(*args))
-        return asked[-1]
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    """The loop is not held for long."""
+    path, count = tmp_path / "a.txt", 1_000_000 // len(line) + 20
+    path.write_text(f"{line}\n" * count)
+    given = play([1])
     async with aiter(TextDataset(path)) as blocks:
-        count = sum([1 async for _ in blocks])
-    assert (count, sum(asked)) == (200_000, path.stat().st_size)
-    assert max(asked) <= 1 << 17  # the loop is not held for long
+        assert sum([1 async for _ in blocks]) == count
+    if line is LARGE:
+        assert sum(given) < len(LARGE)
+    else:
+        assert sum(given) == path.stat().st_size
+    assert max(given) <= 1 << 17
 
 
-async def test_the_other_tasks_get_their_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_other_tasks_get_their_turns(path: Path, play: Play) -> None:
     """Also where nothing is waited for: one after each block."""
-    path = write(tmp_path)
-    monkeypatch.setattr(os, "preadv", play([1]))
+    play([1])
     turns = 0
 
     async def other() -> None:
@@ -118,30 +117,3 @@ async def test_the_other_tasks_get_their_turns(
             assert turns
             turns = 0
     task.cancel()
-
-
-async def test_large_samples_are_left_to_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(f"{LARGE}\n" * 20)
-    asked: list[int] = []
-    answer = play([1])
-
-    def preadv(*args: Any) -> int:
-        asked.append(answer(*args))
-        return asked[-1]
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    async with aiter(TextDataset(path)) as blocks:
-        assert [len(line) async for line in blocks] == [len(LARGE)] * 20
-    assert sum(asked) < len(LARGE)
-
-
-async def test_a_system_that_cannot_tell_is_read_in_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path)
-    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
-    async with aiter(JSONLinesDataset(path)) as blocks:
-        assert [sample async for sample in blocks] == [*map(json.loads, lines())]

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
     for path in options.tars:
         if not path.is_file():
             raise UsageError(f"there is no file {str(path)!r}")
-    write_index = importlib.import_module("aioloader.datasets._tar.index").write_index
+    write_index = importlib.import_module("aioloader.datasets.tar").write_index
     for path in options.tars:
         count = write_index(str(path))
         if not options.quiet:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heapreplace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 from aioloader.datasets._stores.addresses import Address
@@ -45,7 +45,7 @@ class Cuts(Protocol):
     async def __call__(
         self, places: Places, address: Address, size: int, count: int
     ) -> Sequence[int]:
-        """Return where parts start, except the first: in order, without duplicates.
+        """Return where all parts but the first start: in order, without duplicates.
 
         Args:
             places: Opens addresses.
@@ -67,27 +67,29 @@ async def cut_shards(
         ValueError: If not enough parts can be cut.
     """
     versions = await each(partial(_version, places), shards)
-    wanted_of = shares([version.size for version in versions], count)
-    reasons: dict[int, str] = {}
+    numbers = shares([version.size for version in versions], count)
+    reasons = [""] * len(shards)
 
-    async def cut(number: int) -> list[Part]:
-        shard, version, wanted = shards[number], versions[number], wanted_of[number]
-        inner: Sequence[int] = ()
+    async def cut(at: int) -> list[Part]:
+        shard, version, inner = shards[at], versions[at], list[int]()
         if unpacker_of(places.name(shard)):
-            reasons[number] = "is compressed: unpack or split it"
-        elif wanted > 1:
+            reasons[at] = "is compressed: unpack or split it"
+        elif numbers[at] > 1:
             try:
-                inner = await cuts(places, shard, version.size, wanted)
+                inner = [*await cuts(places, shard, version.size, numbers[at])]
             except CannotCutError as error:
-                reasons[number] = str(error)
-        edges = zip([0, *inner], [*inner, version.size], strict=True)
-        return [Part(shard, *pair, version) for pair in edges]
+                reasons[at] = str(error)
+        return [
+            Part(shard, *edges, version)
+            for edges in pairwise([0, *inner, version.size])
+        ]
 
     parts = [*chain.from_iterable(await each(cut, range(len(shards))))]
     if len(parts) < count:
         why = "; ".join(
-            f"{places.label(shards[number])!r} {reason}"
-            for number, reason in sorted(reasons.items())
+            f"{places.label(shard)!r} {reason}"
+            for shard, reason in zip(shards, reasons, strict=True)
+            if reason
         )
         why = why or "they have too few samples"
         raise ValueError(

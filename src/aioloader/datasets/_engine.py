@@ -1,21 +1,15 @@
-"""The engine of byte formats: runs a generator of samples over the bytes of a shard.
+"""Byte formats: a generator makes samples of the bytes of a shard.
 
-A format is a generator function, and owes little. It starts where a sample starts, and
-goes forward. There are two kinds:
+It starts where a sample starts, and goes forward. There are two kinds:
 
-- One of a user's gets a blocking binary ``file`` and yields samples. Whenever it
-  yields, it leaves the file where the next sample starts: that is all it has to say
-  about resuming. It runs in a separate thread, which may wait for the network, and is
-  closed in that thread.
+- A user's gets a blocking binary ``file`` and yields samples. Whenever it yields, it
+  leaves the file where the next sample starts: that is all it has to say about
+  resuming. It runs in a separate thread, which may wait, and is closed in that thread.
 - One of aioloader's (``Steps``) gets a ``Feed`` and yields blocks of samples, each with
-  the position of the sample after it, or None where it needs another piece of the
-  bytes. It never waits, so it runs wherever the bytes are: in a thread of the loop, or
-  on the loop in short turns.
+  the offset after it, or None where it needs another piece of the bytes. It never
+  waits, so it runs wherever the bytes are: in a thread of the loop, or on the loop.
 
-The engine unpacks, limits blocks in number, bytes and time, keeps what a cancelled step
-has made, and knows the position of each sample: the one before its block, and how many
-were passed on since. What comes in pieces of another kind (tables, rows) fits as well:
-a position is whatever JSON holds.
+The reader unpacks, and limits blocks in number, bytes and time.
 """
 
 import asyncio
@@ -29,20 +23,19 @@ import io
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias, cast
 
 from typing_extensions import Buffer
 
-from aioloader._order.raising import raisable
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
-from aioloader.datasets._stores.bytes import Bytes
+from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.unpack import Unpacking, unpacker_of
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Parser,
@@ -52,14 +45,13 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import ShardChangedError
 
 # Most samples of a block: short lines would be many. Fewer of those that are
 # containers, because the garbage collector scans all that are held: with more of
 # them it costs more than parsing.
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 # Bytes that make a block of a user's generator full, and seconds.
-_FULL_BYTES, _FULL_SECONDS = 1 << 20, 0.02
+_FULL_BYTES, _FULL_SECONDS = 1 << 22, 0.02
 # Bytes used at once without a thread, and seconds of the processor.
 _HERE, _TURN = 1 << 17, 0.002
 # Buffer of the file that a user's generator gets.
@@ -68,21 +60,24 @@ _NOTHING = memoryview(b"")
 _END: Any = ()
 
 
-class Feed:
-    """The bytes of a shard, as ``Steps`` get them: piece by piece.
+class Feed(io.RawIOBase):
+    """The bytes of a shard, piece by piece, forward only.
+
+    ``Steps`` use ``take`` and ``skip``, or the ``view``; for a user's generator, which
+    may wait, it is the raw file, and gets pieces from ``wait``.
 
     Attributes:
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples that should be yielded at once.
-        wait: Returns the next piece; only for a generator that waits.
+        wait: Returns the next piece.
         view: The current piece, valid until the next one.
         used: How many bytes of it were used.
         has_ended: Whether there are no more pieces.
     """
 
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
-        self.url = url
+        self.url = self.name = url
         self.is_part = is_part
         self.want = 1
         self.wait: Callable[[], Buffer]
@@ -103,7 +98,7 @@ class Feed:
         self.view = memoryview(piece).cast("B")
         self.has_ended = not self.view
 
-    def read(self, count: int) -> Generator[None, None, bytes]:
+    def take(self, count: int) -> Generator[None, None, bytes]:
         """Return a copy of the next bytes, by ``yield from``; fewer only at the end."""
         parts: list[bytes] = []
         left = count
@@ -122,6 +117,33 @@ class Feed:
         while (missing := self.used - len(self.view)) > 0 and not self.has_ended:
             yield
         return max(0, missing)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True: it can be told where it is, and skip bytes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Skip bytes."""
+        if whence == io.SEEK_CUR:
+            offset += self.at
+        if whence == io.SEEK_END or offset < self.at:
+            raise io.UnsupportedOperation("a shard is read forward only")
+        self.used += offset - self.at
+        return offset
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Copy the next bytes, and wait for a piece if there are none."""
+        target = memoryview(buffer).cast("B")
+        while self.used >= len(self.view) and not self.has_ended:
+            self.give(self.wait())
+        part = self.view[self.used : self.used + len(target)]
+        target[: len(part)] = part
+        self.used += len(part)
+        return len(part)
 
 
 # Blocks with the position after them; None to ask for another piece.
@@ -169,7 +191,7 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
         want = feed.want
         taken = parser.take(want)
         if taken:
-            yield taken, parser.offset
+            yield [*taken], parser.offset
         if len(taken) < want:
             if feed.has_ended or parser.is_over:
                 return
@@ -183,20 +205,18 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
 
 def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
     """Run a user's generator over a blocking file, in blocks."""
-    raw = _Forward(feed)
-    file: Any = io.BufferedReader(raw, _BUFFER)
+    file: Any = io.BufferedReader(feed, _BUFFER)
     samples: Any = generate(file)
     failure: BaseException | None = None
     is_going, now = True, time.monotonic
     with contextlib.closing(samples):
         while is_going:
-            block, want = list[Any](), feed.want
-            raw.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
-            is_going = False
+            block, want, is_going = list[Any](), feed.want, False
+            full, stop = feed.at + _FULL_BYTES, now() + _FULL_SECONDS
             try:
                 for sample in samples:
                     block.append(sample)
-                    if len(block) >= want or raw.left <= 0 or now() > stop:
+                    if len(block) >= want or feed.at >= full or now() > stop:
                         is_going = True
                         break
             except BaseException as error:  # noqa: BLE001  (raised after the block)
@@ -206,48 +226,8 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
         raise failure
 
 
-class _Forward(io.RawIOBase):
-    """The bytes of a shard as a blocking file that only goes forward.
-
-    Attributes:
-        left: Bytes until a block is full.
-    """
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self.name = feed.url
-        self.left = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._feed.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        if whence == io.SEEK_CUR:
-            offset += self._feed.at
-        if whence == io.SEEK_END or offset < self._feed.at:
-            raise io.UnsupportedOperation("a shard is read forward only")
-        self._feed.used += offset - self._feed.at
-        return offset
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        feed, target = self._feed, memoryview(buffer).cast("B")
-        while feed.used >= len(feed.view) and not feed.has_ended:
-            feed.give(feed.wait())
-        part = feed.view[feed.used : feed.used + len(target)]
-        target[: len(part)] = part
-        feed.used += len(part)
-        self.left -= len(part)
-        return len(part)
-
-
-class ByteReader(ShardReader):
-    """Samples of one shard, in order.
+class ByteReader(Reader):
+    """Samples of one shard of bytes, in order.
 
     They are made in threads, a block at a time; by a quick generator without a thread,
     as long as a file's bytes are in the page cache. A position is the start of a block
@@ -256,181 +236,133 @@ class ByteReader(ShardReader):
     before are read again, and dropped.
 
     Args:
-        source: The shard's bytes; owned.
-        kind: Makes samples of them.
-        feed: Where the samples get them.
-        unpacker: Unpacks the shard; None: it is not compressed.
-        skip: Samples to drop first.
+        places: Opens it.
+        part: The shard, or a part of one, if it is not compressed.
+        kind: Makes samples of the bytes.
+        position: Where to start.
+        budget: Bytes to read ahead.
     """
 
     def __init__(
-        self,
-        source: Bytes,
-        kind: Kind,
-        feed: Feed,
-        *,
-        unpacker: Callable[[str], Unpacking] | None,
-        skip: int,
+        self, places: Places, part: Part, kind: Kind, position: Position, budget: int
     ) -> None:
-        self._source, self._feed, self._location = source, feed, feed.url
-        self._unpacking = unpacker and unpacker(feed.url)
-        self._skip = skip
+        address, start, stop, version = part
+        start = position.get("byte", start)
+        if unpacker := unpacker_of(places.name(address)):
+            start, stop = 0, None
+        super().__init__(places.label(address), start, position.get("sample", 0))
+        known = Known.of(position, version)
+        self._source = source = places.open(address, start, budget, known, stop)
+        is_part = bool(stop and version and stop < version.size)
+        self._kind, self._feed = kind, Feed(self.location, start, is_part=is_part)
+        self._unpacking = unpacker and unpacker(self.location)
         self._is_quick = kind.is_quick and unpacker is None
-        self._waits, self._copies = kind.waits, kind.copies
-        self._steps = kind.steps(feed)
-        # Position before the block that is next, and before the current one; samples
-        # before that; the block; how much of it was passed on.
-        self._next = self._byte = feed.at
-        self._before = 0
-        self._block: list[Any] = []
-        self._passed = 0
+        self._steps = self.generator = kind.steps(self._feed)
+        self._next: Any = start  # the mark before the next block
         self._limit = _TRACKED_AT_ONCE
-        # Whether the generator wants a piece, has ended, is no longer wanted; whether
-        # a piece must be read, or the one that is here.
-        self._asks = self._is_over = self._is_closed = False
-        self._is_hungry = not isinstance(source, FileBytes)
+        # Whether the generator wants a piece; whether one must be read, or is here.
+        self._asks, self._is_hungry = False, not isinstance(source, FileBytes)
         self._piece: Buffer | None = None
-        self._failure: BaseException | None = None
-        self._making: asyncio.Task[_Made] | None = None
-        # Of a generator that waits: its thread, and what it waits for.
-        self._thread: concurrent.futures.Executor | None = None
         self._fetching: concurrent.futures.Future[Buffer] | None = None
 
     def begin(self) -> None:
         """Request the first bytes."""
         self._source.begin()
 
-    def is_draining(self) -> bool:
-        """Return whether all bytes were requested."""
-        return self._source.is_draining()
-
-    async def pull(self, limit: int) -> list[Any]:
-        """Return the next samples, from 1 to ``limit``; an empty list at the end."""
-        while self._passed < len(self._block) or await self._turn():
-            dropped = min(self._skip, len(self._block) - self._passed)
-            self._skip -= dropped
-            start = self._passed + dropped
-            self._passed = min(start + limit, len(self._block))
-            if start < self._passed:
-                return self._block[start : self._passed]
-        if self._skip:
-            raise ShardChangedError(
-                f"{self._location!r} ends {self._skip:,} samples before the position "
-                "in the state; it has changed since",
-                location=self._location,
-            )
-        return []
+    def position(self) -> Position:
+        """Return the position of the next sample."""
+        count = self.taken if self._unpacking is None else self.passed
+        return {"byte": self.mark, "sample": count + self.skip}
 
     def version(self) -> tuple[str, Version] | None:
         """Return the address and version of the stored shard."""
         version = self._source.version
-        return None if version is None else (self._location, version)
-
-    def position(self) -> Position:
-        """Return the position of the next sample."""
-        passed = self._before + self._passed + self._skip
-        return {"byte": self._byte, "sample": passed}
+        return None if version is None else (self.location, version)
 
     def bytes_ahead(self) -> int | None:
         """Return the number of bytes requested and not yet used."""
         return self._source.bytes_ahead()
 
-    async def aclose(self) -> None:
-        """Stop pending work and wait for it to end, even if cancelled meanwhile."""
-        self._is_closed = True
-        if self._making is None and self._thread is None:
-            await self._source.aclose()
-        else:
-            await outlast(asyncio.ensure_future(self._end()))
+    def is_draining(self) -> bool:
+        """Return whether all bytes were requested."""
+        return self._source.is_draining()
 
-    async def _end(self) -> None:
-        if self._fetching is not None:
-            self._fetching.cancel()
-        try:
-            if self._making is not None:
-                self._making.cancel()
-                await asyncio.wait([self._making])
-                if not self._making.cancelled():
-                    self._making.exception()  # retrieved: nobody else will
-                self._making = None
-            if self._thread is not None:
-                await in_thread(self._steps.close, executor=self._thread)
-        finally:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                thread.shutdown(wait=False)
-            await self._source.aclose()
+    # -- steps ----------------------------------------------------------------------
 
-    async def _turn(self) -> bool:
-        """Move to the next block; return whether there is one."""
-        while self._making is not None or not self._is_over:
-            position, block = await self._make_here() or await self._make_in_task()
-            if block:
-                is_tracked = gc.is_tracked(block[-1])
-                self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
-                if self._unpacking is not None:
-                    self._before += len(self._block)
-                else:
-                    self._byte = position
-                self._block, self._passed = block, 0
-                return True
-        return False
-
-    async def _make_here(self) -> "_Made | None":
-        """Make a block of bytes that are here, or in the page cache, without a thread.
+    async def make_here(self) -> Made | None:
+        """Make a block of bytes that are here, or in the page cache.
 
         None if a thread must do it: from the first time on that samples are large, or
         bytes of a file are missing. Other tasks of the loop get a turn before it.
         """
         source, read = self._source, self._take_piece
-        if not self._is_quick or self._is_hungry or self._making is not None:
+        if not self._is_quick or self._is_hungry:
             return None
         if isinstance(source, FileBytes):
             await source.open()
             read = source.read_cached
         await asyncio.sleep(0)
-        made = self._gather(_HERE, read, _TURN)
-        is_costly = self._copies and isinstance(source, FileBytes)
-        self._is_quick = self._is_hungry or (bool(made[1]) and not is_costly)
-        return made if made[1] or self._is_over else None
+        made = self._gathered(_HERE, read, _TURN)
+        is_costly = self._kind.copies and isinstance(source, FileBytes)
+        self._is_quick = self._is_hungry or (bool(made) and not is_costly)
+        return made if made or self.is_over else None
 
-    async def _make_in_task(self) -> "_Made":
-        """Make a block; if this call is cancelled, the next one has it."""
-        if self._making is None:
-            self._making = asyncio.create_task(self._make())
-        await asyncio.wait([self._making])  # cancellation does not reach it
-        making, self._making = self._making, None
-        return making.result()
-
-    async def _make(self) -> "_Made":
-        source, gather = self._source, functools.partial(self._gather, sys.maxsize)
-        if self._waits:
-            if self._thread is None:
-                loop = asyncio.get_running_loop()
-                read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
-                if isinstance(source, FileBytes):
-                    read = await source.use(lambda read: read)
-                self._feed.wait = lambda: self._unpacked(read) or b""
-                self._thread = concurrent.futures.ThreadPoolExecutor(1, "aioloader")
-            return await in_thread(gather, lambda: None, executor=self._thread)
+    async def make(self) -> Made:
+        """Make a block in a thread; or only get a piece, of which one is made here."""
+        source = self._source
+        if self._kind.waits:
+            if self.thread is None:
+                await self._start_thread()
+            # One step, which is limited in bytes and time where it reads.
+            args = 0, lambda: None, 0.0
+            return await in_thread(self._gathered, *args, executor=self.thread)
         if isinstance(source, FileBytes):
-            return await source.use(functools.partial(self._gather, source.at_once))
+            return await source.use(functools.partial(self._gathered, source.at_once))
         if self._is_hungry:
             self._piece, self._is_hungry = await source.read(), False
             if self._is_quick:
-                made = self._gather(_HERE, self._take_piece, _TURN)
-                self._is_quick = bool(made[1])
-                return made
-        return await in_thread(gather, self._take_piece)
+                return []
+        return await in_thread(self._gathered, sys.maxsize, self._take_piece)
+
+    async def interrupt(self) -> None:
+        """End the wait of a generator for bytes."""
+        if self._fetching is not None:
+            self._fetching.cancel()
+
+    async def release(self) -> None:
+        """Close the source."""
+        await self._source.aclose()
+
+    async def _start_thread(self) -> None:
+        """Start the thread of a generator that waits."""
+        loop = asyncio.get_running_loop()
+        read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
+        if isinstance(self._source, FileBytes):
+            read = await self._source.use(lambda read: read)
+        self._feed.wait = lambda: self._unpacked(read) or b""
+        self.own_thread()
+
+    def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
+        read = self._source.read()
+        self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
+        if self.is_over:
+            self._fetching.cancel()
+        try:
+            return self._fetching.result()
+        except concurrent.futures.CancelledError:
+            raise GeneratorExit from None  # as `close` raises it in the generator
 
     def _take_piece(self) -> Buffer | None:
         piece, self._piece = self._piece, None
         self._is_hungry = piece is None
         return piece
 
-    def _gather(
+    def _gathered(self, *args: Any) -> Made:
+        return self.gather(self._blocks(*args))
+
+    def _blocks(
         self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
-    ) -> "_Made":
+    ) -> Iterator[tuple[Any, list[Any]]]:
         """Run the generator until a block is full, or bytes are missing.
 
         Args:
@@ -439,32 +371,33 @@ class ByteReader(ShardReader):
             read: Returns a piece; None if it is not there yet.
             seconds: Processor time after which a block ends.
         """
-        if self._failure is not None:
-            raise self._failure
-        feed, begin, block = self._feed, self._next, list[Any]()
+        feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
-        try:
-            while len(block) < self._limit and not self._is_over:
-                if self._asks:
-                    is_enough = most <= 0 and (not block or stop == math.inf)
-                    piece = None if is_enough else self._unpacked(read)
-                    if piece is None:
-                        break
-                    feed.give(piece)
-                    most -= len(feed.view)
-                feed.want = self._limit - len(block)
-                step = next(self._steps, _END)
-                self._asks, self._is_over = step is None, step is _END
-                if step:
-                    made, self._next = step
-                    block += made
-                    if time.thread_time() > stop:
-                        break
-        except BaseException as error:  # noqa: BLE001  (raised)
-            self._failure = raisable(error, "the parser")
-            if not block:  # or else after the samples before it
-                raise self._failure  # noqa: B904  (it keeps its cause)
-        return begin, block
+        while count < limit:
+            if self._asks:
+                is_enough = most <= 0 and (not count or stop == math.inf)
+                piece = None if is_enough else self._unpacked(read)
+                if piece is None:
+                    return
+                feed.give(piece)
+                most -= len(feed.view)
+            feed.want = limit - count
+            step = next(self._steps, _END)
+            self._asks = step is None
+            if step is _END:
+                self.is_over = True
+                return
+            if step:
+                made, after = step
+                if made:
+                    yield self._next, made
+                    count += len(made)
+                    is_tracked = gc.is_tracked(made[-1])
+                    self._limit = _TRACKED_AT_ONCE if is_tracked else _AT_ONCE
+                if self._unpacking is None:
+                    self._next = after
+                if time.thread_time() > stop and not feed.has_ended:
+                    return
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
         """Return the next piece, unpacked; None if ``read`` has none."""
@@ -479,20 +412,6 @@ class ByteReader(ShardReader):
         except StopIteration:
             return b""
         return piece
-
-    def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
-        read = self._source.read()
-        self._fetching = asyncio.run_coroutine_threadsafe(read, loop)
-        if self._is_closed:
-            self._fetching.cancel()
-        try:
-            return self._fetching.result()
-        except concurrent.futures.CancelledError:
-            raise GeneratorExit from None  # as `close` raises it in the generator
-
-
-# The position before a block, and its samples.
-_Made: TypeAlias = tuple[Any, list[Any]]
 
 
 class ByteFormat(StoredFormat):
@@ -552,21 +471,4 @@ class ByteFormat(StoredFormat):
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
-        return self.read(part, self._kind, position, budget)
-
-    def read(
-        self, part: Part, kind: Kind, position: Position, budget: int
-    ) -> ByteReader:
-        """Return a reader of a shard, or of a part of one if it is not compressed."""
-        address, start, stop, version = part
-        label = self.places.label(address)
-        unpacker = unpacker_of(self.places.name(address))
-        start = position.get("byte", start)
-        if unpacker is not None:
-            start, stop = 0, None
-        known = Known.of(position, version)
-        source = self.places.open(address, start, budget, known, stop)
-        is_part = bool(stop and version and stop < version.size)
-        feed = Feed(label, start, is_part=is_part)
-        skip = position.get("sample", 0)
-        return ByteReader(source, kind, feed, unpacker=unpacker, skip=skip)
+        return ByteReader(self.places, part, self._kind, position, budget)

@@ -6,6 +6,7 @@ UTF-16. ``json`` reads the lines that it rejects, and those that may hold a larg
 integer. For a duplicate key both keep the last value.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -13,8 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from aioloader.datasets._lines import SKIP
 
 # orjson reads integers with fewer digits exactly.
 _DIGITS = 19
@@ -31,22 +30,20 @@ _DEPTH = 500
 class JSONDecoder:
     """Decodes lines of JSON."""
 
-    def one(self, line: bytes) -> Any:
-        """Return the value of a line; ``SKIP`` if it is empty.
+    def one(self, line: bytes) -> list[Any]:
+        """Return the value of a line; nothing if it is empty.
 
         Raises:
             ValueError: If it is not JSON.
         """
         if not line.strip():
-            return SKIP
+            return []
         fast = _orjson_loads()
-        if fast is not None and not _may_differ(line):
-            try:
-                return fast(line)
-            except ValueError:
-                pass  # it may still be JSON to Python
+        if fast is not None and not (_has_large(line) or _is_deep(line)):
+            with contextlib.suppress(ValueError):  # it may still be JSON to Python
+                return [fast(line)]
         try:
-            return json.loads(line)
+            return [json.loads(line)]
         except RecursionError:
             raise ValueError("values are nested too deep") from None
 
@@ -61,39 +58,22 @@ class JSONDecoder:
     def many(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[Any] | None:
-        """Return the values of lines; None without orjson, or if results may differ."""
-        fast = _orjson_loads()
-        if b"\n" in lines:
-            lines = [line for line in lines if line != b"\n"]
+        """Return the values of lines; None without orjson, or if one may differ."""
+        fast, is_long = _orjson_loads(), longest > 2 * _DEPTH
         if fast is None:
             return None
+        if is_long or not is_plain:
+            text = b"".join(lines)
+            if not is_plain and _has_large(text):
+                return None
+            if is_long and _have_brackets(text) and any(map(_is_deep, lines)):
+                return None
+        if b"\n" in lines:
+            lines = [line for line in lines if line != b"\n"]
         try:
-            is_long = longest > 2 * _DEPTH
-            is_sure = is_plain and not is_long
-            if not is_sure and _may_one_differ(
-                lines, is_plain=is_plain, is_long=is_long
-            ):
-                return [self.one(x) if _may_differ(x) else fast(x) for x in lines]
             return list(map(fast, lines))
         except ValueError:
             return None
-
-
-def _may_one_differ(lines: Sequence[bytes], *, is_plain: bool, is_long: bool) -> bool:
-    """Return whether ``json`` may read one of many lines differently from orjson."""
-    text = b"".join(lines)
-    if not is_plain and _has_large(text):
-        return True
-    if not is_long:
-        return False
-    # The brackets differ in one bit; `count` takes as long as orjson.
-    brackets = (np.frombuffer(text, np.uint8) | 0x20) == ord("{")
-    return bool(np.count_nonzero(brackets) > _DEPTH) and any(map(_is_deep, lines))
-
-
-def _may_differ(line: bytes) -> bool:
-    """Return whether ``json`` may read a line differently from orjson."""
-    return _has_large(line) or _is_deep(line)
 
 
 def _has_large(text: bytes) -> bool:
@@ -104,6 +84,12 @@ def _has_large(text: bytes) -> bool:
         end = _END.search(digits, at)
         at = digits.find(_RUN, end.start()) if end else -1
     return at >= 0
+
+
+def _have_brackets(text: bytes) -> bool:
+    # They differ in one bit; `count` takes as long as orjson.
+    brackets = (np.frombuffer(text, np.uint8) | 0x20) == ord("{")
+    return bool(np.count_nonzero(brackets) > _DEPTH)
 
 
 def _is_deep(line: bytes) -> bool:

@@ -1,14 +1,44 @@
-"""MosaicML shards, as the writer of MosaicML Streaming makes them."""
+"""MosaicML shards, as the writer of MosaicML Streaming makes them.
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+A directory has an ``index.json`` that lists its shards. A shard has the number of
+samples, their offsets, and the samples. A sample has its own length, so reading can
+start at any sample without the offsets.
+"""
 
-from aioloader.datasets._mds.format import MDSFormat
+import itertools
+import json
+import posixpath
+import struct
+from collections.abc import Generator, Sequence
+from contextlib import AsyncExitStack
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, cast
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets._cuts import Part, nearest, read_whole, shares
+from aioloader.datasets._engine import ByteFormat, ByteReader, Feed, Kind, Steps
+from aioloader.datasets._mds_encodings import Decode, decoder_of
 from aioloader.datasets._options import StreamOptions, names_options
+from aioloader.datasets._stores.addresses import Address, sibling
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets._streams.shards import (
+    Position,
+    ShardReader,
+    Summary,
+    summary_of,
+)
 from aioloader.datasets.sharded import StoredStream
+from aioloader.errors import DatasetError, TruncatedReadError
 
 if TYPE_CHECKING:
     from aioloader.datasets.sharded import Addresses
+
+_PIECE = 1 << 20
+_HEAD = struct.Struct("<2I")
+# A column: its name, its encoding or what decodes it, and its bytes if that is fixed.
+Encoded: TypeAlias = tuple[str, str, int | None]
+Column: TypeAlias = tuple[str, Decode, int | None]
 
 
 class MDSDataset(StoredStream[dict[str, Any]]):
@@ -39,3 +69,231 @@ class MDSDataset(StoredStream[dict[str, Any]]):
     ) -> None:
         made_by = partial(MDSFormat, allow_unsafe_types=allow_unsafe_types)
         super().__init__(addresses, made_by, **options)
+
+
+class MDSShard(NamedTuple):
+    """A shard, or the part of one from ``start`` to ``stop``.
+
+    Attributes:
+        address: The file's address.
+        samples: Number of samples in the whole shard.
+        size: Its length, decompressed, in bytes.
+        columns: Its columns.
+        start: Where the part starts; 0 for a whole shard.
+        stop: Where it ends.
+    """
+
+    address: Address
+    samples: int
+    size: int
+    columns: tuple[Encoded, ...]
+    start: int
+    stop: int
+
+
+class MDSFormat(ByteFormat):
+    """Shards that an ``index.json`` lists.
+
+    Args:
+        addresses: Those of the directories with an index.
+        places: Opens addresses.
+        allow_unsafe_types: Whether pickles are loaded.
+    """
+
+    def __init__(
+        self, addresses: Any, places: Places, *, allow_unsafe_types: bool
+    ) -> None:
+        super().__init__(addresses, places, Kind(partial(samples, (), 0, 0)))
+        self._allow_unsafe_types = allow_unsafe_types
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: Summary | None = None
+    ) -> list[Any]:
+        """Return the shards, in the order of the indexes."""
+        folders = await super().shards(stack)
+        found: list[MDSShard] = []
+        for folder in folders:
+            address = _joined(folder, "index.json")
+            label = self.places.label(address)
+            data = await read_whole(self.places.open(address, 0, _PIECE))
+            try:
+                entries = json.loads(data)["shards"]
+                found += [_shard(folder, entry) for entry in entries]
+            except (ValueError, KeyError, TypeError) as error:
+                text = f"{label!r} is not an index of MDS shards: {error!r}"
+                raise DatasetError(text, location=label) from error
+        if not found:
+            raise ValueError(
+                f"no shards: the index of {self.places.label(folders[0])!r} lists none"
+            )
+        for columns in {shard.columns for shard in found}:  # an unknown one fails now
+            _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
+        return found
+
+    async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
+        """Return ``count`` parts of the shards, cut at the offsets of samples."""
+        found: list[MDSShard] = []
+        wanted = shares([shard.size for shard in shards], count)
+        for shard, number in zip(shards, wanted, strict=True):
+            starts: Sequence[int] = ()
+            if number > 1 and not unpacker_of(self.places.name(shard.address)):
+                stop = 4 + 4 * shard.samples
+                head = self.places.open(shard.address, 0, _PIECE, stop=stop)
+                offsets = f"<{shard.samples}I"
+                starts = struct.unpack_from(offsets, await read_whole(head), 4)
+                starts = nearest(starts, shard.size, number)
+            found += [
+                shard._replace(start=start, stop=stop)
+                for start, stop in itertools.pairwise([0, *starts, shard.size])
+            ]
+        if len(found) < count:
+            raise ValueError(
+                f"{len(shards)} shards can be cut into {len(found)} parts only, but "
+                f"there are {count} readers (ranks x workers, or as `readers` says): "
+                "compressed shards cannot be cut; use fewer readers, or smaller shards"
+            )
+        return found
+
+    async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:  # noqa: ARG002  (all are known)
+        """Return the number of samples of each shard."""
+        return [shard.samples for shard in shards]
+
+    def summary(self, shards: Sequence[Any]) -> Summary:
+        """Return the number of shards, their names, and their number of samples."""
+        edges = [[shard.start, shard.stop, shard.samples] for shard in shards]
+        names = summary_of(shard.address for shard in shards)
+        whole = summary_of([json.dumps(edges)])
+        return {**names, "samples": whole["names"]}
+
+    def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
+        """Return a reader of one shard."""
+        # Of a whole shard, all is read: what follows the samples shows that the file is
+        # not the one that the index lists.
+        stop = None if shard.stop == shard.size else shard.stop
+        allow = self._allow_unsafe_types
+        columns = _decoders(shard.columns, allow_unsafe_types=allow)
+        kind = Kind(partial(samples, columns, shard.samples, shard.stop))
+        part = Part(shard.address, shard.start, stop, None)
+        return ByteReader(self.places, part, kind, position, budget)
+
+
+@lru_cache(maxsize=16)
+def _decoders(
+    columns: tuple[Encoded, ...], *, allow_unsafe_types: bool
+) -> list[Column]:
+    found: list[Column] = []
+    for name, encoding, size in columns:
+        try:
+            decode = decoder_of(encoding, allow_unsafe_types=allow_unsafe_types)
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from None
+        found.append((name, decode, size))
+    return found
+
+
+def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
+    """Read one entry of an index.
+
+    Raises:
+        ValueError: If it is of another format or version.
+    """
+    if entry["format"] != "mds" or entry["version"] != 2:
+        found = f"format {entry['format']!r}, version {entry['version']!r}"
+        raise ValueError(f"a shard has {found}; only 'mds', version 2, is supported")
+    packed, raw = entry["zip_data"], entry["raw_data"]
+    name = (packed or raw)["basename"]
+    if packed and unpacker_of(name) is None:
+        raise ValueError(
+            f"{name!r} is compressed with {entry['compression']!r}; only gz and zstd "
+            "are supported"
+        )
+    fields = ("column_names", "column_encodings", "column_sizes")
+    columns = tuple(zip(*(entry[field] for field in fields), strict=True))
+    size = raw["bytes"]
+    return MDSShard(_joined(folder, name), entry["samples"], size, columns, 0, size)
+
+
+def _joined(folder: Address, name: str) -> Address:
+    return sibling(folder, lambda path: posixpath.join(path, name))
+
+
+def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Steps:
+    """Yield the samples of a shard.
+
+    A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
+    and so do bytes after the last sample.
+
+    Args:
+        columns: Columns of its samples.
+        count: Number of samples.
+        stop: End of the samples: for a whole shard, its length.
+        feed: The bytes from the beginning, or from the start of a sample on.
+    """
+    lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
+    fixed = sum(size or 0 for *_, size in columns)
+    at = feed.at
+    try:
+        if not at:
+            head = yield from _read(_HEAD.size, stop, feed)
+            found, first = cast("tuple[int, int]", _HEAD.unpack(head))
+            if found != count or not 8 + 4 * found <= first <= stop:
+                raise _damage(
+                    feed.url,
+                    0,
+                    f"{found:,} samples, the first at {first:,}, where the index has "
+                    f"{count:,} in {stop:,} bytes",
+                )
+            yield from _read(first - 8, stop, feed)
+            at = first
+        while at < stop:
+            head = yield from _read(lengths.size, stop, feed)
+            length = lengths.size + fixed + sum(lengths.unpack(head))
+            if at + length > stop:
+                what = f"a sample of {length:,} bytes, after the shard's end"
+                raise _damage(feed.url, at, what)
+            body = yield from _read(length - lengths.size, stop, feed)
+            sizes = iter(lengths.unpack(head))
+            sample = _decode(columns, sizes, body, feed.url, at)
+            at += length
+            yield [sample], at
+        if (yield from feed.take(1)):
+            what = "bytes after the last sample that the index lists"
+            raise _damage(feed.url, at, what)
+    except DatasetError as error:
+        yield [Bad(error)], at
+
+
+def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
+    data = yield from feed.take(length)
+    if len(data) < length:
+        raise TruncatedReadError(
+            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes",
+            location=feed.url,
+            expected=stop,
+            received=feed.at,
+        )
+    return data
+
+
+def _decode(
+    columns: Sequence[Column], sizes: Any, body: bytes, url: str, start: int
+) -> Any:
+    at, sample, name = 0, dict[str, Any](), ""
+    try:
+        for name, decode, size in columns:
+            stop = at + (size or next(sizes))
+            sample[name] = decode(body[at:stop])
+            at = stop
+    except Exception as error:  # noqa: BLE001  (of a picture, for example)
+        failure = DatasetError(
+            f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
+            f"{type(error).__name__}: {error}",
+            location=url,
+        )
+        failure.__cause__ = error
+        return Bad(failure)
+    return sample
+
+
+def _damage(url: str, at: int, what: str) -> DatasetError:
+    return DatasetError(f"{url!r} is damaged at byte {at:,}: {what}", location=url)

@@ -1,18 +1,63 @@
-"""Tar shards, read like WebDataset: members with the same key make a sample."""
+"""Tar shards, read like WebDataset: members with the same key make a sample.
 
+Where the samples start is in ``shard.tar.idx``, next to the archive: little-endian
+64-bit numbers, one per sample, then one for the end of the last member, as NVIDIA's
+Megatron-Energon and NeMo have it. With it an archive can be cut between samples when
+there are fewer shards than readers.
+"""
+
+import array
+import os
+import sys
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from aioloader.datasets._cuts import Cuts
-from aioloader.datasets._engine import Kind
+from aioloader._order.blocks import Bad
+from aioloader.datasets._cuts import CannotCutError, Cuts, nearest, read_whole
+from aioloader.datasets._engine import Feed, Kind
 from aioloader.datasets._options import StreamOptions, check_at_least, names_options
+from aioloader.datasets._stores.addresses import Address, sibling
+from aioloader.datasets._stores.places import Places
 from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
-from aioloader.datasets._tar.index import at_samples
-from aioloader.datasets._tar.walk import samples
+from aioloader.datasets._tar import samples
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
+from aioloader.errors import DatasetError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from aioloader.datasets.sharded import Addresses
+
+    StrPath = str | os.PathLike[str]
+
+_PIECE = 1 << 20
+# Allowed after the last member: zeros to the end of a record.
+_RECORD_BYTES = 1 << 16
+_NO_SIZE = 1 << 62
+
+
+async def at_samples(
+    places: Places, address: Address, size: int, count: int
+) -> Sequence[int]:
+    """Return where samples start, as ``Cuts`` does: from the archive's index."""
+    name = sibling(address, _index_of)
+    try:
+        data = await read_whole(places.open(name, 0, _PIECE))
+    except ObjectNotFoundError:
+        raise CannotCutError(
+            f"has no index, {places.label(name)!r}: write it with `aioloader index`"
+        ) from None
+    starts = _numbers(data[: len(data) & ~7])
+    end = starts.pop() if starts else 0
+    is_rising = all(a < b for a, b in zip(starts, [*starts[1:], end], strict=True))
+    if len(data) % 8 or not is_rising or not end <= size <= end + _RECORD_BYTES:
+        text = f"{places.label(name)!r} is not the index of {places.label(address)!r}"
+        raise DatasetError(
+            f"{text} with its {size:,} bytes (it says {end:,}); write it again by "
+            "`aioloader index`",
+            location=places.label(name),
+        )
+    return nearest(starts, size, count)
 
 
 class TarDataset(ByteStream[dict[str, Any]]):
@@ -67,3 +112,57 @@ class TarDataset(ByteStream[dict[str, Any]]):
         steps = partial(samples, max_sample_bytes, missing_end)
         kind = Kind(steps, is_quick=True, copies=True)
         super().__init__(addresses, kind, **options)
+
+
+def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
+    """Write the index of a tar archive on disk, completely or not at all.
+
+    Args:
+        path: The archive, not compressed.
+        index: The file to write; default: ``path`` plus ``.idx``.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        DatasetError: If a sample of the archive cannot be read.
+        OSError: If it cannot be read or the index cannot be written.
+    """
+    path = os.fspath(path)
+    target = Path(os.fspath(index) if index is not None else _index_of(path))
+    offsets = _numbers(_offsets(path))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(offsets.tobytes())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(offsets) - 1
+
+
+def _index_of(path: str) -> str:
+    return f"{path}.idx"
+
+
+def _numbers(values: "bytes | Sequence[int]") -> "array.array[int]":
+    """Return numbers from, or for, the bytes of an index."""
+    numbers = array.array("Q", values)
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return numbers
+
+
+def _offsets(path: str) -> Sequence[int]:
+    """Return where the samples of an archive start, and where the last one ends."""
+    feed = Feed(path, 0)
+    starts = [0]
+    with Path(path).open("rb", buffering=0) as file:
+        for step in samples(_NO_SIZE, "warn", feed):
+            if step is None:
+                feed.give(file.read(_PIECE))
+                continue
+            for sample in step[0]:
+                if type(sample) is Bad:
+                    raise sample.error
+                starts.append(step[1])
+    return starts

@@ -1,1 +1,0 @@
-"""MosaicML shards: their index, their samples, the encodings of columns."""

@@ -1,0 +1,527 @@
+"""Reads tar archives (v7, ustar, GNU, PAX): members with the same key make one sample.
+
+Members with a plain header that lies whole in a piece take a fast path, all others are
+read step by step. Damage ends the archive; it is not detected in bodies, long names and
+PAX headers, which have no checksum. An archive ends with zeros: a single block of them
+is enough, and only zeros may follow.
+"""
+
+import logging
+from collections.abc import Generator
+from functools import lru_cache
+from struct import Struct
+from typing import Any, TypeAlias
+from zlib import adler32
+
+from typing_extensions import Buffer
+
+from aioloader._observe.warnings import warn
+from aioloader._order.blocks import Bad
+from aioloader.datasets._engine import Feed, Steps
+from aioloader.datasets._streams.shards import MissingEnd
+from aioloader.errors import DatasetError, TruncatedReadError
+
+_LOG = logging.getLogger("aioloader")
+_BLOCK = 512
+_ZEROS = bytes(_BLOCK)
+_EXTENDED_BYTES = 1 << 20  # a longer name or PAX header is damage, or an attack
+
+# Typeflags.
+_PAX, _GLOBAL, _LONG_NAME = b"xgL"
+_PAX_KINDS = b"xX"  # X is Solaris' x
+_SPARSE = ord("S")
+_REGULAR = b"0\x007S"
+_LINKS = b"12"
+_EXTENDED = b"LKxXg"
+_PLAIN = b"0\0"
+_BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
+
+# Name, size, checksum, and the tail: the rest from the typeflag on, which members of
+# the same type and owner share.
+_FIELDS = Struct("100s24x12s12x8s356s")
+_TAIL = 156
+# Most endings of names that are cached.
+_ENDINGS = 64
+_SLASH, _LOW_LINE = ord("/"), ord("_")
+# The last character of a key whose base name is empty: that of a hidden file. Of
+# those in folders WebDataset makes samples named "folder/", which nobody wants.
+_NO_STEM = frozenset({"", "/"})
+# The field for the body of a member (None: to skip it), and the body's size.
+_Member: TypeAlias = tuple[str | None, int]
+
+
+class DamageError(Exception):
+    """What is damaged, without its place."""
+
+
+# -- headers: pure functions of whole blocks ----------------------------------------
+
+
+def _read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
+    """Return the size in a header; -1 if the checksum or another field is not plain.
+
+    The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521, which 148
+    bytes do not reach: exact, and much faster than ``sum``.
+    """
+    try:
+        checksum = int(fields[2].rstrip(b"\0 "), 8)
+        size = int(fields[1].rstrip(b"\0 "), 8)
+    except ValueError:
+        return -1
+    # 255: eight spaces in place of the checksum, less the 1.
+    is_sound = (adler32(head) & 0xFFFF) + 255 + tail_sum == checksum
+    return size if is_sound else -1
+
+
+def _is_sound(block: bytes) -> bool:
+    """Verify a checksum, of unsigned bytes or, as from old writers, signed ones."""
+    try:
+        checksum = _read_number(block[148:_TAIL])
+    except DamageError:
+        return False
+    rest = block[:148] + b" " * 8 + block[_TAIL:]
+    # In halves, because 256 bytes do not reach the modulus either.
+    found = (adler32(rest[:256]) & 0xFFFF) + (adler32(rest[256:]) & 0xFFFF) - 2
+    if found == checksum:
+        return True
+    return found - 256 * sum(byte > 127 for byte in rest) == checksum
+
+
+@lru_cache(maxsize=16)  # some writers put the same header before each member
+def _size_of_pax(block: bytes) -> int | None:
+    """Return the size of the records after a PAX header; None if it is invalid."""
+    try:
+        return _read_extended_size(block) if _is_sound(block) else None
+    except DamageError:
+        return None
+
+
+def _read_extended_size(block: bytes) -> int:
+    """Return the size of a long name or of PAX records."""
+    size = _read_number(block[124:136])
+    if size > _EXTENDED_BYTES:
+        raise DamageError(f"a long name or PAX header of {size:,} bytes, over 1 MiB")
+    return size
+
+
+def _read_size(block: bytes, extras: dict[str, bytes]) -> int:
+    digits = extras.get("size")
+    if block[_TAIL] in _BODILESS:
+        return 0
+    if not digits:
+        return _read_number(block[124:136])
+    if len(digits) > 20 or not digits.isdigit():
+        raise DamageError(f"{digits[:20]!r} for a size in a PAX header")
+    return int(digits)
+
+
+def _read_number(field: bytes) -> int:
+    """Return a number: octal digits, or base 256 if the top bit is set."""
+    try:
+        if field[0] & 0x80:
+            number = int.from_bytes(field, signed=True)
+            # The first of the top two bits marks the base, the second is the sign.
+            number += 0 if field[0] & 0x40 else 1 << (8 * len(field) - 1)
+        else:
+            number = int(field.partition(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        raise DamageError(f"{field!r} for an octal number") from None
+    if number < 0:
+        raise DamageError(f"a negative number, {number:,}")
+    return number
+
+
+def _read_name(block: bytes) -> bytes:
+    if block[345] and block[257:263] == b"ustar\0":
+        return block[345:500].partition(b"\0")[0] + b"/" + block[:100]
+    return block[:100]
+
+
+def _read_text(field: bytes) -> str:
+    """Return text up to a zero; bytes that are not UTF-8 can be encoded back."""
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _is_silent(records: bytes) -> bool:
+    """Return whether PAX records are irrelevant, by a quick search."""
+    has_any = b"path=" in records or b"size=" in records or b"GNU.sparse." in records
+    return not has_any
+
+
+def _read_pax(records: bytes) -> dict[str, bytes]:
+    """Return the relevant PAX records: path, size, whether the member is sparse."""
+    extras: dict[str, bytes] = {}
+    at, records = 0, b"" if _is_silent(records) else records.rstrip(b"\0")
+    while at < len(records):  # lines of "length key=value"
+        space = records.find(b" ", at, at + 20)
+        digits = records[at : max(space, at)]
+        stop = at + int(digits) if digits.isdigit() else 0
+        if stop <= space or records[stop - 1 : stop] != b"\n":
+            raise DamageError(f"a broken PAX record at byte {at:,} of its header")
+        key, _, value = records[space + 1 : stop - 1].partition(b"=")
+        if key == b"size":
+            extras["size"] = value
+        elif key in {b"path", b"GNU.sparse.name"}:
+            extras["path"] = value
+        if key.startswith(b"GNU.sparse."):
+            extras["sparse"] = value
+        at = stop
+    return extras
+
+
+def _split_name(name: str) -> tuple[str, str] | None:
+    """Return the key and the field of a member; None if it is of no sample."""
+    key, dot, field = name.partition(".")
+    if "/" in field:  # the dot is in a folder name
+        folder, _, base = name.rpartition("/")
+        stem, dot, field = base.partition(".")
+        key = f"{folder}/{stem}"
+    if not dot or key[-1:] in _NO_STEM:
+        return None
+    # The first part of a path like ``__meta__``.
+    top = name.partition("/")[0]
+    if len(top) >= 4 and top.startswith("__") and top.endswith("__"):
+        return None
+    return key, field.lower()
+
+
+# -- archives -----------------------------------------------------------------------
+
+
+def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
+    """Yield the samples of an archive; a ``Bad`` for one that fails, or for the rest.
+
+    Args:
+        max_sample_bytes: Largest total size of one sample's members. A member takes
+            twice its size while it is assembled from pieces.
+        missing_end: What a missing end is: an ``"error"``, or a reason to ``"warn"``.
+        feed: The bytes, from the first header of a sample on. Global PAX headers
+            before it are not applied.
+    """
+    return _Archive(max_sample_bytes, missing_end, feed).read()
+
+
+class _Archive:
+    """One archive, and the sample whose members are being read."""
+
+    def __init__(
+        self, max_sample_bytes: int, missing_end: MissingEnd, feed: Feed
+    ) -> None:
+        self._feed, self._url = feed, feed.url
+        self._max_bytes, self._missing_end = max_sample_bytes, missing_end
+        # Samples, or failures in their place.
+        self._ready: list[Any] = []
+        # The sample being collected: its key, where it starts, what it has, how many
+        # more bytes it may have, and why it failed.
+        self._key: str | None = None
+        self._start = self._room = 0
+        self._fields: dict[str, Any] = {}
+        self._bad: Bad | None = None
+        # The last member, and the last header read: one of the member that follows.
+        self._name, self._at = "", feed.at
+        self._globals: dict[str, bytes] = {}
+        # The tail of the last plain header, and its sum; the key as bytes, if known;
+        # fields by the part of a name after the first dot.
+        self._tail, self._tail_sum = b"", 0
+        self._stem: bytes | None = None
+        self._endings: dict[bytes, str] = {}
+
+    def read(self) -> Steps:
+        error: DatasetError | None = None
+        try:
+            yield from self._read_members()
+        except DamageError as damage:
+            after = (
+                f"after member {self._name!r}" if self._name else "the first one read"
+            )
+            text = f"{self._url!r} is damaged at byte {self._at:,}, {after}: {damage}"
+            error = DatasetError(text + self._loss(), location=self._url)
+        except DatasetError as cut:
+            error = cut
+        if error is not None:
+            if self._bad is not None:  # it keeps its own error
+                self._end_sample()
+            self._ready.append(Bad(error))
+        if self._ready:
+            yield self._ready, self._at
+
+    def _read_members(self) -> Steps:
+        while True:
+            member = None if self._globals else self._read_plain_ones()
+            if member is None and not self._ready:
+                member = yield from self._read_headers()
+                if member is None:
+                    return
+            if self._ready:
+                ready, self._ready = self._ready, []
+                yield ready, self._feed.at if self._key is None else self._start
+            if member is not None:
+                field, size = member
+                is_kept = field is not None
+                body = yield from self._read_body(
+                    f"member {self._name!r}", size, is_kept=is_kept
+                )
+                if field is not None:
+                    self._fields[field] = body
+
+    # -- members with a plain header, whole in the piece -----------------------------
+
+    def _read_plain_ones(self) -> _Member | None:
+        """Read all; return the next member if only its body is not whole here."""
+        feed, view, at = self._feed, self._feed.view, self._feed.used
+        base, length, ready, want = feed.at - at, len(view), self._ready, feed.want
+        start, name, member = at, b"", None
+        while (body := at + _BLOCK) <= length and len(ready) < want:
+            fields = _FIELDS.unpack_from(view, at)
+            if fields[3] != self._tail:
+                block = bytes(view[at:body])
+                if block[_TAIL] == _PAX and (following := self._pass_pax(block, body)):
+                    at = following
+                    continue
+                if not self._learn(block):
+                    break
+            size = _read_plain(view[at : at + 148], fields, self._tail_sum)
+            if size < 0:
+                break
+            name = fields[0]
+            field = self._place(name, size, base + start)
+            start = at = (stop := body + size) + (-size & 511)
+            if at > length:
+                start, member = body, (field, size)
+                break
+            if field is not None:
+                self._fields[field] = bytes(view[body:stop])
+        if name:
+            self._name = _read_text(name)
+        feed.used = start
+        return member
+
+    def _pass_pax(self, block: bytes, body: int) -> int:
+        """Return where a PAX header ends; 0 if it is relevant, or not whole here."""
+        size = _size_of_pax(block)
+        if size is None:
+            return 0
+        view = self._feed.view
+        following = (stop := body + size) + (-size & 511)
+        is_whole = following <= len(view) and _is_silent(bytes(view[body:stop]))
+        return following if is_whole else 0
+
+    def _learn(self, block: bytes) -> bool:
+        """Keep the tail of a header if it is plain, and its share of the checksum."""
+        is_plain = block[_TAIL] in _PLAIN and not block[345]
+        if is_plain:
+            self._tail = block[_TAIL:]
+            self._tail_sum = sum(self._tail.translate(None, b"\0"))
+        return is_plain
+
+    # -- members of any kind ----------------------------------------------------------
+
+    def _read_headers(self) -> Generator[Any, None, _Member | None]:
+        """Read the headers of one member; None at the end of the archive."""
+        start, extras = self._feed.at, dict[str, bytes]()
+        while True:
+            block = yield from self._read_header(start)
+            if block is None or (kind := block[_TAIL]) not in _EXTENDED:
+                break
+            owner = "the long name or PAX header of a member"
+            data = yield from self._read_body(owner, _read_extended_size(block))
+            if kind == _LONG_NAME:
+                extras["path"] = data
+            elif kind == _GLOBAL:
+                self._globals.update(_read_pax(data))
+                # Unlike the others it may be alone, after the last member.
+                start = self._feed.at if start == self._at else start
+            elif kind in _PAX_KINDS:
+                extras.update(_read_pax(data))
+        if block is None:
+            return None
+        extras = {**self._globals, **extras}
+        name, size = extras.get("path") or _read_name(block), _read_size(block, extras)
+        self._name, field = _read_text(name), None
+        if kind in _LINKS:
+            _mention_links(self._url, self._name)
+        elif kind in _REGULAR:
+            field = self._place(name, size, start)
+        if field is not None and (kind == _SPARSE or "sparse" in extras):
+            self._spoil(name, "is sparse, which is not supported")
+            field = None
+        yield from self._skip_map(block)
+        return field, size
+
+    def _read_header(self, start: int) -> Generator[Any, None, bytes | None]:
+        """Read a header of the member that starts at ``start``; None at the end."""
+        self._at = self._feed.at
+        block = yield from self._feed.take(_BLOCK)
+        if len(block) < _BLOCK or block == _ZEROS:
+            yield from self._read_end(block, is_between=start == self._at)
+            return None
+        if not _is_sound(block):
+            hint = "" if self._name else "; is it a tar archive, and not compressed?"
+            raise DamageError(f"no header, or one with a wrong checksum{hint}")
+        return block
+
+    def _skip_map(self, block: bytes) -> Steps:
+        """Skip the rest of a sparse member's map, which its size excludes."""
+        has_more = block[_TAIL] == _SPARSE and block[482]
+        while has_more:
+            block = yield from self._feed.take(_BLOCK)
+            if len(block) < _BLOCK:
+                raise self._cut_header(len(block))
+            has_more = block[504]
+
+    def _read_body(
+        self, owner: str, size: int, *, is_kept: bool = True
+    ) -> Generator[None, None, bytes]:
+        """Return a body, and skip its padding, or all if it is not to be kept."""
+        feed, begin, data = self._feed, self._feed.at, b""
+        padded = size + (-size & 511)
+        if is_kept:
+            data = yield from feed.take(size)
+        missing = yield from feed.skip(padded - len(data))
+        if missing:
+            received = padded - missing
+            expected = size if received < size else padded
+            raise self._cut(owner, begin, expected, received)
+        return data
+
+    # -- the end ----------------------------------------------------------------------
+
+    def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
+        """Read what follows the last member, from its first block on."""
+        feed = self._feed
+        if len(block) < _BLOCK:
+            if block or not is_between:
+                raise self._cut_header(len(block))
+            self._check_missing_end()
+            self._end_sample()
+            return
+        if not is_between:
+            raise DamageError("zeros where a member must follow its long name")
+        block = yield from feed.take(_BLOCK)
+        if 0 < len(block) < _BLOCK:
+            raise self._cut_header(len(block))
+        if block.strip(b"\0"):
+            raise DamageError("a lone block of zeros")
+        self._end_sample()
+        ready, self._ready = self._ready, []
+        yield ready, self._at
+        while not feed.has_ended:
+            rest = bytes(feed.view[feed.used :])
+            feed.used = len(feed.view)
+            if rest.strip(b"\0"):
+                raise DamageError(
+                    "the zeros that end an archive, with other bytes after them; data "
+                    "is missing there, or archives were joined: join them by `tar -A`"
+                )
+            yield None
+
+    def _check_missing_end(self) -> None:
+        total = self._feed.at
+        if self._feed.is_part:
+            return
+        if total and self._missing_end == "warn":
+            warn(
+                f"{self._url!r} stops at byte {total:,} without the zeros at the end "
+                "of a tar archive; it is read to there, because of missing_end='warn'"
+            )
+            return
+        why = "was cut short, or its writer leaves them out (missing_end='warn')"
+        raise TruncatedReadError(
+            f"{self._url!r} stops at byte {total:,} without the zeros at the end of a "
+            f"tar archive: it {why if total else 'is empty'}{self._loss()}",
+            location=self._url,
+            expected=total + 2 * _BLOCK,
+            received=total,
+        )
+
+    def _cut_header(self, received: int) -> TruncatedReadError:
+        begin = self._feed.at - received
+        return self._cut(
+            f"the header after member {self._name!r}", begin, _BLOCK, received
+        )
+
+    def _cut(
+        self, what: str, begin: int, expected: int, received: int
+    ) -> TruncatedReadError:
+        return TruncatedReadError(
+            f"{self._url!r} ends within {what}: {received:,} of {expected:,} bytes at "
+            f"byte {begin:,}{self._loss()}",
+            location=self._url,
+            expected=expected,
+            received=received,
+        )
+
+    def _loss(self) -> str:
+        """Return the part of a message that names the sample lost with the rest."""
+        if self._key is None or self._bad is not None:
+            return ""
+        return f"; sample {self._key!r} at byte {self._start:,} is lost"
+
+    # -- samples ----------------------------------------------------------------------
+
+    def _place(self, name: bytes, size: int, start: int) -> str | None:
+        """Return the field for a member's body; None to skip it.
+
+        A member of another sample than the previous one ends that. Names like previous
+        ones are split faster: the ending is known, and nothing else is special.
+        """
+        stem, dot, ending = name.partition(b".")
+        field = self._endings.get(ending)
+        if field is None or stem != self._stem:
+            is_plain = field is not None and stem and 0 not in stem
+            if is_plain and stem[-1] != _SLASH and stem[0] != _LOW_LINE:
+                self._begin(stem.decode("utf-8", "surrogateescape"), start)
+                self._stem = stem
+            else:
+                split = _split_name(_read_text(name))
+                if split is None:
+                    return None
+                key, field = split
+                self._begin(key, start)
+                if dot and b"\0" not in stem and b"/" not in ending:
+                    if len(self._endings) >= _ENDINGS:
+                        self._endings.clear()
+                    self._endings[ending] = field
+        assert field is not None
+        self._room -= size
+        if self._bad is not None:
+            return None
+        if field in self._fields:
+            self._spoil(name, f"is the second one for the field {field!r}")
+        elif self._room < 0:
+            what = "which makes the sample larger than max_sample_bytes"
+            self._spoil(name, f"has {size:,} bytes, {what} ({self._max_bytes:,})")
+        return None if self._bad else field
+
+    def _begin(self, key: str, start: int) -> None:
+        if key != self._key:
+            self._end_sample()
+            self._key, self._start, self._room = key, start, self._max_bytes
+            self._fields = {"__key__": key, "__url__": self._url}
+
+    def _end_sample(self) -> None:
+        if self._key is not None:
+            self._ready.append(self._bad or self._fields)
+            self._key = self._bad = self._stem = None
+
+    def _spoil(self, name: bytes, what: str) -> None:
+        """Replace the sample with an error, and skip the rest of it."""
+        text = f"{self._url!r}: sample {self._key!r} at byte {self._start:,} "
+        text += f"cannot be read: its member {_read_text(name)!r} {what}"
+        self._bad = Bad(DatasetError(text, location=self._url))
+        self._fields = {}
+
+
+def _mention_links(url: str, name: str) -> None:
+    """Log the first link of the process: a sample may lack a field because of it."""
+    if not _MENTIONED:
+        _MENTIONED.append(name)
+        _LOG.warning(
+            "%r: member %r is a link, and links are skipped: the archive does not hold "
+            "what they lead to; pack with `tar --dereference --hard-dereference`",
+            url,
+            name,
+        )
+
+
+_MENTIONED: list[str] = []

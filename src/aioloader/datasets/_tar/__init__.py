@@ -1,1 +1,0 @@
-"""Tar archives cut into samples: headers, members and groups of members."""

@@ -1,0 +1,610 @@
+"""The tar parser on sound and on damaged archives, in pieces of any size."""
+
+import io
+import pickle
+import random
+import shutil
+import subprocess
+import tarfile
+import tracemalloc
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioloader._order.blocks import Bad
+from aioloader.datasets import _tar
+from aioloader.datasets._engine import Feed
+from aioloader.errors import DatasetError, TruncatedReadError
+from datasets.tar_archives import (
+    FORMATS,
+    URL,
+    ZEROS,
+    Member,
+    archive,
+    expected,
+    files,
+    header,
+    member,
+    padded,
+    pax,
+    plain,
+    signed,
+    walk,
+    walked,
+)
+
+LONG = "folder/" * 13 + "with.dots/" * 5 + "k" * 60
+MEMBERS = [
+    Member("a.jpg", b"jpg" * 300),
+    Member("a.CLS", b"7"),
+    Member("folder", kind=tarfile.DIRTYPE),
+    Member("folder/b.seg.png", b"png" * 171, mtime=12.5),
+    Member("folder/b.json"),
+    Member("link.jpg", kind=tarfile.SYMTYPE),
+    Member("folder/hard.jpg", kind=tarfile.LNKTYPE),
+    Member("fifo.jpg", kind=tarfile.FIFOTYPE),
+    Member("device.jpg", kind=tarfile.CHRTYPE),
+    Member(f"{LONG}.x", b"long" * 128),
+    Member("übung/ключ.Ünï", b"unicode", mtime=0.1),
+    Member("last.x", b"x" * 511),
+]
+ANY_FORM = pytest.mark.parametrize("form", FORMATS)
+# Pieces that hold all, and such that hold no member.
+PIECES = pytest.mark.parametrize("sizes", [[1 << 20], [100]])
+
+
+def sample(key: str, **fields: bytes) -> dict[str, Any]:
+    """Return the sample with these fields."""
+    return {"__key__": key, "__url__": URL, **fields}
+
+
+def keys(data: bytes, **options: Any) -> list[str]:
+    """Return the keys of all samples."""
+    return [found["__key__"] for found in walk(data, **options)]
+
+
+# -- sound archives -----------------------------------------------------------------
+
+
+@ANY_FORM
+@pytest.mark.parametrize("size", [1 << 20, 4096, 1000, 512, 7, 1])
+def test_reads_what_tarfile_writes(form: str, size: int) -> None:
+    """Every kind of member, in every format, whatever the pieces."""
+    data = archive(MEMBERS, form)
+    assert keys(data) == ["a", "folder/b", LONG, "übung/ключ", "last"]
+    assert walk(data, [size]) == expected(data)
+
+
+@pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
+def test_reads_what_gnu_tar_writes(form: str, tmp_path: Path) -> None:
+    """With folders as they are found, before their files."""
+    for name in ["1.jpg", "1.cls", "sub.dir/2.jpg", "sub.dir/2.cls"]:
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode() * 100)
+    data = gnu_tar(tmp_path, f"--format={form}", "--sort=name")
+    assert walk(data) == expected(data)
+    assert keys(data) == ["./1", "./sub.dir/2"]
+
+
+def gnu_tar(folder: Path, *options: str) -> bytes:
+    """Return an archive of the files in ``folder/in``."""
+    program = shutil.which("tar")
+    if program is None:
+        pytest.skip("there is no tar")
+    command = [program, "--create", "--file=-", *options, "-C", str(folder / "in"), "."]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix 0.0", "posix 0.1", "posix 1.0"])
+@pytest.mark.parametrize("holes", [2, 40])
+def test_a_sparse_member_is_refused(form: str, holes: int, tmp_path: Path) -> None:
+    """The sample names it; those before and after it come whole."""
+    (tmp_path / "in").mkdir()
+    for name in ["1.x", "2.x", "2.y", "3.x"]:
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    with (tmp_path / "in" / "2.x").open("wb") as file:
+        for hole in range(holes):
+            file.seek((hole + 1) << 20)
+            file.write(b"\xaa" * 4096)
+    name, _, version = form.partition(" ")
+    options = [f"--format={name}", *[f"--sparse-version={version}"] * bool(version)]
+    data = gnu_tar(tmp_path, *options, "--sparse", "--sort=name")
+    assert len(data) < 2 << 20
+    for sizes in ([1 << 20], [100]):
+        first, bad, last = walk(data, sizes)
+        assert [first, last] == [sample("./1", x=b"1.x"), sample("./3", x=b"3.x")]
+        assert "sample './2'" in str(bad.error)
+        assert "member './2.x' is sparse, which is not supported" in str(bad.error)
+
+
+def test_a_sparse_map_may_go_on() -> None:
+    """By hand, for the file system may know no holes."""
+    block = header(b"2.x", 700, b"S", tail=b"ustar  \0")
+    block = signed(block[:482] + b"\1" + block[483:])
+    further = bytes(504) + b"\1" + bytes(7), bytes(512)
+    data = member(b"1.x", b"one") + block + b"".join(further) + padded(b"h" * 700)
+    data += member(b"2.y", b"skipped") + member(b"3.x", b"three") + ZEROS
+    first, bad, last = walk(data)
+    assert isinstance(bad, Bad)
+    assert [first, last] == [sample("1", x=b"one"), sample("3", x=b"three")]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("a.x a.y b.x", "a b"),
+        ("a.x b.x a.y", "a b a"),
+        ("a.x README a.y", "a"),
+        ("a.x .hidden.x d/.hidden d.e/._a.x a.y", "a"),
+        ("__meta__ a.x __meta__/b.x ____/c.x __x__y/d.x", "a __x__y/d"),
+        ("./a.x ./a.y a.x /a.x", "./a a /a"),
+        ("d.e/a d.e/f.g/b.x.y b.", "d.e/f.g/b b"),
+        ("__a.x d/__a__.x __meta__.x", "__a d/__a__ __meta__"),
+        ("a/b.x a.b/x a.b", "a/b a"),
+    ],
+)
+def test_groups_as_webdataset_does(names: str, found: str) -> None:
+    """What is passed over does not end a sample."""
+    data = archive([Member(name, name.encode()) for name in names.split()])
+    assert keys(data) == found.split()
+    assert walk(data) == expected(data) == walk(data, [100])
+
+
+@PIECES
+@pytest.mark.parametrize("twin", ["a.jpg", "a.JPG", "a.__key__", "a.__url__"])
+def test_a_field_twice_spoils_the_sample(twin: str, sizes: list[int]) -> None:
+    """As WebDataset has it; the names of what a sample tells are fields too."""
+    members = [*files(a__jpg=b"1", a__cls=b"2"), Member(twin, b"3"), *files(b__x=b"4")]
+    bad, good = walk(archive(members), sizes)
+    assert good == sample("b", x=b"4")
+    assert f"member {twin!r} is the second one" in str(bad.error)
+    assert bad.error.location == URL
+
+
+@PIECES
+def test_a_large_sample_is_passed_over(sizes: list[int]) -> None:
+    """Be it for one member or for all; its other members go with it."""
+    members = files(
+        a__x=b"a" * 1000, b__x=b"b" * 1001, b__y=b"b", c__x=b"c" * 600, c__y=b"c" * 401,
+        d__x=b"d" * 600, d__y=b"d" * 400,
+    )  # fmt: skip
+    data = archive(members)
+    one, two, three, four = walk(data, sizes, max_sample_bytes=1000)
+    assert one == sample("a", x=b"a" * 1000)
+    assert four == sample("d", x=b"d" * 600, y=b"d" * 400)
+    assert "sample 'b' at byte 1,536" in str(two.error)
+    assert "member 'b.x' has 1,001 bytes" in str(two.error)
+    assert "max_sample_bytes (1,000)" in str(two.error)
+    assert "sample 'c'" in str(three.error)
+    assert "member 'c.y' has 401 bytes" in str(three.error)
+    at = walked(data, sizes, [1], max_sample_bytes=1000)[1][1]
+    assert walk(data, at=at)[0]["x"] == b"c" * 600  # and nothing of what failed
+
+
+@pytest.mark.parametrize("name", [b"a.x", b"a.y", b"README"])
+def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
+    """Be it too large, of a sample that is spoiled, or of none."""
+    piece, count = bytes(1 << 16), 500
+    head = member(b"a.y", b"1") * 2 + header(name, len(piece) * count)
+    feed, found = Feed(URL, 0), list[Any]()
+    pieces = chain([head], repeat(piece, count), [ZEROS, b""])
+    most = 1 << 30 if name == b"a.y" else 1 << 20
+    tracemalloc.start()
+    for step in _tar.samples(most, "error", feed):
+        if step is None:
+            feed.give(next(pieces))
+        else:
+            found += step[0]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 17
+    assert [*map(type, found)] == [Bad]
+    assert not [*pieces]
+
+
+def test_old_headers() -> None:
+    """Without a magic, with signed sums, blank or unended numbers, other prefixes."""
+    latin = b"\xfcber.x"
+    data = header(b"a.x", b"         12 ", b"\0", tail=b"") + padded(b"x" * 10)
+    data += signed(header(latin, 3), signed_bytes=True) + padded(b"old")
+    data += header(b"b.x", b"000000000003") + padded(b"new")
+    data += header(b"c.x", b"\0" * 12)
+    times = b"ustar  \0".ljust(88, b"\0") + b"14000000000"
+    data += header(b"d.x", 1, tail=times) + padded(b"d")
+    prefix = b"ustar\x0000".ljust(88, b"\0") + b"some/folder"
+    data += header(b"e.x", 1, tail=prefix) + padded(b"e")
+    old = latin[:-2].decode("utf-8", "surrogateescape")
+    assert keys(data + ZEROS) == ["a", old, "b", "c", "d", "some/folder/e"]
+    bodies = [b"x" * 10, b"old", b"new", b"", b"d", b"e"]
+    assert [one["x"] for one in walk(data + ZEROS)] == bodies
+
+
+def test_sizes_over_8_gb() -> None:
+    """In base 256 and in PAX; the bodies are not here, and their sizes are told."""
+    size = 9 << 30
+    wide = header(b"a.x", b"\x80" + size.to_bytes(11))
+    for data in (wide, pax({"size": str(size)}) + header(b"a.x", 0)):
+        large, cut = walk(data)
+        assert "has 9,663,676,416 bytes" in str(large.error)
+        assert (cut.error.expected, cut.error.received) == (size, 0)
+        (cut,) = walk(data, max_sample_bytes=size)
+        assert (cut.error.expected, cut.error.received) == (size, 0)
+
+
+@PIECES
+def test_small_numbers_in_other_forms(sizes: list[int]) -> None:
+    """The forms of large sizes, with bodies that are here."""
+    data = header(b"a.x", b"\x80" + (3).to_bytes(11)) + padded(b"one")
+    data += pax({"size": "3", "mtime": "1.5"}) + header(b"b.x", 0) + padded(b"two")
+    data += pax({"linkpath": "b", "path": "c/ü.x", "size": ""})
+    data += member(b"cut.y", b"three") + ZEROS
+    names = {"a": b"one", "b": b"two", "c/ü": b"three"}
+    assert walk(data, sizes) == [sample(key, x=body) for key, body in names.items()]
+
+
+def test_global_headers() -> None:
+    """They hold for all members after them; those of git say nothing of members."""
+    comment = pax({"comment": "0123abc"}, b"g")
+    data = comment + member(b"a.x", b"1") + comment + member(b"a.y", b"2")
+    assert walk(data + comment + ZEROS) == [sample("a", x=b"1", y=b"2")]
+    assert walk(comment + ZEROS) == walk(comment + ZEROS[:512]) == []
+    named = pax({"path": "b.z"}, b"g") + member(b"a.x", b"1")
+    own = pax({"path": "c.z"}) + member(b"a.x", b"2") + ZEROS
+    assert walk(named + own) == [sample("b", z=b"1"), sample("c", z=b"2")]
+
+
+def test_unknown_members_and_links_are_passed_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links have no bodies, and the first one of a process is logged."""
+    monkeypatch.setattr(_tar, "_MENTIONED", [])
+    data = header(b"l.jpg", 1000, b"1") + header(b"l.y", 1000, b"2")
+    for kind in (b"V", b"D", b"M", b"Z"):
+        data += member(b"v.x", b"v" * 700, kind)
+    data += member(b"a.x", b"1", b"7") + ZEROS
+    assert walk(data) == walk(data) == [sample("a", x=b"1")]
+    (said,) = caplog.messages
+    assert "member 'l.jpg' is a link" in said
+    assert "tar --dereference" in said
+
+
+@PIECES
+@pytest.mark.parametrize("end", [ZEROS[:512], ZEROS * 9, bytes(1030)])
+def test_ends(end: bytes, sizes: list[int]) -> None:
+    """One block of zeros is enough; more may follow."""
+    assert walk(member(b"a.x", b"1") + end, sizes) == [sample("a", x=b"1")]
+    assert walk(end, sizes) == []
+
+
+def test_only_the_last_byte_ends_an_archive() -> None:
+    """Until then other bytes may follow the zeros; the sample need not wait."""
+    data = member(b"a.x", b"1") + ZEROS
+    whole = [sample("a", x=b"1")], 1024
+    assert walked(data + b"\0", [len(data), 1]) == [whole]
+    found, (bad, _) = walked(data + b"x", [len(data), 1])
+    assert found == whole
+    assert "other bytes after them" in str(bad[0].error)
+
+
+def test_a_sample_comes_when_the_next_begins() -> None:
+    """Not only when the body that follows is here; and a piece may be any buffer."""
+    first, second = member(b"a.x", b"1"), member(b"b.x", b"2" * 5000)
+    for buffer in (
+        bytes,
+        bytearray,
+        memoryview,
+        lambda data: io.BytesIO(data).getbuffer(),
+    ):
+        feed = Feed(URL, 0)
+        reading = _tar.samples(1 << 20, "error", feed)
+        for piece in (first, second[:512]):
+            assert next(reading) is None
+            feed.give(buffer(piece))
+        found = next(reading)
+        assert found == ([sample("a", x=b"1")], len(first))
+        assert type(found[0][0]["x"]) is bytes
+
+
+KEYS = st.sampled_from(["a", "b", "d/c", "__meta__/a", LONG, "ü", "d.e/.f"])
+ENDS = st.sampled_from([".x", ".y", ".Z", ".x.y", "", "/"])
+KINDS = st.sampled_from([tarfile.REGTYPE] * 5 + [tarfile.DIRTYPE, tarfile.SYMTYPE])
+ANY_SIZES = st.lists(st.integers(1, 6000), min_size=1, max_size=8)
+LIMITS = st.lists(st.integers(1, 5), max_size=8).map(lambda limits: [*limits, 2])
+
+
+@st.composite
+def members(draw: st.DrawFn) -> Member:
+    """Return any member, of a few names, so that samples have several."""
+    kind = draw(KINDS)
+    size = draw(st.sampled_from([0, 1, 511, 512, 513, 2000]))
+    body = bytes([draw(st.integers(0, 255))]) * size
+    name = draw(KEYS) + draw(ENDS).replace("/", "q" if kind == tarfile.REGTYPE else "/")
+    mtime = draw(st.sampled_from([0, 1.5]))
+    return Member(name, body if kind == tarfile.REGTYPE else b"", kind, mtime)
+
+
+@given(st.lists(members(), max_size=12), st.sampled_from([*FORMATS]), ANY_SIZES, LIMITS)
+def test_pieces_limits_and_resuming_change_nothing(
+    made: list[Member], form: str, sizes: list[int], limits: list[int]
+) -> None:
+    """Samples are tarfile's; from each offset, those that were not taken yet."""
+    data = archive(made, form)
+    whole, taken = plain(walk(data)), 0
+    assert [Bad if isinstance(one, tuple) else one for one in whole] == expected(data)
+    for block, at in walked(data, sizes, limits):
+        assert plain(block) == whole[taken : (taken := taken + len(block))]
+        assert plain(walk(data, at=at)) == whole[taken:]
+    assert taken == len(whole)
+
+
+@pytest.mark.parametrize("form", ["gnu", "pax"])
+def test_an_offset_is_that_of_the_first_header(form: str) -> None:
+    """A long name and PAX records come before the header that they tell of."""
+    data = archive([Member(f"{LONG}{i}.x", b"1") for i in range(3)], form)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        begins = [info.offset for info in tar]
+    offsets = [at for block, at in walked(data, limits=[1]) if block]
+    assert offsets[:2] == begins[1:]
+    assert begins[1] - begins[0] > 1024
+    assert data[offsets[2] :].strip(b"\0") == b""
+
+
+# -- damaged archives ---------------------------------------------------------------
+
+
+def the_error(data: bytes, **options: Any) -> DatasetError:
+    """Return what stands at the end, the same whatever the pieces."""
+    results = walk(data, **options)
+    assert plain(walk(data, [100], **options)) == plain(results)
+    error = results[-1].error
+    assert isinstance(error, DatasetError)
+    assert error.location == URL
+    assert URL in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    return error
+
+
+def flipped(data: bytes, at: int, mask: int = 0x01) -> bytes:
+    """Return ``data`` with one byte changed."""
+    return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+
+
+def test_a_wrong_checksum_ends_the_shard() -> None:
+    """The sample before may lack members, so it is lost too; earlier ones are not.
+
+    The offset before the error is that of the lost sample: a resume tells it again.
+    """
+    data = flipped(archive(files(a__x=b"1", b__x=b"2", b__y=b"3", c__x=b"4")), 3077)
+    (first, at), (bad, _) = walked(data, limits=[1])
+    assert (first, at) == ([sample("a", x=b"1")], 1024)
+    assert plain(walk(data, at=at)) == plain(bad)
+    text = str(the_error(data))
+    assert "is damaged at byte 3,072, after member 'b.y'" in text
+    assert "wrong checksum" in text
+    assert "sample 'b' at byte 1,024 is lost" in text
+
+
+def test_what_is_no_tar_archive() -> None:
+    """The message has a guess; a short file is one that was cut."""
+    text = str(the_error(b"\x1f\x8b\x08" + b"packed" * 100))
+    assert "damaged at byte 0" in text
+    assert "is it a tar archive, and not compressed?" in text
+    assert isinstance(the_error(b"short"), TruncatedReadError)
+    # Nothing after it is read, be it sound.
+    data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
+    assert [len(walk(data, [size])) for size in (1 << 20, 600)] == [1, 1]
+
+
+ONE = member(b"a.x", b"x" * 1000)
+SPARSE = signed(header(b"a.z", 0, b"S")[:482] + b"\1" + bytes(29))
+LONG_NAME = member(b"././@LongLink", b"a" * 150 + b"\0", b"L")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "received", "what"),
+    [
+        (ONE + header(b"a.y", 700)[:100], 512, 100, "the header after member 'a.x'"),
+        (ONE[:512], 1000, 0, "member 'a.x'"),
+        (ONE[:1000], 1000, 488, "member 'a.x'"),
+        (ONE[:1511], 1000, 999, "member 'a.x'"),
+        (ONE[:1512], 1024, 1000, "member 'a.x'"),
+        (ONE[:1535], 1024, 1023, "member 'a.x'"),
+        (member(b"README", b"r" * 600)[:700], 600, 188, "member 'README'"),
+        (ONE + LONG_NAME[:600], 151, 88, "the long name or PAX header"),
+        (ONE + LONG_NAME[:700], 512, 188, "the long name or PAX header"),
+        (ONE + LONG_NAME, 512, 0, "the header after member 'a.x'"),
+        (ONE + LONG_NAME + ONE[:9], 512, 9, "the header after member 'a.x'"),
+        (ONE + ZEROS[:600], 512, 88, "the header after member 'a.x'"),
+        (ONE + SPARSE, 512, 0, "the header after member 'a.z'"),
+        (ONE + pax({"mtime": "1.5"}), 512, 0, "the header after member 'a.x'"),
+    ],
+)
+def test_a_cut_is_told(data: bytes, expected: int, received: int, what: str) -> None:
+    """With the member, and how much of it is here; its sample is lost."""
+    error = the_error(data)
+    assert isinstance(error, TruncatedReadError)
+    assert (error.expected, error.received) == (expected, received)
+    assert f"ends within {what}" in str(error)
+    assert not any(isinstance(found, dict) for found in walk(data))
+
+
+def test_a_cut_amid_what_is_spoiled() -> None:
+    """Two errors: the one of the sample, and the one of the shard."""
+    data = member(b"a.x", b"1" * 2000)
+    large, cut = walk(data[:1500], max_sample_bytes=1000)
+    assert "has 2,000 bytes" in str(large.error)
+    assert "988 of 2,000 bytes at byte 512" in str(cut.error)
+
+
+def broken(records: bytes) -> bytes:
+    """Return a PAX header with these records."""
+    return member(b"x", records, b"x")
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (ZEROS[:512] + member(b"a.x", b"1"), "a lone block of zeros"),
+        (ZEROS + member(b"a.x", b"1") + ZEROS, "other bytes after them"),
+        (ONE + ZEROS * 3 + ONE, "other bytes after them"),
+        (LONG_NAME + ZEROS, "zeros where a member must follow"),
+        (
+            header(b"././@LongLink", (1 << 20) + 1, b"L") + bytes(1 << 21),
+            "PAX header of 1,048,577 bytes, over 1 MiB",
+        ),
+        (header(b"a.x", b"0000000000z\0"), "for an octal number"),
+        (header(b"a.x", b"-0000000001\0"), "a negative number, -1"),
+        (header(b"a.x", b"\xff" * 12), "a negative number, -1"),
+        (header(b"a.x", b"\xc0" + bytes(11)), "a negative number"),
+        (pax({"size": "-5"}) + header(b"a.x", 0), "for a size in a PAX header"),
+        (pax({"size": "9" * 5000}) + header(b"a.x", 0), "for a size in a PAX header"),
+        (broken(b"path=a.x\n"), "a broken PAX record at byte 0"),
+        (broken(b"99 path=a.x\n"), "a broken PAX record at byte 0"),
+        (broken(b"1 path=a.x\n"), "a broken PAX record at byte 0"),
+        (broken(b"12 path=a.x\n3 \n+4 \n"), "PAX record at byte 15"),
+        (broken(b"12 path=a.x\n0 \n"), "PAX record at byte 12"),
+        (broken(b"12 path=a.x\n00"), "PAX record at byte 12"),
+        (broken(b"1" * 5000 + b" path=a.x\n"), "PAX record at byte 0"),
+        (header(b"x", b"0000000000z\0", b"x") + ONE, "for an octal number"),
+        (signed(ONE[:512])[:148] + b"badsum\0 " + ONE[156:], "wrong checksum"),
+    ],
+)
+def test_damage_is_told(data: bytes, what: str) -> None:
+    """Of what should be there, and what is."""
+    text = str(the_error(data + ZEROS))
+    assert "is damaged at byte " in text
+    assert what in text
+
+
+class Edit(NamedTuple):
+    """What happens to the bytes from ``at`` to ``stop`` of an archive."""
+
+    at: int
+    stop: int
+    instead: bytes
+
+
+# Bytes of bodies are never zero, and no two names differ by what makes up for another
+# difference: what moves a header's bytes into a body, or mixes two headers, is seen.
+NAMES = [f"{key}.{field}" for key in "abcdefg" for field in ("x", "xx")]
+
+
+@st.composite
+def fuzzed(draw: st.DrawFn) -> tuple[bytes, Edit]:
+    """Return a sound archive, and a flip, a deletion, an insertion or a cut."""
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+    extra = draw(st.sampled_from(["", "n" * 150 + "/"]))
+    rng, made = random.Random(draw(st.integers(0, 99))), list[Member]()
+    for name in sorted(names):
+        size = rng.choice([0, 1, 511, 512, 1024, 1500])
+        body = bytes(rng.choices(range(1, 256), k=size))
+        made.append(Member(extra + name, body, mtime=rng.choice([0, 0.5])))
+    data = archive(made, draw(st.sampled_from([*FORMATS][extra != "" :])))
+    at = draw(st.integers(0, len(data) - 1))
+    blocks = st.integers(1, 8).map(lambda count: count * 512)
+    count = draw(blocks | st.integers(1, 3000))
+    edits = {
+        "flip": Edit(at, at + 1, bytes([data[at] ^ draw(st.integers(1, 255))])),
+        "delete": Edit(at, min(at + count, len(data)), b""),
+        "truncate": Edit(at, len(data), b""),
+        "zeros": Edit(at, at, bytes(count)),
+        "noise": Edit(at, at, random.Random(count).randbytes(count)),
+    }
+    return data, edits[draw(st.sampled_from([*edits]))]
+
+
+def touched(data: bytes, edit: Edit) -> tuple[bool, set[str]]:
+    """Return whether a name without a checksum was hit, and whose bodies were."""
+    hit: set[str] = set()
+    is_name_hit = False
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for info in tar:
+            own = info.offset_data - 512
+            if edit.at < own and edit.stop >= info.offset:
+                is_name_hit = True
+            # The zeros at the end of a header are as good as the body's beginning.
+            begin = own + len(data[own : own + 512].rstrip(b"\0"))
+            is_flip = len(edit.instead) == edit.stop - edit.at
+            if edit.at <= info.offset_data + info.size and edit.stop >= (
+                info.offset_data if is_flip else begin
+            ):
+                hit.add(info.name)
+    return is_name_hit, hit
+
+
+@settings(max_examples=200)
+@given(fuzzed(), st.sampled_from([1 << 20, 512, 300]))
+def test_damage_delivers_nothing_wrong(case: tuple[bytes, Edit], size: int) -> None:
+    """Each field has its bytes, unless they, or a name without checksum, were hit."""
+    data, edit = case
+    bodies = {
+        (found["__key__"], field): body
+        for found in walk(data)
+        for field, body in found.items()
+    }
+    is_name_hit, hit = touched(data, edit)
+    damaged = data[: edit.at] + edit.instead + data[edit.stop :]
+    results = walk(damaged, [size])
+    assert plain(results) == plain(walk(damaged))
+    assert not any(isinstance(found, Bad) for found in results[:-1])
+    for found in results:
+        if not (is_name_hit or isinstance(found, Bad)):
+            for field, body in found.items():
+                name = f"{found['__key__']}.{field}"
+                assert name in hit or body == bodies[found["__key__"], field]
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 10**6), st.integers(1, 255), st.sampled_from([*FORMATS]))
+def test_a_flip_in_a_header_is_seen(at: int, mask: int, form: str) -> None:
+    """All samples before it come, and nothing from it on."""
+    names = [f"{key}.{field}" for key in "abcd" for field in ("x", "y")]
+    data = archive([Member(name, b"body" * 100) for name in names], form)
+    number, place = divmod(at % (len(names) * 512), 512)
+    changed = flipped(data, number * 1024 + place, mask)
+    whole, results = walk(data), walk(changed, [1000])
+    if results == whole:
+        # Another way to write the same number; the rest of it is not read.
+        assert 148 <= place < 156
+    else:
+        assert results[:-1] == whole[: max(0, (number - 1) // 2)]
+        assert isinstance(results[-1], Bad)
+
+
+RECORDS = b"12 path=a.x\n", b"9 size=1\n", b"path=", b"0 ", b"12", b" ", b"\n", b"\0"
+BLOCKS = st.one_of(
+    st.binary(min_size=512, max_size=512).map(signed),
+    st.builds(
+        header,
+        st.binary(max_size=99),
+        st.integers(0, 2000) | st.binary(min_size=12, max_size=12),
+        st.sampled_from([bytes([kind]) for kind in b"0\0001257LKxXgSDZ"]),
+    ),
+    st.builds(
+        lambda key, value, kind: pax({key: value}, kind),
+        st.sampled_from(["path", "size", "GNU.sparse.map", "mtime"]),
+        st.text(max_size=20) | st.integers(0, 3000).map(str),
+        st.sampled_from([b"x", b"g"]),
+    ),
+    st.lists(st.sampled_from(RECORDS), max_size=6).map(
+        lambda records: broken(b"".join(records))
+    ),
+    st.binary(max_size=3000),
+    st.binary(max_size=600).map(padded),
+    st.just(ZEROS[:512]),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(BLOCKS, max_size=8), st.lists(st.integers(1, 900), min_size=1))
+def test_any_blocks_are_read_to_an_end(blocks: list[bytes], sizes: list[int]) -> None:
+    """Nothing is raised, be they headers with right checksums or anything else."""
+    data = b"".join(blocks)
+    whole = plain(walk(data, max_sample_bytes=1000))
+    assert plain(walk(data, sizes, max_sample_bytes=1000)) == whole
