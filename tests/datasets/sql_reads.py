@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from aioloader.datasets import SQLDataset
-from aioloader.datasets._sql.reader import SQLReader
+from aioloader.datasets._sql.session import SQLReader
 from aioloader.datasets.sql import SQLFormat, SQLRows
 from datasets.pg import Database
 

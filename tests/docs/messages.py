@@ -147,8 +147,7 @@ INTERNAL = {
     "datasets/_mds_encodings.py:_array_decoder": "a reason in 'column …'",
     "datasets/_mds_encodings.py:_list": "a reason in 'the sample at byte …'",
     "datasets/_mds_encodings.py:_scalar": "a reason in 'the sample at byte …'",
-    "datasets/_sql/keys.py:encoded": "caught where a key is looked up",
-    "datasets/_sql/reader.py:": "caught where it is raised",
+    "datasets/_sql/session.py:encoded": "caught where a key is looked up",
     "datasets/_tar.py:_read": "a reason in 'is damaged at byte'",
     "datasets/_tar.py:_Archive._read_headers": "a reason there too",
     "datasets/_tar.py:_Archive._read_end": "a reason there too",
@@ -162,6 +161,8 @@ PASSED_ON = {
     "_observe/warnings.py:warn": "says what it is given",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
+    "datasets/_sql/lookup.py:PostgresLookup._find": "carries another error",
+    "datasets/_sql/session.py:SQLReader._batch": "carries another error",
     "datasets/_stores/stored.py:StoredObject._get": "carries another error",
     "datasets/_stores/sources.py:failure_of_source": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.failure": "carries another error",
@@ -225,7 +226,7 @@ ELSEWHERE = {
         "Caught … in DataLoader worker process …",
     ),
     "stores": ("datasets/_stores/failures.py", "cannot … …: …"),
-    "databases": ("datasets/_sql/failures.py", "cannot … … of …: …"),
+    "databases": ("datasets/_sql/address.py", "cannot … of …: …"),
 }
 # A shorter heading is no stem: it would stand for anything.
 SHORTEST = 12

@@ -11,21 +11,28 @@ import operator
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+)
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._sql.address import Address
-from aioloader.datasets._sql.failures import Retries, failure_of, may_pass
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
     Keys,
     Lookup,
     PostgresLookup,
     SQLiteLookup,
-    check_unique,
     compact,
     import_asyncpg,
 )
@@ -42,6 +49,14 @@ if TYPE_CHECKING:
 __all__ = ["SQLFormat", "SQLRows"]
 
 Row: TypeAlias = dict[str, Any]
+
+
+class _RowsOptions(TypedDict, total=False):
+    columns: Iterable[str] | None
+    connections: int
+    deadline: float
+    numeric: Numeric
+    infinity: Infinity
 
 
 class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
@@ -102,42 +117,30 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             self._address.label = "asyncpg.Pool"
         if not self._address.is_sqlite:
             import_asyncpg()
-        self._connections = connections
-        self._deadline = deadline
-        self._values = Values(numeric, infinity)
+        self._options = Values(numeric, infinity), connections, deadline
         self._lookups: PerLoop[Lookup] = PerLoop(self._new_lookup)
-        self._keys: Keys = self._list() if keys is None else compact([list(keys)])
+        if keys is not None:
+            self._keys: Keys = compact(keys)
+        else:  # in a separate thread: the caller's may have a running loop
+            with ThreadPoolExecutor(1) as pool:
+                self._keys = pool.submit(asyncio.run, self._list()).result()
 
     @classmethod
     @names_options
-    async def discover(  # noqa: PLR0913  (keywords, each of one thing)
+    async def discover(
         cls,
         url: "str | asyncpg.Pool",
         table: str,
         *,
         key: str,
-        columns: Iterable[str] | None = None,
-        connections: int = 4,
-        deadline: float = 120.0,
-        numeric: Numeric = "decimal",
-        infinity: Infinity = "error",
+        **options: Unpack[_RowsOptions],
     ) -> Self:
         """List a table without blocking the event loop, and return its dataset.
 
         Arguments and errors are those of the class.
         """
-        made = cls(
-            url,
-            table,
-            key=key,
-            columns=columns,
-            keys=(),
-            connections=connections,
-            deadline=deadline,
-            numeric=numeric,
-            infinity=infinity,
-        )
-        made._keys = await made._list_here()
+        made = cls(url, table, key=key, keys=(), **options)
+        made._keys = await made._list()
         return made
 
     @property
@@ -171,7 +174,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         Errors are those of ``__getitem__``.
         """
         keys = [self._key(index) for index in indices]
-        found = await self._find(list(dict.fromkeys(keys)))
+        self._check_loop()
+        found = await self._lookups.here().find(list(dict.fromkeys(keys)))
         try:
             return [dict(found[key]) for key in keys]
         except KeyError:
@@ -215,56 +219,22 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         key = self._keys[position]
         return int(key) if isinstance(key, np.integer) else key
 
-    def _list(self) -> Keys:
-        """List in a separate thread: the caller's may have a running loop."""
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, self._list_here()).result()
-
-    async def _list_here(self) -> Keys:
+    async def _list(self) -> Keys:
         self._check_loop()
         lookup = self._new_lookup()
         try:
-            keys = await lookup.list_keys()
-            await asyncio.to_thread(check_unique, keys, self._source.key)
-        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
-            what = self._source.label
-            failure = failure_of("list the keys of", what, self._address, exc)
-        else:
-            return keys
+            return await lookup.list_keys()
         finally:
             await lookup.aclose()
-        raise failure
-
-    async def _find(self, keys: list[Any]) -> dict[Any, Any]:
-        """Return the rows that exist, by key, across lost connections."""
-        self._check_loop()
-        address, lookup = self._address, self._lookups.here()
-        retries = Retries(self._deadline)
-        while True:
-            try:
-                return await lookup.find(keys)
-            except Exception as exc:  # noqa: BLE001  (reported without its traceback)
-                what = f"{len(keys)} rows of {self._source.label}"
-                failure = failure_of("read", what, address, exc)
-                is_lost = isinstance(exc, OSError) and not address.is_sqlite
-                is_passing = is_lost or may_pass(address, exc)
-            pause = retries.pause(failure) if is_passing else None
-            if pause is None:
-                raise failure
-            await asyncio.sleep(pause)
 
     def _new_lookup(self) -> Lookup:
-        given = self._address, self._source, self._values, self._connections
+        given = self._address, self._source, *self._options
         if self._address.is_sqlite:
             return SQLiteLookup(*given)
         return PostgresLookup(*given, pool=self._pool)
 
     def _check_loop(self) -> None:
-        """Check that a pool is used only on its own loop.
-
-        Raises:
-            RuntimeError: If it is not.
-        """
+        """Check that a pool is used only on its own loop."""
         if self._pool is None:
             return
         theirs = getattr(self._pool, "_loop", None)
@@ -275,11 +245,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled state.
-
-        Raises:
-            pickle.PicklingError: If there is a pool, or a password in the URL.
-        """
+        """Refuse to pickle a pool; a password in the URL is refused by itself."""
         if self._pool is not None:
             raise pickle.PicklingError(
                 "SQLRows of an asyncpg pool belongs to its process; pass a URL instead"

@@ -1,15 +1,30 @@
-"""Database addresses: a label that may be shown, and connection strings for drivers.
+"""Addresses of databases, errors for their drivers' exceptions, and retries.
 
 A password is in no message, repr or pickle: only the loader's workers get it. URLs are
-parsed here, because libpq shows what it cannot parse.
+parsed here, because libpq shows what it cannot parse. Of a driver's text the first line
+is shown, without the statement.
 """
 
+import asyncio
+import logging
 import os
-from typing import Any
+import random
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
+from aioloader.datasets._options import check_is
 from aioloader.datasets._stores.redact import Sealed
-from aioloader.errors import TruncatedReadError
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
+
+_LOG = logging.getLogger("aioloader")
+T = TypeVar("T")
 
 # Parameters of libpq, and of encrypted SQLite files, that are secrets themselves.
 _SECRETS = frozenset({
@@ -26,33 +41,44 @@ _DEFAULTS = {
 }
 # asyncpg would pass these on to the server, which does not know them.
 _ONLY_LIBPQ = frozenset({*_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode"})
+# An address of IPv6 in brackets, or a host; and its port.
+_HOST = re.compile(r"(?s)(?:\[(.*?)\]|([^:]*)):?(.*)")
+
+_SERVER_SAYS = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
+_STATUS = re.compile(r"^[A-Z_]+: (?=\S)|\[(?:libpq|SQLite)\] |Failed to [a-z ]+: ")
+# Kinds of errors by PostgreSQL's code, or by the text of an error without one.
+_REFUSED = re.compile(
+    r"^(?:28\w{3}|42501)$|authentication failed|no password supplied|permission denied|"
+    r"no pg_hba\.conf entry|role .* does not exist|not authorized"
+)
+_MISSING = re.compile(
+    r"^(?:42P01|3D000|3F000)$|no such table|(?:database|relation) .* does not exist"
+)
+# The server cannot serve now; too many clients; a conflict on a standby.
+_PASSING = re.compile(
+    r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
+    r"too many clients|starting up|connection (?:is|was) closed"
+)
+# Bounds of the seconds to wait before a retry.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 class Address:
     """The address of a database.
 
-    Args:
-        url: ``sqlite:///relative``, ``sqlite:////absolute`` or
-            ``postgresql://user@host:port/name?parameters``; for a Unix socket
-            ``postgresql:///name?host=/directory``. Parameters are libpq's or SQLite's.
-            May be sealed.
+    ``sqlite:///relative``, ``sqlite:////absolute``, or
+    ``postgresql://user@host:port/name?parameters``, for a Unix socket
+    ``postgresql:///name?host=/directory``; perhaps sealed. Parameters are SQLite's or
+    libpq's.
 
     Attributes:
         label: The address as it may be shown.
         is_sqlite: Whether it is a file.
-
-    Raises:
-        ValueError: If it is none of these.
-        TypeError: If it is not a string.
     """
 
     def __init__(self, url: Any) -> None:
         url = url.value if isinstance(url, Sealed) else url
-        if not isinstance(url, str):
-            kind = type(url).__name__
-            raise TypeError(
-                f"url must be sqlite:///path or postgresql://host/name, got {kind}"
-            )
+        check_is(url, str, "url", "sqlite:///path or postgresql://host/name")
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
             shown = f"{scheme}://..." if separator and scheme.isalnum() else "no scheme"
@@ -77,40 +103,37 @@ class Address:
         kept = self._sealed
         return kept.value if isinstance(kept, Sealed) else kept
 
-    def for_libpq(self) -> str:
-        """Return keywords and values; they hold the password."""
-        values = {**_DEFAULTS, **self._parameters}
-        return " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
+    @property
+    def path(self) -> str:
+        """The absolute path of the file."""
+        return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
+
+    def for_driver(self) -> str:
+        """Return a URI that opens the file for reading, or keywords of libpq.
+
+        It holds the password.
+
+        Raises:
+            FileNotFoundError: If the file does not exist; drivers are less clear.
+        """
+        if not self.is_sqlite:
+            words = {**_DEFAULTS, **self._parameters}.items()
+            return " ".join(f"{name}={_quoted(value)}" for name, value in words)
+        if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
+            raise FileNotFoundError("no such file")
+        query = urlencode({**self._parameters, "mode": "ro"}, quote_via=quote, safe="/")
+        return f"file:{quote(self.path)}?{query}"
 
     def for_asyncpg(self) -> str:
         """Return a URL; it holds the password."""
         kept = {k: v for k, v in self._parameters.items() if v and k not in _ONLY_LIBPQ}
         return f"postgresql://?{urlencode(kept, quote_via=quote)}"
 
-    def for_sqlite(self) -> str:
-        """Return a URI that opens the file for reading.
-
-        Raises:
-            FileNotFoundError: If it does not exist; drivers are less clear.
-        """
-        if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
-            raise FileNotFoundError("no such file")
-        query = urlencode({**self._parameters, "mode": "ro"}, quote_via=quote, safe="/")
-        return f"file:{quote(self.path)}?{query}"
-
-    @property
-    def path(self) -> str:
-        """The absolute path of the file."""
-        return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
-
     def check_pages(self, page: int) -> None:
         """Check that an SQLite file ends with a whole page.
 
         SQLite takes the rest of a page, and of the rows there, to be zeros. The file is
         not opened: closing it would drop all its locks in this process.
-
-        Raises:
-            TruncatedReadError: If it has not.
         """
         size = os.stat(self.path).st_size  # noqa: PTH116  (a string it stays)
         if size % page:
@@ -153,29 +176,21 @@ def _server(text: str) -> dict[str, str]:
     where, _, name = text.partition("/")
     account, _, hosts = where.rpartition("@")
     user, _, password = account.partition(":")
-    pairs = [_host_and_port(host) for host in hosts.split(",")]
-    ports = [port for _, port in pairs]
+    pairs = [_HOST.findall(host)[0] for host in hosts.split(",")]
+    ports = [port for *_, port in pairs]
     if "@" in name or not all(port.isdigit() for port in ports if port):
         raise ValueError(
             "url must be postgresql://user:password@host:port/name, with / ? @ and : "
             "in a password or name encoded, as urllib.parse.quote(text, '') does it"
         )
     found = {
-        "host": ",".join(unquote(host) for host, _ in pairs),
+        "host": ",".join(literal or unquote(host) for literal, host, _ in pairs),
         "port": ",".join(ports) if any(ports) else "",
         "user": unquote(user),
         "password": unquote(password),
         "dbname": unquote(name),
     }
     return {key: value for key, value in found.items() if value}
-
-
-def _host_and_port(text: str) -> tuple[str, str]:
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        return host, rest.removeprefix(":")
-    host, _, port = text.partition(":")
-    return host, port
 
 
 def _named(query: str) -> dict[str, str]:
@@ -191,3 +206,91 @@ def _named(query: str) -> dict[str, str]:
 def _quoted(value: str) -> str:
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+class LostError(Exception):
+    """Wraps a driver's exception after which the connection is lost."""
+
+
+async def retried(
+    attempt: Callable[[], Awaitable[T]],
+    doing: str,
+    address: Address,
+    deadline: float = 0.0,
+    *,
+    warns: bool = False,
+) -> T:
+    """Return the result of ``attempt``, repeated while its failure may pass.
+
+    The pauses grow exponentially, with full jitter.
+
+    Args:
+        attempt: Uses the database.
+        doing: What it does, as in ``"read table 'rows'"``.
+        address: The database.
+        deadline: Seconds after the first failure in which it must succeed.
+        warns: Whether the first failure is logged.
+
+    Raises:
+        DatasetError: If it does not. The error does not refer to the driver's
+            exception: tracebacks print that, and it may know the password.
+    """
+    clock = asyncio.get_running_loop().time
+    rng = random.Random()  # noqa: S311  (jitter, not a secret)
+    count, end, bound = 0, 0.0, _FIRST_PAUSE
+    while True:
+        try:
+            return await attempt()
+        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
+            error, may_pass = _failure_of(doing, address, exc)
+        end = end if count else clock() + deadline
+        count += 1
+        pause = rng.uniform(0.0, bound)
+        bound = min(_LONGEST_PAUSE, 2 * bound)
+        if not may_pass or clock() + pause >= end:
+            break
+        if warns and count == 1:
+            _LOG.warning("%s; retrying", error)
+        await asyncio.sleep(pause)
+    if may_pass and count > 1:
+        error.args = (f"{error}; given up after {count} tries",)
+        error.attempts = count
+    try:
+        raise error
+    finally:
+        del error  # its traceback refers to this frame
+
+
+def _failure_of(
+    doing: str, address: Address, exc: Exception
+) -> tuple[DatasetError, bool]:
+    """Return the error for a driver's exception, and whether a retry may help."""
+    may_pass = isinstance(exc, LostError)
+    exc = exc.args[0] if may_pass else exc
+    if isinstance(exc, DatasetError):
+        return exc, may_pass
+    whole = address.scrub(str(exc))
+    said = _SERVER_SAYS.search(whole)
+    text = said[1] if said else _STATUS.sub("", whole.partition("\n")[0])
+    text = text.strip() or type(exc).__name__
+    code = sqlstate_of(exc) or text
+    is_no_file = address.is_sqlite and isinstance(exc, FileNotFoundError)
+    kind: type[DatasetError] = DatasetError
+    if _REFUSED.search(code):
+        kind = ObjectPermissionError
+        if not address.is_sqlite:
+            text += "; check the user, PGPASSWORD or PGPASSFILE, and grants"
+    elif _MISSING.search(code) or is_no_file:
+        kind = ObjectNotFoundError
+    elif _PASSING.search(code):
+        may_pass = True
+    elif code is text and not address.is_sqlite:
+        status = getattr(exc, "status_code", None)
+        may_pass |= getattr(status, "name", "") == "IO"
+    words = f"cannot {doing} of {address.label!r}: {text}"
+    return kind(words, location=address.label), may_pass
+
+
+def sqlstate_of(exc: Exception) -> str:
+    """Return PostgreSQL's code; empty if it is not the server's error."""
+    return getattr(exc, "sqlstate", None) or ""

@@ -9,31 +9,27 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._sql.address import sqlstate_of
+from aioloader.datasets._stores.outlast import in_thread, outlast
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    import pyarrow as pa
 
     from aioloader.datasets._sql.address import Address
 
 _LOG = logging.getLogger("aioloader")
 # Seconds for a call of SQLite to end.
 _PATIENCE = 1.0
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def driver_of(address: "Address") -> "ModuleType":
-    """Import the driver for an address.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+def driver_of(address: "Address") -> Any:
+    """Import the driver for an address; an ImportError says how to install it."""
     name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
     try:
         import_module("pyarrow.compute")
@@ -43,16 +39,13 @@ def driver_of(address: "Address") -> "ModuleType":
 
 
 class Connection:
-    """A connection and its thread.
+    """A connection, opened by its first call, and its thread.
 
     The thread is a daemon: a query that cannot be stopped must not keep the process
-    from ending. ``cursor``, ``execute`` and ``fetch`` are for functions that run in it.
+    from ending. ``cursor``, ``fetch`` and ``batches`` are for functions that run in it.
 
-    Args:
-        address: The database's address.
-        like: An open connection to the same database, whose driver state is shared:
-            PostgreSQL's driver reads all types, which takes ten times as long as
-            connecting.
+    ``like`` is an open connection to the same database, whose driver state is shared:
+    PostgreSQL's driver reads all types, which takes ten times as long as connecting.
     """
 
     def __init__(self, address: "Address", like: "Connection | None" = None) -> None:
@@ -69,15 +62,9 @@ class Connection:
         )
         self._thread.start()
 
-    async def open(self) -> None:
-        """Connect."""
-        await self.run(self._connect)
-
-    async def run(
-        self, function: Callable[P, T], *args: P.args, **options: P.kwargs
-    ) -> T:
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of a function, called in the thread after earlier ones."""
-        return await asyncio.wrap_future(self.post(lambda: function(*args, **options)))
+        return await asyncio.wrap_future(self.post(lambda: function(*args)))
 
     def post(self, call: Callable[[], T]) -> "Future[T]":
         """Call a function in the thread after earlier ones, without waiting."""
@@ -87,20 +74,31 @@ class Connection:
         self._calls.put((future, call))
         return future
 
+    async def is_lost(self) -> bool:
+        """Return whether the server hung up, after a failure; a file never does."""
+        if not self._address.is_sqlite:
+            try:
+                await self.run(self.fetch, "SELECT 1")
+            except Exception as exc:  # noqa: BLE001  (the question is whether it does)
+                return not sqlstate_of(exc)
+        return False
+
     async def aclose(self) -> None:
-        """Stop the running call, disconnect, and join the thread.
+        """Stop the running call, disconnect, and join the thread, even if cancelled.
 
         A query of SQLite that cannot be stopped runs on in its thread, which then
         disconnects; the process may end before.
         """
-        try:
-            if self._pending:
-                await asyncio.to_thread(self._interrupt)
-        finally:
-            self.post(self._close)
-            self._calls.put(None)
-            patience = _PATIENCE if self._address.is_sqlite else None
-            await asyncio.to_thread(self._thread.join, patience)
+        await in_thread(self._end)
+
+    def _end(self) -> None:
+        if self._pending:
+            # The call may have ended or not started; or the driver, SQLite's, cannot.
+            with contextlib.suppress(Exception):
+                self._adbc.adbc_cancel()
+        self.post(self._close)
+        self._calls.put(None)
+        self._thread.join(_PATIENCE if self._address.is_sqlite else None)
         if self._thread.is_alive():
             _LOG.warning(
                 "a query of %r runs on in its thread after the iteration ended: "
@@ -113,12 +111,9 @@ class Connection:
 
     def cursor(self) -> Any:
         """Return a new cursor, a context manager."""
+        if self._adbc is None:
+            self._connect()
         return self._adbc.cursor()
-
-    def execute(self, sql: str, parameters: Any = ()) -> None:
-        """Run a statement that returns no rows."""
-        with self.cursor() as cursor:
-            cursor.execute(sql, parameters or None)
 
     def fetch(self, sql: str, parameters: Any = ()) -> list[Any]:
         """Return the rows of a small result."""
@@ -126,6 +121,15 @@ class Connection:
             cursor.execute(sql, parameters or None)
             rows: list[Any] = cursor.fetchall()
             return rows
+
+    def batches(
+        self, sql: str, parameters: Any, options: Mapping[str, str]
+    ) -> "Generator[pa.RecordBatch, None, None]":
+        """Yield the rows of a result in columns, read with options of the driver."""
+        with self.cursor() as cursor:
+            cursor.adbc_statement.set_options(**options)
+            cursor.execute(sql, parameters or None)
+            yield from cursor.fetch_record_batch()
 
     def _serve(self) -> None:
         while (waiting := self._calls.get()) is not None:
@@ -138,12 +142,11 @@ class Connection:
             del waiting, future, call  # nothing is kept until the next call
 
     def _connect(self) -> None:
-        driver, address = driver_of(self._address), self._address
         like, self._like = self._like, None
         self._adbc = None if like is None else like.cloned()
         if self._adbc is None:
-            where = address.for_sqlite() if address.is_sqlite else address.for_libpq()
-            self._adbc = driver.connect(where, autocommit=True)
+            where = self._address.for_driver()
+            self._adbc = driver_of(self._address).connect(where, autocommit=True)
 
     def cloned(self) -> Any:
         """Return another connection of ADBC to the database; None if this is closed."""
@@ -153,11 +156,6 @@ class Connection:
             clone = self._adbc.adbc_clone()
             clone.adbc_connection.set_autocommit(True)
             return clone
-
-    def _interrupt(self) -> None:
-        # The call may have ended or not started; or the driver, SQLite's, cannot.
-        with contextlib.suppress(Exception):
-            self._adbc.adbc_cancel()
 
     def _close(self) -> None:
         with self._lock:

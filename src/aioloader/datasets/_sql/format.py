@@ -11,24 +11,22 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._options import check_at_least
+from aioloader.datasets._sql.address import Address, retried
 from aioloader.datasets._sql.connection import driver_of
-from aioloader.datasets._sql.failures import failure_of
-from aioloader.datasets._sql.keys import Key, Span, encoded
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
-from aioloader.datasets._sql.reader import SQLReader
-from aioloader.datasets._sql.session import Session
+from aioloader.datasets._sql.session import Key, Session, Span, SQLReader, encoded
 from aioloader.datasets._sql.source import Source, is_list
 from aioloader.datasets._sql.sqlite import SQLite
-from aioloader.datasets._stores.redact import Sealed
 from aioloader.datasets._streams.shards import ShardFormat
 
 if TYPE_CHECKING:
+    from aioloader.datasets._stores.redact import Sealed
     from aioloader.datasets._streams.shards import Position, Summary
 
-# A range, and the iteration that reads it.
-SQLShard: TypeAlias = tuple[Span, Session]
+# A range, None if nothing is in it; and the iteration that reads it.
+SQLShard: TypeAlias = tuple[Span | None, Session]
 
 
 class SQLFormat(ShardFormat):
@@ -45,12 +43,11 @@ class SQLFormat(ShardFormat):
     whatever is written before they start.
     """
 
-    # A shard may have other rows when it is read again.
     changes = True
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        url: str | Sealed[str],
+        url: "str | Sealed[str]",
         query: str,
         *,
         key: str,
@@ -73,11 +70,7 @@ class SQLFormat(ShardFormat):
     async def shards(
         self, stack: AsyncExitStack, known: "Summary | None" = None
     ) -> list[SQLShard]:
-        """Take a snapshot, and return its ranges.
-
-        Args:
-            stack: Closes the connections.
-            known: The ``summary`` of an earlier run, whose ranges are reused.
+        """Take a snapshot, and return its ranges; those of ``known`` are reused.
 
         Raises:
             DatasetError: If the database cannot be reached, or read.
@@ -85,22 +78,27 @@ class SQLFormat(ShardFormat):
         """
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
-        session = kind(self._address, self._source, self._values)
+        session = kind(self._address, self._source, self._values, self._deadline)
         stack.push_async_callback(session.aclose)
-        try:
-            spans = await session.begin(known.get("cuts", self._partitions))
-        except ValueError as exc:
-            raise ValueError(f"{self.label}: {exc}") from None
-        except Exception as exc:  # noqa: BLE001  (reported without its traceback)
-            failure = failure_of("open", self._source.label, self._address, exc)
-        else:
-            spans += [Span(is_void=True)] * (known.get("count", 0) - len(spans))
-            return [(span, session) for span in spans]
-        raise failure
+        cuts = known.get("cuts", self._partitions)
+
+        async def begin() -> list[Span] | ValueError:
+            try:
+                return await session.begin(cuts)
+            except ValueError as exc:
+                return ValueError(f"{self.label}: {exc}")
+
+        spans = await retried(begin, f"open {self._source.label}", self._address)
+        if isinstance(spans, ValueError):
+            raise spans
+        count = known.get("count", cuts if isinstance(cuts, int) else 0)
+        rest = [None] * (count - len(spans))
+        return [(span, session) for span in (*spans, *rest)]
 
     def summary(self, shards: Sequence[SQLShard]) -> "Summary":
         """Return the number of ranges, and the keys they are cut at."""
-        cuts = [span.start for span, _ in shards if span.start is not None]
+        starts = [span.start for span, _ in shards if span is not None]
+        cuts = [start for start in starts if start is not None]
         return {"count": len(shards), "cuts": cuts}
 
     def describe(self) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class SQLFormat(ShardFormat):
     def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
         """Return a reader of a range after the key in ``position``."""
         span, session = shard
-        return SQLReader(session, span, position.get("key"), budget, self._deadline)
+        return SQLReader(session, span, position.get("key"), budget)
 
     @property
     def label(self) -> str:
@@ -132,18 +130,11 @@ class SQLFormat(ShardFormat):
 
 
 def _checked(partitions: Any) -> int | list[Key]:
-    """Return a number of ranges, or the keys to cut at.
-
-    Raises:
-        ValueError: If there would be no range.
-    """
-    if not hasattr(partitions, "__index__"):
-        if not is_list(partitions):
-            kind = type(partitions).__name__
-            raise TypeError(
-                f"partitions must be a number or a list of keys, got {kind}"
-            )
-        return [encoded(bound) for bound in partitions]
-    if operator.index(partitions) < 1:
-        raise ValueError(f"partitions must be at least 1, got {partitions}")
-    return operator.index(partitions)
+    """Return a number of ranges, or the keys to cut at."""
+    if hasattr(partitions, "__index__"):
+        check_at_least(partitions, 1, "partitions")
+        return operator.index(partitions)
+    if not is_list(partitions):
+        kind = type(partitions).__name__
+        raise TypeError(f"partitions must be a number or a list of keys, got {kind}")
+    return [encoded(bound) for bound in partitions]

@@ -8,24 +8,19 @@ import asyncio
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from aioloader.datasets._sql.postgres_values import (
-    FLAG,
-    FLOATS,
-    finite,
-    infinite_error,
-)
-from aioloader.datasets._sql.source import column, quoted, selection
+from aioloader.datasets._sql.address import LostError, retried
+from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
+from aioloader.datasets._sql.source import column
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import asyncpg
 
     from aioloader.datasets._sql.address import Address
@@ -50,46 +45,51 @@ _DECIMALS = {"money": "{}::numeric"}
 class Lookup(abc.ABC):
     """Finds rows in one table, for one event loop; may be used again after closing.
 
-    Args:
-        address: The database.
-        source: The table.
-        values: Conversion of values without a Python type.
-        connections: How many queries run at once.
-
-    Attributes:
-        users: How often the dataset was entered.
+    At most ``connections`` queries run at once, and a lost connection must be restored
+    in ``deadline`` seconds. ``users`` counts how often the dataset was entered.
     """
 
     def __init__(
-        self, address: "Address", source: "Source", values: "Values", connections: int
+        self,
+        address: "Address",
+        source: "Source",
+        values: "Values",
+        connections: int,
+        deadline: float,
     ) -> None:
         self.users = 0
-        self._address = address
-        self._source = source
-        self._values = values
-        self._connections = connections
+        self._address, self._source, self._values = address, source, values
+        self._connections, self._deadline = connections, deadline
+        self._key = source.key_column
+        wanted = ["q.*"] if source.columns is None else map(column, source.columns)
+        self._selected = ", ".join((self._key, *wanted))
 
-    @abc.abstractmethod
     async def list_keys(self) -> Keys:
-        """Return all keys, sorted."""
+        """Return all keys, sorted, if each is there once."""
 
-    @abc.abstractmethod
+        async def attempt() -> Keys:
+            keys = await self._list()
+            await asyncio.to_thread(_check_unique, keys, self._source.key)
+            return keys
+
+        doing = f"list the keys of {self._source.label}"
+        return await retried(attempt, doing, self._address)
+
     async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
-        """Return the rows that exist, by key."""
+        """Return the rows that exist, by key, across lost connections."""
+        doing = f"read {len(keys)} rows of {self._source.label}"
+        find = partial(self._find, keys)
+        return await retried(find, doing, self._address, self._deadline)
 
     @abc.abstractmethod
     async def aclose(self) -> None:
         """Disconnect."""
 
-    @property
-    def _key(self) -> str:
-        return column(self._source.key)
+    @abc.abstractmethod
+    async def _list(self) -> Keys: ...
 
-    def _selected(self) -> str:
-        """Return the columns to select: the key, then the wanted columns."""
-        wanted = self._source.columns
-        names = ["q.*"] if wanted is None else map(column, wanted)
-        return ", ".join((self._key, *names))
+    @abc.abstractmethod
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, Row]: ...
 
     def _listed(self, key: str) -> str:
         """Return the query for all keys in order, with an expression for the key."""
@@ -108,14 +108,6 @@ class SQLiteLookup(Lookup):
         self._pool = ThreadPoolExecutor(self._connections, "aioloader-sql")
         self._idle: list[sqlite3.Connection] = []
         self._is_closed = threading.Event()
-
-    async def list_keys(self) -> Keys:
-        """Return all keys, sorted."""
-        return await self._run(self._list)
-
-    async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
-        """Return the rows that exist, by key."""
-        return await self._run(partial(self._find, keys))
 
     async def aclose(self) -> None:
         """Interrupt running queries, disconnect, and join the threads."""
@@ -148,7 +140,7 @@ class SQLiteLookup(Lookup):
 
     def _connected(self, is_closed: threading.Event) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self._address.for_sqlite(),
+            self._address.for_driver(),
             uri=True,
             isolation_level=None,
             check_same_thread=False,  # one thread at a time; the last closes
@@ -164,115 +156,91 @@ class SQLiteLookup(Lookup):
             raise
         return connection
 
-    def _list(self, connection: sqlite3.Connection) -> Keys:
-        cursor = connection.execute(self._listed(self._key))
-        pages = iter(lambda: [row[0] for row in cursor.fetchmany(_PAGE)], [])
-        return compact(list(pages))
+    async def _list(self) -> Keys:
+        sql = self._listed(self._key)
+        return await self._run(lambda c: compact(key for (key,) in c.execute(sql)))
 
-    def _find(
-        self, keys: Sequence[Any], connection: sqlite3.Connection
-    ) -> dict[Any, Row]:
-        limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
-        found: dict[Any, Row] = {}
-        for start in range(0, len(keys), limit):
-            some = keys[start : start + limit]
-            among = f"WHERE {self._key} IN ({', '.join('?' * len(some))})"
-            sql = self._source.select(self._selected(), among)
-            cursor = connection.execute(sql, some)
-            names = [entry[0] for entry in cursor.description][1:]
-            for key, *values in cursor:
-                found[key] = dict(zip(names, values, strict=True))
-        return found
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        def find(connection: sqlite3.Connection) -> dict[Any, Row]:
+            limit = connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER)
+            found: dict[Any, Row] = {}
+            for start in range(0, len(keys), limit):
+                some = keys[start : start + limit]
+                among = f"WHERE {self._key} IN ({', '.join('?' * len(some))})"
+                sql = self._source.select(self._selected, among)
+                cursor = connection.execute(sql, some)
+                _, *names = (entry[0] for entry in cursor.description)
+                for key, *values in cursor:
+                    found[key] = dict(zip(names, values, strict=True))
+            return found
+
+        return await self._run(find)
 
 
 class PostgresLookup(Lookup):
-    """Rows of a server's table.
-
-    Args:
-        given: Arguments of ``Lookup``.
-        pool: The caller's pool, which stays open; default: make one at the first query.
-    """
+    """Rows of a server's table, through its own pool or a given one, left open."""
 
     def __init__(self, *given: Any, pool: "asyncpg.Pool | None" = None) -> None:
         super().__init__(*given)
-        self._given = pool
-        self._pool: asyncio.Future[asyncpg.Pool] | None = None
-        self._asked: tuple[str, bool] | None = None
+        self._given = self._pool = pool
+        self._sql: str | None = None
 
-    async def list_keys(self) -> Keys:
-        """Return all keys, sorted."""
-        pool = await self._open()
+    async def aclose(self) -> None:
+        """Disconnect, but leave a given pool open."""
+        pool, self._pool = self._pool, self._given
+        if pool is not None and pool is not self._given:
+            await pool.close()
+
+    async def _list(self) -> Keys:
+        pool = await self._opened()
         async with pool.acquire() as connection, connection.transaction():
             sql = self._listed(self._key)
             asked = await connection.prepare(sql)
             if asked.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
                 return await self._copy(connection)
-            pages: list[list[Any]] = []
+            keys: list[Any] = []
             cursor = await connection.cursor(sql)
             while rows := await cursor.fetch(_PAGE):
-                pages.append([row[0] for row in rows])
-            return compact(pages)
+                keys += [row[0] for row in rows]
+            return compact(keys)
 
-    async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
-        """Return the rows that exist, by key."""
-        pool = await self._open()
-        if self._asked is None:
-            self._asked = await self._ask(pool)
-        sql, has_flag = self._asked
-        records = await pool.fetch(sql, keys)
+    async def _find(self, keys: Sequence[Any]) -> dict[Any, Row]:
+        try:
+            pool = await self._opened()
+            if self._sql is None:
+                self._sql = await self._asked(pool)
+            records = await pool.fetch(self._sql, keys)
+        except OSError as exc:
+            raise LostError(exc) from None
         names = [*records[0].keys()][1:] if records else []
-        if has_flag:
+        if names[-1:] == [FLAG]:
+            for key, *_, number in records:
+                if number is not None:
+                    name, label = names[number], self._address.label
+                    raise infinite_error(self._source, key, name, label)
             names.pop()
-            for record in records:
-                if record[-1] is not None:
-                    key, name = record[0], names[record[-1]]
-                    where = self._address.label
-                    raise infinite_error(self._source, key, name, where)
         return {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
 
-    async def aclose(self) -> None:
-        """Disconnect, but leave a given pool open."""
-        opening, self._pool = self._pool, None
-        if opening is not None:
-            await asyncio.wait([opening])
-            if not _has_failed(opening):
-                await opening.result().close()
+    async def _opened(self) -> "asyncpg.Pool":
+        """Return the pool, which connects when it is used."""
+        if self._pool is None:
+            # Made without waiting, as it has no connection yet: so there is only one.
+            self._pool = await import_asyncpg().create_pool(
+                self._address.for_asyncpg(), min_size=0, max_size=self._connections
+            )
+        return self._pool
 
-    async def _ask(self, pool: "asyncpg.Pool") -> tuple[str, bool]:
-        """Find the types of the columns.
-
-        Returns:
-            The query for rows by key, and whether it ends with a flag.
-        """
-        source, values = self._source, self._values
+    async def _asked(self, pool: "asyncpg.Pool") -> str:
+        """Find the types of the columns, and return the query for rows by key."""
         among = f"WHERE {self._key} = ANY($1)"
-        plain = source.select(self._selected(), among)
         async with pool.acquire() as connection, connection.transaction():
+            plain = self._source.select(self._selected, among)
             found = (await connection.prepare(plain)).get_attributes()[1:]
+        exact = FLOATS if self._values.numeric == "float" else _DECIMALS
         types = {one.name: _short(one.type.name) for one in found}
-        exact = FLOATS if values.numeric == "float" else _DECIMALS
-        casts = [exact.get(kind) or finite(kind) or "{}" for kind in types.values()]
-        flag = values.flag(types)
-        if not flag and casts.count("{}") == len(casts):
-            return plain, False
-        selected = f"{self._key}, {selection([*types], casts)}"
-        if flag:
-            selected += f", {flag} AS {quoted(FLAG)}"
-        return source.select(selected, among), bool(flag)
-
-    async def _open(self) -> "asyncpg.Pool":
-        """Return the pool; the first caller opens it, and all wait for it."""
-        if self._given is not None:
-            return self._given
-        opening = self._pool
-        if opening is None or (opening.done() and _has_failed(opening)):
-            opening = self._pool = asyncio.ensure_future(self._make_pool())
-        return await asyncio.shield(opening)
-
-    async def _make_pool(self) -> "asyncpg.Pool":
-        return await import_asyncpg().create_pool(
-            self._address.for_asyncpg(), min_size=1, max_size=self._connections
-        )
+        columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
+        selected = f"{self._key}, {self._values.selection(columns)}"
+        return self._source.select(selected, among)
 
     async def _copy(self, connection: Any) -> Keys:
         """Return integer keys, copied as one block of bytes."""
@@ -287,39 +255,23 @@ class PostgresLookup(Lookup):
         return np.frombuffer(body, _COPIED)["key"].astype(np.int64)
 
 
-def import_asyncpg() -> "ModuleType":
-    """Import asyncpg, or raise an error that says how to install it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
+def import_asyncpg() -> Any:
+    """Import asyncpg; an ImportError says how to install it."""
     try:
-        import asyncpg  # noqa: PLC0415  (an optional dependency)
+        return import_module("asyncpg")
     except ImportError as exc:
         raise ImportError(
             'SQLRows of PostgreSQL needs asyncpg: pip install "aioloader[sql]"'
         ) from exc
-    module: ModuleType = asyncpg
-    return module
 
 
-def check_unique(keys: Keys, name: str) -> None:
-    """Check that each of the listed keys is there once.
-
-    Args:
-        keys: All keys, as ``list_keys`` returns them.
-        name: Their column.
-
-    Raises:
-        ValueError: If one appears twice.
-    """
+def _check_unique(keys: Keys, name: str) -> None:
+    twice: list[Any] = []
     if isinstance(keys, np.ndarray):
         twice = keys[1:][keys[1:] == keys[:-1]].tolist()
     # In a collation that ignores case, "a" may be between "A" and "A".
     elif len(set(keys)) < len(keys):
         twice = [Counter(keys).most_common(1)[0][0]]
-    else:
-        twice = []
     if twice:
         raise ValueError(
             f"key {name!r} is not unique: {twice[0]!r} appears twice; choose a unique "
@@ -327,9 +279,9 @@ def check_unique(keys: Keys, name: str) -> None:
         )
 
 
-def compact(pages: Sequence[Sequence[Any]]) -> Keys:
+def compact(keys: Iterable[Any]) -> Keys:
     """Return keys as an array of int64 if all are integers, else as a list."""
-    keys = [key for page in pages for key in page]
+    keys = list(keys)
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
     return np.array(keys, np.int64) if is_whole else keys
 
@@ -337,7 +289,3 @@ def compact(pages: Sequence[Sequence[Any]]) -> Keys:
 def _short(name: str) -> str:
     """Return PostgreSQL's own name of a type; names of arrays start with "_"."""
     return f"_{name[:-2]}" if name.endswith("[]") else name
-
-
-def _has_failed(done: "asyncio.Future[Any]") -> bool:
-    return done.cancelled() or done.exception() is not None

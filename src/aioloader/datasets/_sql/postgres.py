@@ -7,30 +7,35 @@ parameters is read through a server-side cursor, which takes twice the time.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from aioloader._order.blocks import Bad
+from aioloader.datasets._sql.address import sqlstate_of
 from aioloader.datasets._sql.connection import Connection, close_all
-from aioloader.datasets._sql.failures import sqlstate_of
-from aioloader.datasets._sql.keys import Key, KeyCheck, Span
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
     FLOATS,
     POINTS,
-    Values,
     as_decimals,
-    finite,
     infinite_error,
 )
-from aioloader.datasets._sql.session import Batches, Session
-from aioloader.datasets._sql.source import Source, quoted, selection
+from aioloader.datasets._sql.session import (
+    GROWTH,
+    Key,
+    KeyCheck,
+    Scan,
+    Session,
+    Span,
+    fitting,
+)
 from aioloader.datasets._stores.outlast import outlast
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader.datasets._sql.address import Address
-    from aioloader.errors import DatasetError
+    from aioloader._order.blocks import Block
 
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
@@ -47,8 +52,6 @@ _RANGE = (
     "SELECT set_config('aioloader.start', $1, true), "
     "set_config('aioloader.stop', $2, true)"
 )
-# The first fetch is of one row; later ones grow so fast, by the size of the rows seen.
-_GROWTH, _MOST_FETCHED = 8, 1 << 16
 _KEYS = frozenset({
     "int2", "int4", "int8", "text", "varchar", "bpchar", "name", "uuid", "date",
     "timestamp", "timestamptz", "bytea",
@@ -86,14 +89,13 @@ class Postgres(Session):
 
     _sign = "$"
 
-    def __init__(self, address: "Address", source: Source, values: Values) -> None:
-        super().__init__(address, source, values)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._leader: Connection | None = None  # which exports the snapshot
         self._snapshot = ""
         self._renewing = asyncio.Lock()
         self._idle: list[Connection] = []
         self._decimals: list[str] = []  # columns of exact numbers, read as text
-        self._has_flag = False  # infinite dates are looked for
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
         """Take a snapshot, and divide the source in it."""
@@ -116,14 +118,6 @@ class Postgres(Session):
         else:
             await connection.aclose()
 
-    async def is_lost(self, connection: Connection) -> bool:
-        """Return whether a connection is lost, after a failure."""
-        try:
-            await connection.run(connection.fetch, "SELECT 1")
-        except Exception as exc:  # noqa: BLE001  (the question is whether it does)
-            return not sqlstate_of(exc)
-        return False
-
     async def aclose(self) -> None:
         """Disconnect."""
         leader, self._leader = self._leader, None
@@ -133,8 +127,7 @@ class Postgres(Session):
     async def _lead(self) -> Connection:
         """Connect, and export a snapshot."""
         leader = self._leader = Connection(self.address)
-        await leader.open()
-        self._snapshot = await leader.run(_export, leader)
+        self._snapshot = await leader.run(_started, leader)
         return leader
 
     async def _spare(self) -> None:
@@ -143,12 +136,10 @@ class Postgres(Session):
     async def _new(self) -> Connection:
         """Make a connection that reads the snapshot."""
         while self._leader is not None:
-            snapshot = self._snapshot
+            snapshot, is_reading = self._snapshot, ""
             connection = Connection(self.address, like=self._leader)
-            is_reading = False
             try:
-                await connection.open()
-                is_reading = await connection.run(_adopt, connection, snapshot)
+                is_reading = await connection.run(_started, connection, snapshot)
             finally:
                 if not is_reading:
                     await connection.aclose()
@@ -175,38 +166,39 @@ class Postgres(Session):
 
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
-    ) -> Batches:
+    ) -> Scan:
         """Yield the rows of a range."""
         check, rest = KeyCheck(self.source.key, last), span.since(last)
-        connection.fetch(_RANGE, (self._bound(rest.start), self._bound(rest.stop)))
+        connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
         sql, parameters = self._statement(rest, bound), self.source.parameters
-        with connection.cursor() as cursor:
-            if parameters:
-                batches = _fetched(cursor, sql, parameters, batch_bytes)
-            else:
-                batches = _copied(cursor, sql, batch_bytes)
+        if parameters:
+            batches = _fetched(connection, sql, parameters, batch_bytes)
+        else:
+            size = {"adbc.postgresql.batch_size_hint_bytes": str(batch_bytes)}
+            batches = connection.batches(sql, (), size)
+        with closing(batches):
             for batch in batches:
-                if batch.num_rows and (new := check.passed(batch)).num_rows:
-                    yield as_decimals(new, self._decimals)
+                if found := self._passed(batch, check):
+                    yield found
 
-    def failures(self, batch: "pa.RecordBatch") -> "dict[int, DatasetError]":
-        """Return the rows of a batch that have infinite dates, with their errors."""
-        if not self._has_flag:
-            return {}
+    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+        """Return the rows of a batch; those with infinite dates have failed."""
+        rows = super()._rows(as_decimals(batch, self._decimals))
+        if FLAG not in batch.schema.names:
+            return rows
         flags, keys = batch.column(FLAG), batch.column(self.source.key)
-        if flags.null_count == len(flags):
-            return {}
-        return {
-            at: infinite_error(
-                self.source, keys[at].as_py(), self.names[number], self.address.label
-            )
-            for at, number in enumerate(flags.to_pylist())
-            if number is not None
-        }
+        if flags.null_count < len(flags):
+            rows = list(rows)
+            for at, number in enumerate(flags.to_pylist()):
+                if number is not None:
+                    key, name = keys[at].as_py(), self._read[number]
+                    label = self.address.label
+                    rows[at] = Bad(infinite_error(self.source, key, name, label))
+        return rows
 
-    def _bound(self, key: Key | None) -> str:
-        return "" if key is None else str(key)
+    def _bound(self, key: Key) -> str:
+        return str(key)
 
     def _plan(self, connection: Connection) -> None:
         source, key = self.source, self.source.key
@@ -221,47 +213,21 @@ class Postgres(Session):
                 f"key {key!r} is of type {self._key_type}, which cannot be a key; use "
                 f"{', '.join(sorted(_KEYS))}"
             )
-        casts = {
-            name: self._cast(types[name], schema.field(name).type)
-            for name in self._read
-        }
-        self._check_null(connection)
-        if self._key_type in _TEXTS and self._is_loose(connection):
-            raise self._collation_error('"C"')
+        self._refuse_keys(connection, "IS NULL", "NULL")
+        if self._key_type in _TEXTS:
+            named = source.select(f"pg_collation_for(max({self._key}))", "WHERE false")
+            if connection.fetch(_LOOSE.format(key=named), source.parameters):
+                self._refuse_collation('"C"')
         if self._key_type in POINTS:
-            casts[key] = "{}"
-            infinite = f"WHERE {self._key} IN ('infinity', '-infinity') LIMIT 1"
-            if self._ask(connection, "1", infinite):
-                raise ValueError(
-                    f"key {key!r} is infinite in some rows; it must not be"
-                )
-        self._selected = selection(self._read, [*casts.values()])
-        # Types read as text (ranges) keep their infinity.
-        is_text = {name: cast.startswith("{}::text") for name, cast in casts.items()}
-        dated = {n: "" if is_text[n] else types[n] for n in self.names}
-        if flag := self._values.flag(dated):
-            self._selected += f", {flag} AS {quoted(FLAG)}"
-            self._has_flag = True
-        is_decimal = self._values.is_decimal
-        self._decimals = [name for name in self.names if is_decimal(types[name])]
-
-    def _cast(self, name: str, kind: "pa.DataType") -> str:
-        """Return the expression that reads a column of a type."""
-        if self._values.is_decimal(name):
-            return _EXACT_CASTS[name]
-        if name in _CASTS:
-            return _CASTS[name]
-        if hasattr(kind, "vendor_name"):
-            return "{}::text"
-        if hasattr(getattr(kind, "value_type", None), "vendor_name"):
-            return "{}::text[]"
-        return finite(name) or "{}"
-
-    def _is_loose(self, connection: Connection) -> bool:
-        """Return whether the key's collation equates different texts."""
-        named = f"pg_collation_for(max({self._key}))"
-        sql = _LOOSE.format(key=self.source.select(named, "WHERE false"))
-        return bool(connection.fetch(sql, self.source.parameters))
+            self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
+        is_exact = self._values.numeric == "decimal"
+        casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
+        columns: dict[str, tuple[str, str]] = {}
+        for name in self._read:
+            cast = casts.get(types[name]) or _text(schema.field(name).type)
+            columns[name] = types[name], cast or ("{}" if name == key else "")
+        self._selected = self._values.selection(columns)
+        self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
         """Return the quantiles of the key.
@@ -271,8 +237,8 @@ class Postgres(Session):
         """
         sample = ""
         if not self.source.is_query:
-            found = connection.fetch(_SIZE, (self.source.table(),)) or [("v", 0)]
-            ((kind, size),) = found
+            found = connection.fetch(_SIZE, (self.source.table(),))
+            kind, size = found[0] if found else ("", 0)
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))
                 sample = f"TABLESAMPLE SYSTEM ({share:.6f}) REPEATABLE (0)"
@@ -282,31 +248,28 @@ class Postgres(Session):
             f"percentile_disc(ARRAY[{', '.join(shares)}]::float8[]) "
             f"WITHIN GROUP (ORDER BY {self._key})"
         )
-        ((cuts,),) = self._ask(connection, f"({quantiles})::text[]", sample)
+        (cuts,) = self._ask(connection, f"({quantiles})::text[]", sample)
         is_integer = self._key_type.startswith("int")
         return [int(cut) if is_integer else cut for cut in dict.fromkeys(cuts or ())]
 
 
-def _export(connection: Connection) -> str:
-    """Export a snapshot, and return its name."""
-    connection.execute(_BEGIN)
-    connection.fetch(_SETTINGS)
-    ((name,),) = connection.fetch("SELECT pg_export_snapshot()")
-    return str(name)
+def _started(connection: Connection, snapshot: str = "") -> str:
+    """Start a transaction in a snapshot, by default a new one, which is exported.
 
-
-def _adopt(connection: Connection, snapshot: str) -> bool:
-    """Adopt a snapshot; return whether it still exists."""
-    connection.execute(_BEGIN)
+    Returns:
+        Its name; empty if it is lost.
+    """
+    connection.fetch(_BEGIN)
     try:
-        connection.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
+        if snapshot:
+            connection.fetch(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
     except Exception as exc:
         # 42704 since about version 17; before, the name was called invalid.
         if sqlstate_of(exc) in {"42704", "22023"}:
-            return False
+            return ""
         raise
     connection.fetch(_SETTINGS)
-    return True
+    return snapshot or str(connection.fetch("SELECT pg_export_snapshot()")[0][0])
 
 
 def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
@@ -320,26 +283,28 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
     return [names.get(name, name) for name in said]
 
 
-def _copied(cursor: Any, sql: str, batch_bytes: int) -> Batches:
-    size = {"adbc.postgresql.batch_size_hint_bytes": str(batch_bytes)}
-    cursor.adbc_statement.set_options(**size)
-    cursor.execute(sql)
-    yield from cursor.fetch_record_batch()
+def _text(kind: "pa.DataType") -> str:
+    """Return the expression that reads values without an Arrow type as text."""
+    if hasattr(kind, "vendor_name"):
+        return "{}::text"
+    is_list = hasattr(getattr(kind, "value_type", None), "vendor_name")
+    return "{}::text[]" if is_list else ""
 
 
 def _fetched(
-    cursor: Any, sql: str, parameters: Sequence[Any], batch_bytes: int
-) -> Batches:
-    cursor.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}", parameters)
-    cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
-    count = 1
-    while True:
-        cursor.execute(f"FETCH FORWARD {count} FROM aioloader")
-        table = cursor.fetch_arrow_table().combine_chunks()
-        if not table.num_rows:
-            break
-        yield from table.to_batches()
-        row_bytes = max(1, table.nbytes // table.num_rows)
-        count = min(batch_bytes // row_bytes, _GROWTH * count, _MOST_FETCHED)
-        count = max(1, count)
-    cursor.execute("CLOSE aioloader")
+    connection: Connection, sql: str, parameters: Sequence[Any], batch_bytes: int
+) -> "Generator[pa.RecordBatch, None, None]":
+    """Yield the rows of a query, one at first and more by the size of those seen."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}", parameters)
+        cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+        count = 1
+        while True:
+            cursor.execute(f"FETCH FORWARD {count} FROM aioloader")
+            table = cursor.fetch_arrow_table().combine_chunks()
+            if not table.num_rows:
+                break
+            yield from table.to_batches()
+            wanted = fitting(table.nbytes / table.num_rows, batch_bytes)
+            count = min(wanted, GROWTH * count)
+        cursor.execute("CLOSE aioloader")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from aioloader.datasets._sql.source import Source, column
+from aioloader.datasets._sql.source import Source, column, quoted
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -41,15 +41,7 @@ POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
 @dataclass(frozen=True)
 class Values:
-    """How to read values without an Arrow or Python type.
-
-    Attributes:
-        numeric: ``"decimal"`` or ``"float"``, the nearest one.
-        infinity: Treatment of infinite dates: ``"error"`` or ``"null"``.
-
-    Raises:
-        ValueError: If a value is neither.
-    """
+    """How to read values without an Arrow or Python type."""
 
     numeric: Numeric = "decimal"
     infinity: Infinity = "error"
@@ -62,42 +54,34 @@ class Values:
             text = f"infinity must be 'error' or 'null', got {self.infinity!r}"
             raise ValueError(text)
 
-    def is_decimal(self, kind: str) -> bool:
-        """Return whether values of a type are read as exact numbers."""
-        return kind in FLOATS and self.numeric == "decimal"
+    def selection(self, columns: Mapping[str, tuple[str, str]]) -> str:
+        """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
 
-    def flag(self, types: Mapping[str, str]) -> str:
-        """Return the expression that flags infinite dates; empty without dates."""
-        rules = [_INFINITE.get(kind, "").format(column(n)) for n, kind in types.items()]
-        cases = [f"WHEN {rule} THEN {at}" for at, rule in enumerate(rules) if rule]
-        is_asked = cases and self.infinity == "error"
-        return f"CASE {' '.join(cases)} END" if is_asked else ""
+        Args:
+            columns: For each, the type and the expression that reads it, with ``{}``
+                for the column; empty: as it is, with NULL for infinite dates.
+        """
+        parts: list[str] = []
+        cases: list[str] = []
+        for at, (name, (kind, cast)) in enumerate(columns.items()):
+            read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
+            if rule:
+                cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
+                read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
+                read = _FINITE_LIST if rule is _LIST else read
+            parts.append(f"{read.format(column(name))} AS {quoted(name)}")
+        if cases and self.infinity == "error":
+            parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
+        return ", ".join(parts)
 
 
 def infinite_error(source: Source, key: Any, name: str, location: str) -> DatasetError:
-    """Return the error for a row with an infinite date in a column.
-
-    Args:
-        source: The table or query.
-        key: The row's key.
-        name: The column.
-        location: The database, as it may be shown.
-    """
+    """Return the error for a row with an infinite date in a column."""
     return DatasetError(
         f"the row of {source.label} with {source.key} = {key!r} has an infinite date "
         f"in column {name!r}, which neither Arrow nor Python can represent; read it as "
         "NULL (infinity='null'), or replace it in a query or a view",
         location=location,
-    )
-
-
-def finite(kind: str) -> str | None:
-    """Return the expression that reads an infinite date as NULL."""
-    rule = _INFINITE.get(kind)
-    if rule is None:
-        return None
-    return (
-        _FINITE_LIST if rule is _LIST else f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
     )
 
 

@@ -1,49 +1,116 @@
-"""One iteration over a table or query: a snapshot, and connections that read it.
+"""One iteration over a table or query: a snapshot, and the readers of its ranges.
 
 What both kinds of databases share; ``sqlite`` and ``postgres`` say how each connects,
-finds types, cuts the key and reads a range.
+finds types, cuts the key and reads a range. A key is a number, or its text as the
+database reads it; bytes are hexadecimal.
 """
 
 import abc
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from aioloader.datasets._sql.keys import Key, Span, spans_of
-from aioloader.datasets._sql.source import Source, column, select
+from aioloader.datasets._reader import Made, Reader
+from aioloader.datasets._sql.address import LostError, retried
+from aioloader.datasets._sql.source import Source, select
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from aioloader._order.blocks import Block
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.connection import Connection
     from aioloader.datasets._sql.postgres_values import Values
-    from aioloader.errors import DatasetError
+    from aioloader.datasets._streams.shards import Position
 
-Batches: TypeAlias = "Generator[pa.RecordBatch, None, None]"
+Key: TypeAlias = int | str
+# The keys of some rows, and the rows.
+Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
+
+# Bounds of a batch's bytes, and most of its rows. Their number grows so fast from batch
+# to batch, because later rows may be larger.
+_SMALLEST, _LARGEST = 1 << 16, 1 << 22
+_MOST = 1 << 16
+GROWTH = 8
+
+
+class Span(NamedTuple):
+    """The keys from ``start`` on and before ``stop``; None: no bound."""
+
+    start: Key | None = None
+    stop: Key | None = None
+
+    def bounds(self) -> list[tuple[str, str, Key]]:
+        """Return name, sign and key of each bound that there is."""
+        both = (("start", ">=", self.start), ("stop", "<", self.stop))
+        return [(name, sign, key) for name, sign, key in both if key is not None]
+
+    def since(self, key: Key | None) -> "Span":
+        """Return the part from a key on; None: all of it."""
+        return self if key is None else Span(key, self.stop)
+
+
+class KeyCheck:
+    """Checks that keys are unique, and drops the row that was already read.
+
+    It works on whole columns: about a nanosecond per row.
+
+    Attributes:
+        last: Key of the last row read; None: none was.
+        is_again: Whether the query started at that row, which may be deleted.
+    """
+
+    def __init__(self, name: str, last: Key | None) -> None:
+        self._name, self.last = name, last
+        self.is_again = last is not None
+
+    def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
+        """Return the new rows of a batch that is not empty.
+
+        Raises:
+            ValueError: If a key comes twice, or is NULL.
+        """
+        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
+
+        keys = batch.column(self._name)
+        is_last = encoded(keys[0].as_py()) == self.last
+        plain = getattr(keys, "storage", keys)  # of an extension type, such as UUIDs
+        twice = compute.index(compute.equal(plain[:-1], plain[1:]), True).as_py()
+        if twice < 0 and is_last and not self.is_again:
+            twice = 0
+        if twice >= 0:
+            key = encoded(keys[twice].as_py())
+            raise ValueError(
+                f"key {self._name!r} is not unique: {key!r} appears twice; choose a "
+                "unique column, or make one in a query"
+            )
+        self.is_again, self.last = False, encoded(keys[-1].as_py())
+        return batch.slice(int(is_last))
 
 
 class Session(abc.ABC):
     """One iteration.
 
-    Args:
+    Attributes:
         address: The database.
         source: The table or query.
-        values: Conversion of values without an Arrow type.
-
-    Attributes:
+        deadline: Seconds in which a lost connection must be restored.
         names: The columns to deliver, after ``begin``.
     """
 
     # The sign of a numbered parameter.
     _sign: str
 
-    def __init__(self, address: "Address", source: Source, values: "Values") -> None:
-        self.address = address
-        self.source = source
+    def __init__(
+        self, address: "Address", source: Source, values: "Values", deadline: float
+    ) -> None:
+        self.address, self.source, self.deadline = address, source, deadline
         self.names: Sequence[str] = ()
         self._values = values
-        self._selected = ""  # the list after SELECT
+        self._key = source.key_column
         self._key_type = ""  # as in SQL
+        self._selected = ""  # the list after SELECT
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
@@ -55,19 +122,11 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     async def join(self) -> "Connection":
-        """Return a connection that reads the snapshot; a new one if it is lost.
-
-        Raises:
-            RuntimeError: If the iteration is over.
-        """
+        """Return a connection that reads the snapshot; a new one if it is lost."""
 
     @abc.abstractmethod
     async def leave(self, connection: "Connection", *, is_sound: bool) -> None:
         """Return a connection; if ``is_sound``, its scan has ended."""
-
-    async def is_lost(self, connection: "Connection") -> bool:  # noqa: ARG002
-        """Return whether a connection is lost, after a failure; to a file none is."""
-        return False
 
     @abc.abstractmethod
     async def aclose(self) -> None:
@@ -78,19 +137,8 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def scan(
         self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
-    ) -> Batches:
-        """Yield the rows of a range, in order.
-
-        Args:
-            connection: Returned by ``join``.
-            span: The range.
-            last: Key of the last row read; None: start at the beginning.
-            batch_bytes: Approximate size of a batch.
-        """
-
-    def failures(self, batch: "pa.RecordBatch") -> "dict[int, DatasetError]":  # noqa: ARG002
-        """Return the rows of a batch that cannot be read, with their errors."""
-        return {}
+    ) -> Scan:
+        """Yield the rows of a range, in order, after the last key that was read."""
 
     @abc.abstractmethod
     def _plan(self, connection: "Connection") -> None:
@@ -107,35 +155,28 @@ class Session(abc.ABC):
     def _divided(
         self, connection: "Connection", partitions: int | Sequence[Key]
     ) -> list[Span]:
-        """Plan, and return the ranges.
-
-        Raises:
-            ValueError: If bounds were given that do not rise in the order of the key.
-        """
+        """Plan, and return the ranges."""
         self._plan(connection)
         if isinstance(partitions, int):
             cuts = self._cuts(connection, partitions) if partitions > 1 else []
-            return spans_of(cuts, partitions)
+        else:
+            cuts = self._risen(connection, partitions)
+        return [Span(*pair) for pair in pairwise([None, *cuts, None])]
+
+    def _risen(self, connection: "Connection", cuts: Sequence[Key]) -> list[Key]:
         # An empty part with the key itself provides its collation.
-        first = len(self.source.parameters) + 1
         nothing = self.source.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
-            f"SELECT CAST({self._sign}{first + n} AS {self._key_type}), {n}"
-            for n in range(len(partitions))
+            f"SELECT CAST({self._sign}{n} AS {self._key_type}), {n}"
+            for n, _ in enumerate(cuts, len(self.source.parameters) + 1)
         ]
         bounds = " UNION ALL ".join((nothing, *given))
         pairs = select("k, lag(k) OVER (ORDER BY n) AS before", f"({bounds}) AS b")
         falls = select("count(*)", f"({pairs}) AS c", "WHERE k <= before")
-        parameters = (*self.source.parameters, *map(self._bound, partitions))
-        if connection.fetch(falls, parameters) != [(0,)]:
-            raise ValueError(
-                "bounds in partitions must rise, in the order of the database"
-            )
-        return spans_of(list(partitions), len(partitions) + 1)
-
-    @property
-    def _key(self) -> str:
-        return column(self.source.key)
+        parameters = (*self.source.parameters, *map(self._bound, cuts))
+        if connection.fetch(falls, parameters) == [(0,)]:
+            return list(cuts)
+        raise ValueError("bounds in partitions must rise, in the order of the database")
 
     @property
     def _read(self) -> Sequence[str]:  # the columns to deliver, and the key
@@ -143,50 +184,163 @@ class Session(abc.ABC):
         return self.names if has_key else (*self.names, self.source.key)
 
     def _ask(
-        self,
-        connection: "Connection",
-        what: str,
-        *more: str,
-        values: Sequence[Any] = (),
-    ) -> list[Any]:
-        """Return the rows of a SELECT from the source, with values for its signs."""
-        sql = self.source.select(what, *more)
-        return connection.fetch(sql, (*self.source.parameters, *values))
+        self, connection: "Connection", what: str, more: str = "", *values: Any
+    ) -> Any:
+        """Return the first row of a SELECT from the source; None: there is none."""
+        sql = self.source.select(what, more)
+        rows = connection.fetch(sql, (*self.source.parameters, *values))
+        return rows[0] if rows else None
 
-    def _check_null(self, connection: "Connection") -> None:
-        """Check that no key is NULL.
+    def _refuse_keys(self, connection: "Connection", rule: str, what: str) -> None:
+        if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
+            raise ValueError(
+                f"key {self.source.key!r} is {what} in some rows; it must not be"
+            )
 
-        Raises:
-            ValueError: If one is.
-        """
-        if self._ask(connection, "1", f"WHERE {self._key} IS NULL LIMIT 1"):
-            name = self.source.key
-            raise ValueError(f"key {name!r} is NULL in some rows; it must not be")
-
-    def _collation_error(self, exact: str) -> ValueError:
-        """Return the error for a key whose collation equates different texts.
-
-        Their order is arbitrary, so reading could not resume between them.
-
-        Args:
-            exact: A collation that tells all texts apart.
-        """
+    def _refuse_collation(self, exact: str) -> None:
+        # The order of equal texts is arbitrary: reading could not resume between them.
         name = self.source.key
-        return ValueError(
+        raise ValueError(
             f"the collation of key {name!r} equates different texts; make a key in a "
             f"query: SELECT {name} COLLATE {exact} AS id, ..."
         )
 
     def _statement(self, span: Span, bound: str) -> str:
-        """Return the query for a range.
-
-        Args:
-            span: The range.
-            bound: The expression for a bound, with ``{}`` for its name.
-        """
+        """Return the query for a range; a bound is an expression, ``{}`` its name."""
         bounds = [
             f"{self._key} {sign} {bound.format(name)}"
             for name, sign, _ in span.bounds()
         ]
         where = f"WHERE {' AND '.join(bounds)}" if bounds else ""
         return self.source.select(self._selected, where, "ORDER BY", self._key)
+
+    def _passed(
+        self, batch: "pa.RecordBatch", check: KeyCheck
+    ) -> "tuple[pa.Array, Block] | None":
+        """Return the keys and the rows of a batch that are new; None if none is."""
+        new = check.passed(batch) if batch.num_rows else batch
+        found = new.column(self.source.key), self._rows(new)
+        return found if new.num_rows else None
+
+    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+        from aioloader.datasets._arrow.rows import Rows  # noqa: PLC0415  (needs pyarrow)
+
+        return Rows(batch.select(list(self.names)))
+
+
+class SQLReader(Reader):
+    """Reads one range a batch ahead, across lost connections.
+
+    A batch is read in a connection's thread while the previous one is consumed. The
+    mark of a block is the column of its keys.
+
+    Args:
+        session: The iteration.
+        span: The range; None: nothing.
+        last: Key of the last row delivered; None: none was.
+        budget: Most bytes to hold; a batch is a quarter, but at least 64 KiB.
+    """
+
+    is_ahead = True
+
+    def __init__(
+        self, session: Session, span: Span | None, last: Key | None, budget: int
+    ) -> None:
+        super().__init__(session.address.label, None)
+        self.is_over = span is None
+        self._session = session
+        self._span = span or Span()
+        self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))
+        self._start = self._last_read = last
+        self._pulled = 0  # rows of the last pull
+        self._open: tuple[Connection, Scan] | None = None
+
+    def begin(self) -> None:
+        """Start reading ahead."""
+        self.start()
+
+    async def pull(self, limit: int) -> "Block":
+        """Return the next rows, from 1 to ``limit``; an empty block at the end."""
+        block = await super().pull(limit)
+        self._pulled = len(block)
+        return block
+
+    def position(self) -> "Position":
+        """Return the key of the last row returned, if any."""
+        if self.mark is not None:
+            return self.positions()(self._pulled)
+        return {} if self._start is None else {"key": self._start}
+
+    def positions(self) -> "Callable[[int], Position]":
+        """Return what maps a number of rows of the last pull to their key."""
+        keys, before = self.mark, self.taken - self._pulled
+        return lambda count: {"key": encoded(keys[before + count - 1].as_py())}
+
+    def is_draining(self) -> bool:
+        """Return whether all was read."""
+        return self.is_over
+
+    async def make(self) -> Made:
+        """Read a batch; what waiting cannot cure ends the range."""
+        session, key = self._session, self._session.source.key
+        bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self._span.bounds()]
+        place = " and ".join(bounds) or f"every {key}"
+        if self._last_read is not None:
+            place += f", after {self._last_read!r}"
+        doing = f"read {session.source.label} ({place})"
+        try:
+            return await retried(
+                self._batch, doing, session.address, session.deadline, warns=True
+            )
+        except DatasetError as error:
+            self._failure, self.is_over = error, True
+            return []
+
+    async def _batch(self) -> Made:
+        """Read the batch after the last key."""
+        session, last = self._session, self._last_read
+        if self._open is None:
+            connection = await session.join()
+            scan = session.scan(connection, self._span, last, self._batch_bytes)
+            self._open = connection, scan
+        connection, scan = self._open
+        try:
+            found = await connection.run(next, scan, None)
+        except Exception as exc:
+            is_lost = await connection.is_lost()
+            await self.release()
+            if is_lost:
+                raise LostError(exc) from None
+            raise
+        if found is None:
+            self.is_over = True
+            await self.release(is_sound=True)
+            return []
+        self._last_read = encoded(found[0][-1].as_py())
+        return [found]
+
+    async def release(self, *, is_sound: bool = False) -> None:
+        """Return the connection; if ``is_sound``, its scan has ended."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            connection, scan = opened
+            connection.post(scan.close)
+            await self._session.leave(connection, is_sound=is_sound)
+
+
+def encoded(value: Any) -> Key:
+    """Return a key's value as encoded in a state and passed to the database."""
+    match value:
+        case None:
+            raise ValueError("it is NULL")
+        case int():
+            return int(value)
+        case bytes():
+            return f"\\x{value.hex()}"
+        case _:
+            return str(value)
+
+
+def fitting(row_bytes: float, batch_bytes: int) -> int:
+    """Return how many rows of a size make a batch."""
+    return max(1, min(int(batch_bytes / max(1.0, row_bytes)), _MOST))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from aioloader.datasets._options import check_is
+
 _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
     re.IGNORECASE | re.DOTALL,
@@ -17,18 +19,19 @@ _PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
 class Source:
-    """A table or query, and its wanted columns.
+    """A table or query, the key to order and divide by, and the wanted columns.
 
     Args:
         text: Name of a table (``name``, ``schema.name``, quoted if it has a dot) or a
-            query.
-        key: The column to order and divide by.
+            query, with placeholders for ``parameters``.
+        key: The key's column.
         columns: The columns wanted, in order; None: all.
-        parameters: Values of the query's placeholders.
+        parameters: Values of the placeholders.
 
-    Raises:
-        TypeError: If one is of a wrong type.
-        ValueError: If it is wrong otherwise.
+    Attributes:
+        is_query: Whether the text is a query.
+        label: The name in errors.
+        key_column: The key as an expression.
     """
 
     def __init__(
@@ -43,16 +46,15 @@ class Source:
         if not is_list(parameters):
             kind = type(parameters).__name__
             raise TypeError(f"parameters must be a list of values, got {kind}")
-        for name, value in {"query": text, "key": key}.items():
-            if not isinstance(value, str):
-                kind = type(value).__name__
-                raise TypeError(f"{name} must be a string, got {kind}")
-        self.text: str = text
-        self.key: str = key
-        self.columns: tuple[str, ...] | None = (
-            None if columns is None else tuple(columns)
-        )
-        self.parameters: tuple[Any, ...] = tuple(parameters)
+        check_is(text, str, "query", "a string")
+        check_is(key, str, "key", "a string")
+        self.text, self.key = text, key
+        self.columns = None if columns is None else tuple(columns)
+        self.parameters = tuple(parameters)
+        self.is_query = bool(_QUERY.match(text))
+        shown = " ".join(text.split())
+        shown = shown if len(shown) < 80 else f"{shown[:77]}..."
+        self.label = f"query {shown!r}" if self.is_query else f"table {shown!r}"
         if self.parameters and not self.is_query:
             raise ValueError("parameters are for a query, and this is a table")
         if self.columns is not None and not self.columns:
@@ -60,21 +62,12 @@ class Source:
         names = self.columns or ()
         if len({*names}) < len(names):
             raise ValueError(f"columns must not repeat, got {', '.join(names)}")
-        for name in (key, *names):
+        for name in names:
             quoted(name)
-        self.relation()
-
-    @property
-    def is_query(self) -> bool:
-        """Whether the text is a query, not a name."""
-        return bool(_QUERY.match(self.text))
-
-    @property
-    def label(self) -> str:
-        """The name in errors."""
-        shown = " ".join(self.text.split())
-        shown = shown if len(shown) < 80 else f"{shown[:77]}..."
-        return f"query {shown!r}" if self.is_query else f"table {shown!r}"
+        self.key_column = column(key)
+        # The bracket is on a separate line, because a query may end in a comment.
+        rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
+        self._relation = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
         """Return what determines the rows, JSON-serialisable; values as a digest."""
@@ -87,11 +80,7 @@ class Source:
         }
 
     def table(self) -> str:
-        """Return the quoted name of a table.
-
-        Raises:
-            ValueError: If it is not a valid name.
-        """
+        """Return the quoted name of a table."""
         parts: list[str] = []
         at = 0
         while match := _PART.match(self.text, at):
@@ -104,25 +93,14 @@ class Source:
             )
         return ".".join(map(quoted, parts))
 
-    def relation(self) -> str:
-        """Return the FROM clause; its columns are those of ``q``."""
-        if not self.is_query:
-            return f"{self.table()} AS q"
-        # On a separate line, because the query may end in a comment.
-        return f"(\n{self.text.rstrip().rstrip(';')}\n) AS q"
-
     def select(self, what: str, *more: str) -> str:
-        """Return a query of the rows."""
-        return select(what, self.relation(), *more)
+        """Return a query of the rows, whose columns are those of ``q``."""
+        return select(what, self._relation, *more)
 
     def names(
         self, found: Sequence[str], hidden: Collection[str] = ()
     ) -> Sequence[str]:
-        """Return the names of the columns to deliver.
-
-        Args:
-            found: The columns that there are.
-            hidden: Others, which are delivered only if they are wanted.
+        """Return the columns to deliver; ``hidden`` ones only if they are wanted.
 
         Raises:
             ValueError: If one does not exist, or two have the same name.
@@ -143,11 +121,7 @@ def is_list(given: Any) -> bool:
 
 
 def quoted(name: str) -> str:
-    """Return a quoted SQL name.
-
-    Raises:
-        ValueError: If it is empty or has a NUL.
-    """
+    """Return a quoted SQL name."""
     if not name or "\0" in name:
         raise ValueError(f"names must be without NUL and not empty, got {name!r}")
     escaped = name.replace('"', '""')
@@ -162,15 +136,3 @@ def column(name: str) -> str:
 def select(what: str, relation: str, *more: str) -> str:
     """Return a statement; all names in it are quoted."""
     return " ".join(("SELECT", what, "FROM", relation, *more))
-
-
-def selection(names: Sequence[str], casts: Sequence[str]) -> str:
-    """Return the list after SELECT.
-
-    Args:
-        names: The columns.
-        casts: For each, an expression with ``{}`` for the column.
-    """
-    pairs = zip(names, casts, strict=True)
-    parts = [f"{cast.format(column(name))} AS {quoted(name)}" for name, cast in pairs]
-    return ", ".join(parts)

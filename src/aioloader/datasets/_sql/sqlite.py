@@ -8,29 +8,30 @@ that of later rows. The driver takes types from the first rows of a batch.
 """
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._sql.connection import Connection, close_all
-from aioloader.datasets._sql.keys import Key, KeyCheck, Span, encoded
-from aioloader.datasets._sql.session import Batches, Session
-from aioloader.datasets._sql.source import column, quoted, select, selection
+from aioloader.datasets._sql.session import (
+    GROWTH,
+    Key,
+    KeyCheck,
+    Scan,
+    Session,
+    Span,
+    encoded,
+    fitting,
+)
+from aioloader.datasets._sql.source import column, quoted, select
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.postgres_values import Values
-    from aioloader.datasets._sql.source import Source
-
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
 _TRIES = 20
-_MOST = 1 << 16
-# Batches start with one row, and grow so fast: later rows may be larger.
-_GROWTH = 8
 # Without WAL, a writer locks readers out during its commit.
 _LOCK_WAIT = "PRAGMA busy_timeout = 5000"
 _VERSION = "PRAGMA data_version"
@@ -57,8 +58,8 @@ class SQLite(Session):
 
     _sign = "?"
 
-    def __init__(self, address: "Address", source: "Source", values: "Values") -> None:
-        super().__init__(address, source, values)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self._connections: dict[Connection, int] = {}  # with the number of scans
         self._types: dict[str, str] = {}  # names of Arrow types, by column
         self._row_bytes = 1  # about so many
@@ -69,9 +70,9 @@ class SQLite(Session):
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
         for _ in range(min(count, _CONNECTIONS)):
             self._connections[connection := Connection(self.address)] = 0
-            await connection.open()
-            await connection.run(connection.execute, _LOCK_WAIT)
+            await connection.run(connection.fetch, _LOCK_WAIT)
         await self._take_snapshot()
+        *_, connection = self._connections
         return await connection.run(self._divided, connection, partitions)
 
     async def join(self) -> Connection:
@@ -83,7 +84,7 @@ class SQLite(Session):
         return connection
 
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:  # noqa: ARG002
-        """Give a connection back; a query may run on there."""
+        """Return a connection; a query may run on there."""
         if connection in self._connections:
             self._connections[connection] -= 1
 
@@ -99,14 +100,13 @@ class SQLite(Session):
         """
         connections, witness = [*self._connections], Connection(self.address)
         try:
-            await witness.open()
             for _ in range(_TRIES):
                 version = await witness.run(witness.fetch, _VERSION)
                 await asyncio.gather(*(one.run(_start, one) for one in connections))
                 if await witness.run(witness.fetch, _VERSION) == version:
                     return
                 for one in connections:
-                    await one.run(one.execute, "ROLLBACK")
+                    await one.run(one.fetch, "ROLLBACK")
         finally:
             await witness.aclose()
         *others, only = connections
@@ -118,25 +118,29 @@ class SQLite(Session):
 
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
-    ) -> Batches:
+    ) -> Scan:
         """Yield the rows of a range; a query starts again with more rows a batch."""
         check = KeyCheck(self.source.key, last)
-        # A query that sorts its rows starts with what the first rows suggest.
-        count = batch_bytes // self._row_bytes if self._sorts else 1
+        # A query that sorts would sort again for each change.
+        count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
-            count = max(1, min(count, _MOST))
             before = check.last
-            batches = self._batches(connection, span.since(before), count)
-            with contextlib.closing(batches):
+            rest = span.since(before)
+            bounds = [self._bound(key) for *_, key in rest.bounds()]
+            batches = connection.batches(
+                self._statement(rest, "?"),
+                (*self.source.parameters, *bounds),
+                {"adbc.sqlite.query.batch_rows": str(count)},
+            )
+            with closing(batches):
                 try:
                     for batch in batches:
-                        new = check.passed(self._conformed(batch))
-                        if new.num_rows:
-                            yield new
-                        row_bytes = max(1, batch.nbytes // batch.num_rows)
-                        if not _fits(count, row_bytes, batch_bytes):
-                            most = _MOST if self._sorts else _GROWTH * count
-                            count = min(batch_bytes // row_bytes, most)
+                        if found := self._passed(self._conformed(batch), check):
+                            yield found
+                        wanted = fitting(batch.nbytes / batch.num_rows, batch_bytes)
+                        if count > 2 * wanted or wanted > GROWTH * count:
+                            most = wanted if self._sorts else GROWTH * count
+                            count = min(wanted, most)
                             break
                     else:
                         return
@@ -144,16 +148,7 @@ class SQLite(Session):
                     # The guessed type ended here: let the driver guess again.
                     if "Type mismatch" not in str(exc) or check.last == before:
                         raise
-            check.restart()
-
-    def _batches(self, connection: Connection, span: Span, rows: int) -> Batches:
-        sql = self._statement(span, "?")
-        bounds = [self._bound(key) for *_, key in span.bounds()]
-        with connection.cursor() as cursor:
-            size = {"adbc.sqlite.query.batch_rows": str(rows)}
-            cursor.adbc_statement.set_options(**size)
-            cursor.execute(sql, (*self.source.parameters, *bounds) or None)
-            yield from cursor.fetch_record_batch()
+            check.is_again = True
 
     def _bound(self, key: Key) -> int | str | bytes:
         if self._key_type == "blob":
@@ -172,11 +167,8 @@ class SQLite(Session):
         self._find_types(connection, {name: declared[name] for name in self._read})
         self._check_key(connection)
         self._types[key] = _KEY_TYPES[self._key_type]
-        casts = [
-            "{}" if name == key else _CASTS.get(self._types[name], "{}")
-            for name in self._read
-        ]
-        self._selected = selection(self._read, casts)
+        casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
+        self._selected = self._values.selection({**casts, key: ("", "")})
         sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, source.parameters))
 
@@ -187,11 +179,11 @@ class SQLite(Session):
             with connection.cursor() as cursor:
                 cursor.execute(f"{rows} LIMIT 0", self.source.parameters)
                 return dict.fromkeys(cursor.fetch_record_batch().schema.names, "")
-        connection.execute(f"CREATE TEMP VIEW {_VIEW} AS {rows}")
+        connection.fetch(f"CREATE TEMP VIEW {_VIEW} AS {rows}")
         try:
             found = connection.fetch(f"PRAGMA temp.table_info({_VIEW})")
         finally:
-            connection.execute(f"DROP VIEW temp.{_VIEW}")
+            connection.fetch(f"DROP VIEW temp.{_VIEW}")
         return {str(row[1]): str(row[2] or "").upper() for row in found}
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
@@ -220,18 +212,14 @@ class SQLite(Session):
         found = self._ask(connection, f"typeof({column(name)})", there)
         # A view declares untyped columns as BLOB: used only if there is no value.
         nothing = "binary" if "BLOB" in declared else "double"
-        return _type_of(found[0][0], "") if found else nothing
+        return _type_of(found[0], "") if found else nothing
 
     def _check_key(self, connection: Connection) -> None:
-        """Find the type of all keys.
-
-        Raises:
-            ValueError: If there is none, or it cannot be a key.
-        """
-        self._check_null(connection)
+        """Find the one type of all keys."""
+        self._refuse_keys(connection, "IS NULL", "NULL")
         # Types are sorted one after the other, so both ends show all of them.
-        ends = {self._end(connection, f"typeof({way}({self._key}))") for way in _ENDS}
-        found = ends - {"null"} or {"integer"}
+        ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]
+        found = {kind for (kind,) in ends} - {"null"} or {"integer"}
         if len(found) > 1 or not found <= _KEY_TYPES.keys():
             raise ValueError(
                 f"key {self.source.key!r} is {' and '.join(sorted(found))}; all must "
@@ -244,14 +232,10 @@ class SQLite(Session):
             texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
             distinct = select("count(*)", f"({texts})")
             if connection.fetch(distinct, self.source.parameters) != [(3,)]:
-                raise self._collation_error("BINARY")
+                self._refuse_collation("BINARY")
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return a batch with the planned types.
-
-        Raises:
-            ValueError: If a column has values of another type.
-        """
+        """Return a batch with the planned types."""
         import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
 
         names = batch.schema.names
@@ -279,11 +263,10 @@ class SQLite(Session):
 
         For the former a few keys are looked at, for the latter all are read twice.
         """
-        if self._key_type == "integer" and not self.source.is_query:
-            even = self._even_cuts(connection, partitions)
-            if even is not None:
-                return even
-        rows = self._end(connection, "count(*)")
+        is_simple = self._key_type == "integer" and not self.source.is_query
+        if is_simple and (even := self._even_cuts(connection, partitions)):
+            return even
+        (rows,) = self._ask(connection, "count(*)")
         ranks = sorted({rows * n // partitions for n in range(1, partitions)} - {0})
         cuts: list[Key] = []
         for before, rank in zip([0, *ranks], ranks, strict=False):
@@ -294,7 +277,8 @@ class SQLite(Session):
     def _even_cuts(self, connection: Connection, partitions: int) -> list[Key] | None:
         """Return cuts at even distances; None if the keys are not that even."""
         # Queried one by one: for both together, SQLite reads all rows instead of two.
-        first, last = (self._end(connection, f"{way}({self._key})") for way in _ENDS)
+        ends = [self._ask(connection, f"{end}({self._key})") for end in _ENDS]
+        (first,), (last,) = ends
         if first is None or last - first < partitions * _PROBES * _PROBE_ROWS:
             return None
         widths: list[int] = []
@@ -304,27 +288,21 @@ class SQLite(Session):
             widths.append((last if end is None else end) - at + 1)
         if min(widths) < _EVEN * max(widths):
             return None
-        return [
-            first + (last - first + 1) * n // partitions for n in range(1, partitions)
-        ]
+        width = last - first + 1
+        return [first + width * n // partitions for n in range(1, partitions)]
 
     def _nth(self, connection: Connection, since: Any, rank: int) -> Any:
         """Return the key of a rank among those from ``since`` on, if there is one."""
         order, values = f"ORDER BY {self._key} LIMIT 1 OFFSET ?", [rank]
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
-        found = self._ask(connection, self._key, order, values=values)
-        return found[0][0] if found else None
-
-    def _end(self, connection: Connection, what: str) -> Any:
-        """Return the value of an expression for all rows."""
-        ((value,),) = self._ask(connection, what)
-        return value
+        found = self._ask(connection, self._key, order, *values)
+        return found and found[0]
 
 
 def _start(connection: Connection) -> None:
     """Start a transaction; the first read takes its snapshot."""
-    connection.execute("BEGIN")
+    connection.fetch("BEGIN")
     connection.fetch("SELECT 1 FROM sqlite_master LIMIT 1")
 
 
@@ -338,11 +316,3 @@ def _type_of(found: str, declared: str) -> str:
     if classes:
         return "double" if wish == "double" else "int64"
     return wish
-
-
-def _fits(rows: int, row_bytes: int, batch_bytes: int) -> bool:
-    """Return whether batches of ``rows`` have about the wanted size."""
-    size = rows * row_bytes
-    return (size <= 2 * batch_bytes or rows == 1) and (
-        8 * size >= batch_bytes or rows == _MOST
-    )
