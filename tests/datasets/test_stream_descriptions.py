@@ -1,30 +1,31 @@
-"""What a stream says of itself, to which a state is bound."""
+"""What a stream says of itself: a state fits the stream that saved it, and no other."""
 
 import functools
+import itertools
 import json
 import operator
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioloader._order.stream_chains import differences
-from aioloader.datasets import (
-    SQLDataset,
-    Stream,
-    TarDataset,
-    TextDataset,
-    from_iterable,
-)
+from aioloader import DataLoader
+from aioloader._order.stream_states import merge_states
+from aioloader.datasets import SQLDataset, TarDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.descriptions import name_of
+from aioloader.errors import StateMismatchError
+from beside import beside
+from datasets.shards import parquet, read, text
 
 
-def numbers() -> Iterator[int]:
+def numbers(count: int = 40) -> Iterator[int]:
     """Yield some numbers."""
-    yield from range(100)
+    yield from range(count)
 
 
 class Called:
@@ -47,6 +48,16 @@ async def plus(value: int) -> int:
     return value + 1
 
 
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+async def triple(value: Any) -> Any:
+    """Repeat it."""
+    return 3 * value
+
+
 def test_names_of_functions_are_stable() -> None:
     """Also of what has no name: without addresses and values."""
     here = __name__
@@ -66,98 +77,44 @@ def test_names_of_functions_are_stable() -> None:
 
 def test_a_description_has_all_that_determines_the_samples() -> None:
     """And it is ready for JSON."""
-    text = TextDataset("s3://b/*.txt", shuffle=True, seed=3, interleave=2)
+    lines = TextDataset("s3://b/*.txt", shuffle=True, seed=3, interleave=2)
     tar = TarDataset("https://user:secret@host/a.tar?sig=secret", max_bytes=9)
     stream = (
-        text.map(plus, concurrency=3)
+        lines.map(plus, concurrency=3)
         .filter(bool)
         .mix(tar.take(3).skip(1), weights=[2, 1], seed=4)
         .shuffle(10, seed=5)
         .batch(2, drop_last=True)
+        .repeat(2)
+        .epoch_length(9)
     )
     found = stream.describe()
     assert json.loads(json.dumps(found)) == found
-    assert "secret" not in json.dumps(found)
-    here = f"{__name__}.plus"
     order = {"deterministic": True, "interleave": 1, "seed": 0, "shuffle": False}
+    read = {"kind": "TextDataset", "encoding": "utf-8"} | order
+    read |= {"interleave": 2, "seed": 3, "shuffle": True}
+    mapped = {"kind": "map", "function": f"{__name__}.plus", "is_async": True}
     taken = {"kind": "take", "count": 3, "of": {"kind": "TarDataset", **order}}
-    mapped = {
-        "kind": "map",
-        "function": here,
-        "is_async": True,
-        "of": {
-            "kind": "TextDataset",
-            "encoding": "utf-8",
-            **order,
-            "interleave": 2,
-            "seed": 3,
-            "shuffle": True,
-        },
-    }
-    assert found == {
-        "kind": "batch",
-        "size": 2,
-        "drop_last": True,
-        "of": {
-            "kind": "shuffle",
-            "size": 10,
-            "seed": 5,
-            "of": {
-                "kind": "mix",
-                "weights": [2.0, 1.0],
-                "seed": 4,
-                "until": "all",
-                "streams": [
-                    {"kind": "filter", "function": "builtins.bool", "of": mapped},
-                    {"kind": "skip", "count": 1, "of": taken},
-                ],
-            },
-        },
-    }
-
-
-def chains() -> dict[str, Stream[Any]]:
-    """Return streams that differ in one thing each from the first."""
-    first = from_iterable(numbers)
-    return {
-        "": first.shuffle(4).batch(2),
-        "size of shuffle was 4, and is 5": first.shuffle(5).batch(2),
-        "seed of shuffle was 0, and is 1": first.shuffle(4, seed=1).batch(2),
-        "drop_last of batch was False, and is True": first.shuffle(4).batch(
-            2, drop_last=True
-        ),
-        "it was saved by iterable.shuffle.batch, and this is iterable.shuffle": (
-            first.shuffle(4)
-        ),
-        "and this is iterable.batch.shuffle": first.batch(2).shuffle(4),
-    }
-
-
-def test_differences_are_named() -> None:
-    """The step and its parameter, or both chains."""
-    first, *others = chains().items()
-    for words, stream in others:
-        errors, renamed = differences(first[1].describe(), stream.describe())
-        assert any(words in error for error in errors), errors
-        assert not renamed
-    one, other = (from_iterable(numbers).map(f).describe() for f in (str, int))
-    errors, renamed = differences(one, other)
-    assert renamed == ["function of map was 'builtins.str', and is 'builtins.int'"]
-    assert not errors
-
-
-def test_differences_within_a_mix_say_in_which_stream() -> None:
-    """They are named by their places."""
-    mixed = [
-        from_iterable(numbers).mix(from_iterable(numbers).take(count)).describe()
-        for count in (3, 4)
+    filtered = {"kind": "filter", "function": "builtins.bool"}
+    mixed: Any = {"kind": "mix", "weights": [2.0, 1.0], "seed": 4, "until": "all"}
+    mixed["streams"] = [
+        {**filtered, "of": {**mapped, "of": read}},
+        {"kind": "skip", "count": 1, "of": taken},
     ]
-    errors, _ = differences(*mixed)
-    assert errors == ["stream 1 of mix: count of take was 3, and is 4"]
+    expected = mixed
+    for step in (
+        {"kind": "shuffle", "size": 10, "seed": 5},
+        {"kind": "batch", "size": 2, "drop_last": True},
+        {"kind": "repeat", "times": 2},
+        {"kind": "repeat", "times": None},
+        {"kind": "epoch_length", "count": 9},
+    ):
+        expected = {**step, "of": expected}
+    assert found == expected
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tables_and_values_of_queries() -> None:
+def test_values_of_queries() -> None:
     """A value is not shown, but another one makes a difference."""
     pytest.importorskip("adbc_driver_sqlite")
     one, other = (
@@ -167,17 +124,17 @@ def test_tables_and_values_of_queries() -> None:
         for value in ("secret", "other")
     )
     assert "secret" not in str(one)
-    assert differences(one, other).errors
+    assert one != other
 
 
 def test_another_process_says_the_same() -> None:
     """Hash seeds, addresses of objects and names of the main module do not count."""
     code = (
         "import json\n"
-        f"from {__name__} import Called, chains, numbers\n"
+        f"from {__name__} import Called, numbers\n"
         "from aioloader.datasets import from_iterable\n"
-        "more = from_iterable(numbers).map(Called(1)).describe()\n"
-        "print(json.dumps([*(s.describe() for s in chains().values()), more]))\n"
+        "stream = from_iterable(numbers).map(Called(1)).shuffle(4).batch(2)\n"
+        "print(json.dumps(stream.describe()))\n"
     )
     root = str(Path(__file__).parents[2])
     run = subprocess.run(
@@ -187,6 +144,163 @@ def test_another_process_says_the_same() -> None:
         check=True,
         text=True,
     )
-    more = from_iterable(numbers).map(Called(2)).describe()
-    mine = [*(stream.describe() for stream in chains().values()), more]
-    assert json.loads(run.stdout) == json.loads(json.dumps(mine))
+    stream = from_iterable(numbers).map(Called(2)).shuffle(4).batch(2)
+    assert json.loads(run.stdout) == stream.describe()
+
+
+# -- states ---------------------------------------------------------------------------
+
+
+async def state_of(stream: Any, count: int = 5) -> Any:
+    """Return the state after some samples, through JSON."""
+    return (await read(stream, count))[1]
+
+
+def chains(folder: Path) -> list[Any]:
+    """Return streams of which each is another one."""
+    lines, table = text(folder), parquet(folder)
+    options: list[dict[str, Any]] = [
+        {"shuffle": True},
+        {"shuffle": True, "seed": 1},
+        {"interleave": 3},
+        {"deterministic": False},
+        {"encoding": "latin-1"},
+    ]
+    files = str(folder / "*.txt")
+    return [
+        lines,
+        *(TextDataset(files, **one) for one in options),
+        table,
+        parquet(folder, columns=["name"]),
+        lines.map(double),
+        lines.map(triple),
+        lines.filter(bool),
+        lines.take(30),
+        lines.skip(1),
+        lines.skip(2),
+        lines.shuffle(4),
+        lines.shuffle(5),
+        lines.shuffle(4, seed=1),
+        lines.shuffle(4).filter(bool),
+        lines.filter(bool).shuffle(4),
+        lines.batch(2),
+        lines.batch(2, drop_last=True),
+        lines.mix(table),
+        lines.mix(table, weights=[2, 1]),
+        lines.mix(table, seed=1),
+        lines.mix(table, until="first"),
+        lines.mix(table.shuffle(3)),
+        table.mix(lines),
+        lines.mix(table, table),
+    ]
+
+
+async def test_no_state_fits_another_stream(tmp_path: Path) -> None:
+    """Not one of all pairs; its own fits."""
+    streams = chains(tmp_path)
+    states = [await state_of(stream) for stream in streams]
+    for (one, stream), (other, state) in itertools.product(
+        enumerate(streams), enumerate(states)
+    ):
+        if one == other:
+            stream.load_state_dict(state)
+            continue
+        with pytest.raises(StateMismatchError, match="is of another stream: ") as found:
+            stream.load_state_dict(state)
+        assert found.value.expected == state["stream"]
+        assert found.value.found == stream.describe()
+
+
+async def test_what_differs_is_named() -> None:
+    """The step, its parameter and both values; or both chains."""
+    first = from_iterable(numbers)
+    chain = first.shuffle(4).batch(2)
+    for saved, loaded, words in (
+        (chain, first.shuffle(8).batch(2), "size of shuffle was 4, and is 8;"),
+        (chain, first.shuffle(4, seed=1).batch(2), "seed of shuffle was 0, and is 1"),
+        (
+            chain,
+            first.shuffle(4).batch(2, drop_last=True),
+            "drop_last of batch was False, and is True",
+        ),
+        (
+            chain,
+            first.shuffle(4),
+            "it was saved by iterable.shuffle.batch, and this is iterable.shuffle;",
+        ),
+        (chain, first.batch(2).shuffle(4), "and this is iterable.batch.shuffle"),
+        (
+            first.mix(first.take(3)),
+            first.mix(first.take(4)),
+            "stream 1 of mix: count of take was 3, and is 4",
+        ),
+    ):
+        state = await state_of(saved)
+        with pytest.raises(StateMismatchError, match=re.escape(words)):
+            loaded.load_state_dict(state)
+
+
+async def test_a_function_of_another_name_is_a_warning() -> None:
+    """It may have been renamed."""
+    state = await state_of(from_iterable(range(40)).map(double))
+    stream = from_iterable(range(40)).map(str)
+    with pytest.warns(UserWarning, match=r"function of map was '.*double', and is 'b"):
+        stream.load_state_dict(state)
+    assert (await read(stream))[0] == [str(number) for number in range(5, 40)]
+
+
+async def test_the_data_may_move_and_be_read_otherwise(tmp_path: Path) -> None:
+    """Directory, cache, budget and concurrency are not of the chain."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    text(tmp_path / "a"), text(tmp_path / "b")
+    one = TextDataset("*.txt", store=tmp_path / "a").map(triple, concurrency=2)
+    moved = str(tmp_path / "b" / "*.txt")
+    other = TextDataset(moved, max_bytes=1 << 20, cache=tmp_path / "c")
+    names, state = await read(one, 7)
+    stream = other.map(triple, concurrency=9)
+    stream.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert names + (await read(stream))[0] == (await read(one))[0]
+
+
+async def test_other_shards_are_refused(tmp_path: Path) -> None:
+    """The names are known once they are listed."""
+    lines = text(tmp_path)
+    state = await state_of(lines)
+    (tmp_path / "more.txt").write_text("more\n")
+    for strict in (True, False):
+        lines.load_state_dict(state, strict=strict)
+        with pytest.raises(StateMismatchError, match=r"with 8 shards, but .* has 9"):
+            await read(lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "fetch": "workers"}])
+async def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
+    """Not when it begins."""
+    first = from_iterable(numbers)
+    loader: Any = DataLoader(first.shuffle(4), 5, collate_fn=list, **options)
+    other: Any = DataLoader(first.shuffle(8), 5, collate_fn=list, **options)
+
+    def begin() -> Any:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        loader.close()
+        return state
+
+    state = json.loads(json.dumps(await beside(begin)))
+    for strict in (True, False):
+        with pytest.raises(StateMismatchError, match="shuffle was 4, and is 8"):
+            other.load_state_dict(state, strict=strict)
+
+
+async def test_states_of_different_streams_are_not_merged() -> None:
+    """They are not of one run."""
+    states = [
+        await state_of(from_iterable(numbers).take(count).shard(rank, 2))
+        for rank, count in enumerate((8, 9))
+    ]
+    with pytest.raises(StateMismatchError, match="different streams: count of take wa"):
+        merge_states(states)

@@ -39,14 +39,15 @@ from aioloader.datasets._streams.cursors import (
     State,
 )
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.iterators import StreamIterator
+from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import is_own_stream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
+# Most samples read at once for a reader that leaves most of them out.
+_MOST = 1 << 12
 
 
 def from_iterable(source: Source) -> Stream[Any]:
@@ -89,15 +90,14 @@ def _check_is_no_iterator(source: object, name: str, kind: type) -> None:
 class _Iterable(Stream[Any]):
     """A stream of the samples of a plain or async iterable."""
 
-    def __init__(self, source: Any, cursor: Any) -> None:
+    def __init__(self, source: Any, cursor: "type[_Cursor]") -> None:
         super().__init__()
         self._source = source
         self._cursor = cursor
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's samples."""
-        cursor: Cursor = self._cursor(self._source, reading, state)
-        return cursor
+        return self._cursor(self._source, reading, state)
 
     def reread(self) -> list[str]:
         """Return the name of the source, unless its epochs can be repeated."""
@@ -144,9 +144,45 @@ class _Cursor(Replayed):
         self._error: BaseException | None = None  # error at the end, until it is raised
         self._same_errors = SameErrors()
 
+    async def _next(self, count: int) -> tuple[list[Any], bool]:
+        """Return the next samples of all readers, and whether it has ended."""
+        raise NotImplementedError
+
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
         return {"read": max(self._read, self._start)}
+
+    async def _make(self, limit: int) -> list[Any]:
+        """Return the next samples; after the last ones, raise what ended them."""
+        samples: list[Any] = []
+        reader, readers = self._share.reader, self._share.readers
+        while len(samples) < limit and not self._has_ended:
+            first = max(self._read, self._start)
+            first += (reader - first) % readers - self._read  # samples to leave out
+            last = first + (limit - len(samples) - 1) * readers
+            block, has_ended = await self._next(min(last + 1, max(limit, _MOST)))
+            if has_ended or self._same_errors.is_stuck(block):
+                self._has_ended, self._error = True, self._ended_by(block)
+            samples += block[first::readers]
+            self._read += len(block)
+        if not samples and self._error is not None:
+            error, self._error = self._error, None
+            raise carried(error)
+        return samples
+
+    def _ended_by(self, block: list[Any]) -> BaseException | None:
+        """Return what is raised after the last block."""
+        if block and type(block[-1]) is Bad:  # for every reader, and not a sample
+            error: BaseException = block.pop().error
+            return error
+        read = self._read + len(block)
+        if read >= self._start:
+            return None
+        return ShardChangedError(
+            f"{name_of(self._source)!r} ended after {read:,} samples, but the state "
+            f"was saved after {self._start:,}; resume with the same samples, or "
+            "restart the epoch"
+        )
 
     def _opened(self) -> Any:
         made = self._source() if callable(self._source) else self._source
@@ -158,77 +194,38 @@ class _Cursor(Replayed):
             set_epoch(self._epoch)
         return made
 
-    def _could_not_open(self, error: BaseException) -> None:
-        self._has_ended = True
-        self._error = failed(error).error
-
-    def _given(self, samples: list[Any]) -> list[Any]:
-        """Return samples; after the last ones, raise the error that ended them."""
-        if samples or self._error is None:
-            return samples
-        error, self._error = self._error, None
-        raise carried(error)
-
-    def _mine(self, block: list[Any], *, has_ended: bool) -> list[Any]:
-        """Count samples; return those of this reader."""
-        self._has_ended = has_ended or self._same_errors.is_stuck(block)
-        before, self._read = self._read, self._read + len(block)
-        reader, readers = self._share.reader, self._share.readers
-        first = max(before, self._start)
-        mine = block[first - before + (reader - first) % readers :: readers]
-        if self._has_ended and block and type(block[-1]) is Bad:
-            # The error that ended it goes to every reader, and is not a sample.
-            self._error = block[-1].error
-            return mine if (self._read - 1 - reader) % readers else mine[:-1]
-        if self._has_ended and self._read < self._start:
-            self._error = ShardChangedError(
-                f"{name_of(self._source)!r} ended after {self._read:,} samples, but "
-                f"the state was saved after {self._start:,}; resume with the same "
-                "samples, or restart the epoch"
-            )
-        return mine
-
 
 class _SyncCursor(_Cursor):
     """Reads a plain iterable in one thread, because some iterables need that."""
 
     _thread: ThreadPoolExecutor | None = None
 
-    async def _make(self, limit: int) -> list[Any]:
-        """Return the next samples."""
-        if self._has_ended:
-            return self._given([])
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "aioloader-iterable")
-        return self._given(await self._in_thread(partial(self._next, limit)))
+    async def _next(self, count: int) -> tuple[list[Any], bool]:
+        self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
+        found: tuple[list[Any], bool]
+        found = await self._in_thread(partial(self._next_here, count))
+        return found
+
+    def _next_here(self, count: int) -> tuple[list[Any], bool]:
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._opened())
+        except BaseException as error:  # noqa: BLE001  (raised at the end)
+            return [failed(error)], True
+        return read_block(self._iterator, count)
 
     async def _close(self) -> None:
         """Close a generator in its thread, and end the thread."""
-        thread = self._thread
-        if thread is not None:
+        self._has_ended = True
+        if (thread := self._thread) is not None:
             await self._in_thread(self._end)
             self._thread = None
             await asyncio.to_thread(thread.shutdown)
 
     async def _in_thread(self, job: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, job)
-
-    def _next(self, limit: int) -> list[Any]:
-        if self._iterator is None:
-            try:
-                self._iterator = iter(self._opened())
-            except BaseException as error:  # noqa: BLE001  (raised at the end)
-                self._could_not_open(error)
-        samples: list[Any] = []
-        while len(samples) < limit and not self._has_ended:
-            iterator: Any = self._iterator
-            block, has_ended = read_block(iterator, limit - len(samples))
-            samples += self._mine(block, has_ended=has_ended)
-        return samples
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def _end(self) -> None:
-        self._has_ended = True
         if inspect.isgenerator(self._iterator):
             self._iterator.close()
         self._iterator = None
@@ -237,19 +234,13 @@ class _SyncCursor(_Cursor):
 class _AsyncCursor(_Cursor):
     """Reads an async iterable."""
 
-    async def _make(self, limit: int) -> list[Any]:
-        """Return the next samples."""
-        if self._iterator is None and not self._has_ended:
-            try:
+    async def _next(self, count: int) -> tuple[list[Any], bool]:
+        try:
+            if self._iterator is None:
                 self._iterator = aiter(self._opened())
-            except BaseException as error:  # noqa: BLE001  (raised at the end)
-                self._could_not_open(error)
-        samples: list[Any] = []
-        while len(samples) < limit and not self._has_ended:
-            iterator: Any = self._iterator
-            block, has_ended = await read_block_async(iterator, limit - len(samples))
-            samples += self._mine(block, has_ended=has_ended)
-        return self._given(samples)
+        except BaseException as error:  # noqa: BLE001  (raised at the end)
+            return [failed(error)], True
+        return await read_block_async(self._iterator, count)
 
     async def _close(self) -> None:
         """Close a generator, or an inner stream."""

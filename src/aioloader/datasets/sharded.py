@@ -142,18 +142,17 @@ class ShardedStream(Stream[Sample_co]):
             ValueError: If there are too few, or if ranks or readers must take turns
                 with lanes that do not.
         """
-        share = reading.share
+        share, known = reading.share, state.get("shards")
         if share.in_turns and not self._deterministic:
             raise ValueError(
                 f"{self!r} has deterministic=False, and no order for ranks to share: "
                 "use as many readers as ranks (times workers), or deterministic=True"
             )
-        known = state.get("shards")
         if id(self) not in reading.listed:
             began = perf_counter()
             found = reading.listed[id(self)] = await self._agreed(reading, known)
             if (listed := LISTED.get()) is not None:
-                listed.shards += len(found[0])
+                listed.shards += len(found.shards)
                 listed.seconds += perf_counter() - began
         shards, summary, sizes = reading.listed[id(self)]
         self._check(summary, known, share.readers)
@@ -163,17 +162,17 @@ class ShardedStream(Stream[Sample_co]):
         if not reading.is_strict:
             states = [_without_stamp(one) for one in states]
         budget = self._max_bytes // max(1, lanes * share.hosted)
-        kind = Interleaved if self._deterministic else AsTheyCome
         opened = [
-            self._lane(_Picked(shards, mine[lane::lanes]), budget, one)
+            Lane(self.made_by, shards, mine[lane::lanes], budget, one)
             for lane, one in zip(range(lanes), states, strict=True)
         ]
+        kind = Interleaved if self._deterministic else AsTheyCome
         return kind(opened, state, summary)
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: not if its order may change."""
-        changes = self.made_by.changes
-        return Ahead.FREE if self._deterministic and not changes else Ahead.NEVER
+        changes = self.made_by.changes or not self._deterministic
+        return Ahead.NEVER if changes else Ahead.FREE
 
     def places(self) -> list[str]:
         """Return what distinguishes it from streams of equal description."""
@@ -181,11 +180,11 @@ class ShardedStream(Stream[Sample_co]):
 
     def describe(self) -> State:
         """Return the format's description, and the order of shards and lanes."""
-        order = {"shuffle": self._shuffle, "seed": self._seed if self._shuffle else 0}
         return {
             "kind": type(self).__name__,
             **self.made_by.describe(),
-            **order,
+            "shuffle": self._shuffle,
+            "seed": self._seed if self._shuffle else 0,
             "interleave": self._interleave,
             "deterministic": self._deterministic,
         }
@@ -207,34 +206,24 @@ class ShardedStream(Stream[Sample_co]):
         self, stack: AsyncExitStack, known: Summary | None, readers: int
     ) -> "_Listing":
         """Return all shards, cut if too few."""
-        shards = await self.made_by.shards(stack, known)
-        if self.made_by.count(shards) < readers:
-            shards = await self.made_by.cut(shards, readers)
-        # In a thread, because many shards take a while.
-        summarise = self.made_by.summary
-        is_long = len(shards) > _MANY
-        summary = (
-            await asyncio.to_thread(summarise, shards) if is_long else summarise(shards)
-        )
-        sizes = await self._sizes(shards, known, readers)
-        if sizes is not None:
-            text = ",".join(map(str, sizes)).encode()
-            summary = {**summary, "sizes": f"{zlib.crc32(text):08x}"}
-        return _Listing(shards, summary, sizes)
-
-    async def _sizes(
-        self, shards: Sequence[Shard], known: Summary | None, readers: int
-    ) -> Sequence[int] | None:
-        """Return the lengths of shards if the deal depends on them.
-
-        With a state it depends on them if it did when the state was saved.
-        """
-        is_moot = readers == 1 or len(shards) <= readers
+        made_by = self.made_by
+        shards = await made_by.shards(stack, known)
+        if made_by.count(shards) < readers:
+            shards = await made_by.cut(shards, readers)
+        if len(shards) > _MANY:  # in a thread, because many take a while
+            summary = await asyncio.to_thread(made_by.summary, shards)
+        else:
+            summary = made_by.summary(shards)
+        # The deal depends on lengths; with a state, if it did when that was saved.
+        sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
-        if is_moot or not (known is None or must):
-            return None
-        found = await self.made_by.sizes(shards, must=must)
-        return None if found is None or min(found) == max(found) else found
+        if 1 < readers < len(shards) and (known is None or must):
+            sizes = await made_by.sizes(shards, must=must)
+        if sizes is None or min(sizes) == max(sizes):
+            return _Listing(shards, summary, None)
+        text = ",".join(map(str, sizes)).encode()
+        summary = {**summary, "sizes": f"{zlib.crc32(text):08x}"}
+        return _Listing(shards, summary, sizes)
 
     async def _shares(
         self, reading: Reading, count: int, sizes: Sequence[int] | None
@@ -242,8 +231,7 @@ class ShardedStream(Stream[Sample_co]):
         """Return the shards of each reader; the same object for all readers here."""
         # For each pass of ``repeat``; readers here may be in different ones.
         deals = reading.listed.setdefault((id(self), "deals"), {})
-        found: Sequence[Sequence[int]] | None = deals.get(reading.epoch)
-        if found is None:
+        if reading.epoch not in deals:
             order: Sequence[int] | ShuffledIndices = range(count)
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
@@ -253,10 +241,8 @@ class ShardedStream(Stream[Sample_co]):
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]
-        return found
-
-    def _lane(self, shards: Sequence[Shard], budget: int, state: State) -> Lane:
-        return Lane(self.made_by, shards, budget, state)
+        shares: Sequence[Sequence[int]] = deals[reading.epoch]
+        return shares
 
     def _check(self, summary: Summary, known: Summary | None, readers: int) -> None:
         count = summary["count"]
@@ -312,19 +298,6 @@ def _without_stamp(lane: State) -> State:
     """Return a lane's state that any shard of the same size fits."""
     at = {name: one for name, one in lane.get("at", {}).items() if name != "stamp"}
     return {**lane, "at": at}
-
-
-class _Picked(Sequence[Shard]):
-    """The shards of one lane, looked up on access: there may be millions."""
-
-    def __init__(self, shards: Sequence[Shard], places: Sequence[int]) -> None:
-        self._shards, self._places = shards, places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, number: Any) -> Shard:
-        return self._shards[self._places[number]]
 
 
 class StoredStream(ShardedStream[Sample_co]):

@@ -10,13 +10,12 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal, Share, evened
 from aioloader.datasets._options import check_at_least
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
+from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
 from aioloader.datasets._streams.steps import (
@@ -29,8 +28,8 @@ from aioloader.datasets._streams.steps import (
     Repeated,
     Shuffled,
     Skipped,
+    Step,
     Taken,
-    epoch_of_pass,
 )
 from aioloader.datasets._streams.weave import Mixed, Until
 from aioloader.datasets.decoders import Decoder, Spec
@@ -55,6 +54,8 @@ class Stream(Iterated[Sample_co]):
     or ``shard`` says otherwise.
     """
 
+    sources: "tuple[Stream[Any], ...]" = ()
+
     # -- steps --------------------------------------------------------------------
 
     def map(
@@ -68,12 +69,9 @@ class Stream(Iterated[Sample_co]):
         """
         check_at_least(concurrency, 1, "concurrency")
         is_async = is_async_function(function)
-        kind: Any = Mapped
-        if is_async:
-            kind = partial(MappedAsync, concurrency=concurrency)
-        kind = partial(kind, function=function)
-        named = name_of(function)
-        return _Step(self, kind, "map", function=named, is_async=is_async)
+        described = {"function": name_of(function), "is_async": is_async}
+        step = MappedAsync if is_async else Mapped
+        return _Step(self, step, described, function=function, concurrency=concurrency)
 
     def decode(self, *specs: Spec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
@@ -89,14 +87,13 @@ class Stream(Iterated[Sample_co]):
             ImportError: If pictures are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
-        kind = partial(Decoded, function=decoder)
-        return _Step(self, kind, "decode", **decoder.describe())
+        return _Step(self, Decoded, decoder.describe(), function=decoder)
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
+        described = {"function": name_of(function)}
         is_async = is_async_function(function)
-        kind = partial(Filtered, function=function, is_async=is_async)
-        return _Step(self, kind, "filter", function=name_of(function))
+        return _Step(self, Filtered, described, function=function, is_async=is_async)
 
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
@@ -104,31 +101,26 @@ class Stream(Iterated[Sample_co]):
         The permutation differs for each window and epoch. Interleaved shards bring
         samples of many places into one window.
         """
-        check_at_least(size, 1, "size")
-        size, seed = operator.index(size), operator.index(seed)
-        kind = partial(Shuffled, size=size, seed=seed)
-        return _Step(self, kind, "shuffle", size=size, seed=seed)
+        described = {"size": _whole(size, 1, "size"), "seed": operator.index(seed)}
+        return _Step(self, Shuffled, described)
 
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
-        check_at_least(count, 0, "count")
-        count = operator.index(count)
-        return _Step(self, partial(Taken, left=count), "take", count=count)
+        count = _whole(count, 0, "count")
+        return _Step(self, Taken, {"count": count}, left=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
-        check_at_least(count, 0, "count")
-        count = operator.index(count)
-        return _Step(self, partial(Skipped, left=count), "skip", count=count)
+        count = _whole(count, 0, "count")
+        return _Step(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
         """Return the stream repeated ``times`` times.
 
         Each pass is shuffled differently. Without ``times`` it is endless.
         """
-        if times is not None:
-            check_at_least(times, 1, "times")
-        return _Repeat(self, times)
+        times = None if times is None else _whole(times, 1, "times")
+        return _Repeat(self, Repeated, {"times": times})
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
         """Return the stream with epochs of ``count`` samples, of all ranks together.
@@ -146,21 +138,15 @@ class Stream(Iterated[Sample_co]):
         their samples nor their order. The number of ranks and workers stays that of the
         first epoch. ``async for`` without a loader starts at the beginning each time.
         """
-        check_at_least(count, 1, "count")
-        return _EpochLength(self, count)
+        described = {"count": _whole(count, 1, "count")}
+        return _EpochLength(self.repeat(), EpochPart, described)
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
-        check_at_least(size, 1, "size")
-        size = operator.index(size)
-        kind = partial(Batched, size=size, drop_last=drop_last)
-        return _Step(self, kind, "batch", size=size, drop_last=drop_last)
+        described = {"size": _whole(size, 1, "size"), "drop_last": drop_last}
+        return _Step(self, Batched, described)
 
-    def cache(
-        self,
-        directory: "StrPath",  # noqa: ARG002  (used where there are shards)
-        max_bytes: int = CACHE_BYTES,  # noqa: ARG002
-    ) -> "Stream[Sample_co]":
+    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
         """Return the stream with its shards' bytes cached in a directory.
 
         Workers and other processes share it; the least recently used entries go first.
@@ -168,7 +154,10 @@ class Stream(Iterated[Sample_co]):
         Raises:
             TypeError: If it does not read from a store.
         """
-        raise TypeError(f"{self!r} has no shards that could be cached")
+        if not self.sources:
+            raise TypeError(f"{self!r} has no shards that could be cached")
+        cached = tuple(one.cache(directory, max_bytes) for one in self.sources)
+        return self._clone(sources=cached)
 
     def mix(
         self,
@@ -206,192 +195,133 @@ class Stream(Iterated[Sample_co]):
             )
         if until not in {"all", "first"}:
             raise ValueError(f"until must be 'all' or 'first', got {until!r}")
-        return _Mix(streams, weights, operator.index(seed), until)
+        seed = operator.index(seed)
+        return _Mix(streams, {"weights": weights, "seed": seed, "until": until})
 
 
 # -- streams made of streams ------------------------------------------------------
 
 
-# Steps that pass on as many samples as they get.
-_ONE_TO_ONE = {"decode", "map", "shuffle"}
+def _whole(value: int, least: int, name: str) -> int:
+    """Return an argument that is an integer, and large enough."""
+    check_at_least(value, least, name)
+    return operator.index(value)
 
 
 class _Made(Stream[Any]):
-    """A stream made of others; the ranks and readers of the first one apply."""
+    """A stream made of others; the ranks and readers of the first one apply.
 
-    def __init__(self, *sources: Stream[Any]) -> None:
+    Args:
+        sources: The others.
+        described: The parameters that determine the samples.
+    """
+
+    def __init__(self, sources: Sequence[Stream[Any]], described: State) -> None:
         super().__init__()
-        self.ranks = sources[0].ranks
-        self.num_readers = sources[0].num_readers
-        self.rank_store = sources[0].rank_store
-        self.sources = sources
-
-    def _over(self, sources: "Iterable[Stream[Any]]") -> Self:
-        clone = self._clone()
-        clone.sources = tuple(sources)
-        return clone
-
-    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
-        """Return the stream with its sources cached."""
-        return self._over(one.cache(directory, max_bytes) for one in self.sources)
-
-    def ahead(self) -> Ahead:
-        """Return how far all its sources may be read ahead."""
-        return min(one.ahead() for one in self.sources)
-
-    def reread(self) -> list[str]:
-        """Return the names of its sources without a state."""
-        return [name for one in self.sources for name in one.reread()]
-
-    def places(self) -> list[str]:
-        """Return what distinguishes its sources."""
-        return [place for one in self.sources for place in one.places()]
+        first = sources[0]
+        self.ranks, self.num_readers = first.ranks, first.num_readers
+        self.rank_store = first.rank_store
+        self.sources = tuple(sources)
+        self._described = described
 
 
-class _Over(_Made):
-    """A stream over another one."""
+class _Step(_Made):
+    """A stream made of another one by a step.
+
+    Args:
+        upstream: The other one.
+        step: The class of its cursor.
+        described: The step's parameters that determine the samples.
+        more: Other parameters, and those that are described by their names.
+    """
+
+    def __init__(
+        self, upstream: Stream[Any], step: type[Step], described: State, **more: Any
+    ) -> None:
+        super().__init__([upstream], described)
+        self._step = step
+        self._more = more
 
     @property
     def upstream(self) -> Stream[Any]:
         """The other one."""
         return self.sources[0]
 
-    def is_endless(self) -> bool:
-        """Tell whether its source never ends."""
-        return self.upstream.is_endless()
-
-    # Whether a state with "taken" has passed on that many samples after it.
-    is_one_to_one = False
-
-    def carried(self, state: State, passed: int, share: Share) -> State | None:
-        """Return the beginning of the next epoch: this step starts over."""
-        passed = passed + state.get("taken", 0) if self.is_one_to_one else 0
-        up = self.upstream.carried(state.get("up", {}), passed, share)
-        return None if up is None else {"up": up}
-
-    def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream with its source evened, if it keeps the number of samples.
-
-        This step may fail after it.
-        """
-        clone = super().evened(tail)
-        is_known = self.total() is not None
-        source = self.upstream.evened(tail if is_known else "uneven")
-        clone.sources = (source,)
-        return clone
-
-
-class _Step(_Over):
-    """A stream made of another one by a step.
-
-    Args:
-        upstream: The other one.
-        made_by: Makes the cursor over that of the other one, from a state.
-        kind: Name of the step.
-        parameters: The step's part of ``describe``.
-    """
-
-    def __init__(
-        self,
-        upstream: Stream[Any],
-        made_by: Callable[[Cursor, State, Reading], Cursor],
-        kind: str,
-        **parameters: Any,
-    ) -> None:
-        super().__init__(upstream)
-        self._made_by = made_by
-        self._kind = kind
-        self.is_one_to_one = kind in _ONE_TO_ONE
-        self._parameters = parameters
-
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return the step's cursor over that of the previous step."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
-        return self._made_by(upstream, state, reading)
-
-    def __repr__(self) -> str:
-        shown = self._parameters["size"] if self._kind == "shuffle" else "..."
-        return f"{self.upstream!r}.{self._kind}({shown})"
+        parameters = {**self._described, **self._more}
+        return self._step(upstream, state, reading, **parameters)
 
     def total(self) -> int | None:
         """Return the length of an epoch, if known."""
-        return self.upstream.total() if self.is_one_to_one else None
+        return self.upstream.total() if self._step.is_one_to_one else None
 
     def is_endless(self) -> bool:
         """Tell whether it never ends."""
-        return self._kind != "take" and super().is_endless()
+        return self._step is not Taken and super().is_endless()
+
+    def carried(self, state: State, passed: int, share: Share) -> State | None:
+        """Return the beginning of the next epoch: this step starts over."""
+        passed = passed + state.get("taken", 0) if self._step.is_one_to_one else 0
+        up = self.upstream.carried(state.get("up", {}), passed, share)
+        return None if up is None else {"up": up}
 
     def describe(self) -> State:
         """Return the step's parameters, and the previous stream."""
-        upstream = self.upstream.describe()
-        return {"kind": self._kind, **self._parameters, "of": upstream}
+        of = self.upstream.describe()
+        return {"kind": self._step.kind, **self._described, "of": of}
+
+    def __repr__(self) -> str:
+        shown = self._described["size"] if self._step is Shuffled else "..."
+        return f"{self.upstream!r}.{self._step.kind}({shown})"
 
 
-class _Repeat(_Over):
+class _Repeat(_Step):
     """A repeated stream."""
-
-    def __init__(self, upstream: Stream[Any], times: int | None) -> None:
-        super().__init__(upstream)
-        self._times = None if times is None else operator.index(times)
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over one pass after the other."""
 
         async def open_pass(number: int, up: State) -> Cursor:
-            epochs = reading.epoch, reading.begun
-            epoch, begun = (epoch_of_pass(one, number) for one in epochs)
+            later = number << 32  # each pass is a separate epoch
+            epoch, begun = reading.epoch + later, reading.begun + later
             here = replace(reading, epoch=epoch, begun=begun)
             return await self.upstream.open(here, up)
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
-        return Repeated(cursor, state, reading, open_pass=open_pass, times=self._times)
+        return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
     def is_endless(self) -> bool:
         """Tell whether it never ends."""
-        return self._times is None or super().is_endless()
+        return self._described["times"] is None or super().is_endless()
 
     def carried(self, _state: State, _passed: int, _share: Share) -> None:
         """Return None: each epoch starts with the first pass."""
 
-    def describe(self) -> State:
-        """Return the number of passes, and the repeated stream."""
-        of = self.upstream.describe()
-        return {"kind": "repeat", "times": self._times, "of": of}
-
     def __repr__(self) -> str:
-        return f"{self.upstream!r}.repeat({self._times or ''})"
+        return f"{self.upstream!r}.repeat({self._described['times'] or ''})"
 
 
-class _EpochLength(_Over):
+class _EpochLength(_Step):
     """A stream with epochs of a given length."""
 
-    _tail = "uneven"
-
-    def __init__(self, upstream: Stream[Any], count: int) -> None:
-        super().__init__(upstream.repeat())
-        self._count = operator.index(count)
+    _tail: Tail = "uneven"
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's part of the epoch."""
-        share = reading.share
         # To the source all epochs are one, so a pass is never shuffled again midway.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
-        count, real = self._parts(share)
-        counts_failed = not self.leaves_out or share.in_turns
-        return EpochPart(
-            upstream,
-            state,
-            reading,
-            count=count,
-            real=real,
-            counts_failed=counts_failed,
-        )
+        count, real = self._parts(reading.share)
+        counts_failed = not self.leaves_out or reading.share.in_turns
+        parameters: Any = {"count": count, "real": real, "counts_failed": counts_failed}
+        return EpochPart(upstream, state, reading, **parameters)
 
     def _parts(self, share: Share) -> tuple[int, int]:
         """Return how many samples a reader has, and how many are not padding."""
-        count = evened(self._count, share.ranks, self._tail)
-        real = min(count, self._count) if self._tail == "pad" else count
+        count = evened(self.total(), share.ranks, self._tail)
+        real = min(count, self.total()) if self._tail == "pad" else count
         deal = Deal(share.reader, share.readers, share.readers)
         return deal.part(count), deal.part(real)
 
@@ -405,7 +335,8 @@ class _EpochLength(_Over):
 
     def total(self) -> int:
         """Return the length of an epoch."""
-        return self._count
+        count: int = self._described["count"]
+        return count
 
     def is_endless(self) -> bool:
         """Return False: its source is endless, an epoch of it is not."""
@@ -413,34 +344,14 @@ class _EpochLength(_Over):
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
         """Return the stream whose ranks have equal parts, unless that is "uneven"."""
-        made = self._clone()
-        vars(made)["_tail"] = tail
-        made.leaves_out = is_skipped
-        return made
-
-    def describe(self) -> State:
-        """Return the length, and the source of the samples."""
-        of = self.upstream.describe()
-        return {"kind": "epoch_length", "count": self._count, "of": of}
+        return self._clone(_tail=tail, leaves_out=is_skipped)
 
     def __repr__(self) -> str:
-        return f"{self.upstream!r}.epoch_length({self._count})"
+        return f"{self.upstream!r}.epoch_length({self.total()})"
 
 
 class _Mix(_Made):
     """Several streams as one."""
-
-    def __init__(
-        self,
-        streams: Sequence[Stream[Any]],
-        weights: list[float],
-        seed: int,
-        until: Until,
-    ) -> None:
-        super().__init__(*streams)
-        self._weights = weights
-        self._seed = seed
-        self._until = until
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
         """Return each source and its state."""
@@ -449,10 +360,10 @@ class _Mix(_Made):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         cursors = [await one.open(reading, up) for one, up in self._each(state)]
-        key = (self._seed, reading.epoch, reading.share.reader)
-        return Mixed(
-            cursors, self._weights, key, state, until=self._until, ahead=self.ahead()
-        )
+        how = self._described
+        key = (how["seed"], reading.epoch, reading.share.reader)
+        options: Any = {"until": how["until"], "ahead": self.ahead()}
+        return Mixed(cursors, how["weights"], key, state, **options)
 
     def carried(self, state: State, _passed: int, share: Share) -> State | None:
         """Return the beginning of the next epoch: all is drawn again."""
@@ -461,17 +372,12 @@ class _Mix(_Made):
 
     def describe(self) -> State:
         """Return how the streams are mixed, and their descriptions."""
-        return {
-            "kind": "mix",
-            "streams": [stream.describe() for stream in self.sources],
-            "weights": self._weights,
-            "seed": self._seed,
-            "until": self._until,
-        }
+        streams = [stream.describe() for stream in self.sources]
+        return {"kind": "mix", "streams": streams, **self._described}
 
     def is_endless(self) -> bool:
         """Tell whether it never ends: its first source does not, or its last."""
-        ends = all if self._until == "first" else any
+        ends = all if self._described["until"] == "first" else any
         return ends(stream.is_endless() for stream in self.sources)
 
     def __repr__(self) -> str:

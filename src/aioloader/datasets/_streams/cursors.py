@@ -8,10 +8,11 @@ its samples were passed on. Loading it makes the block again, and drops those.
 import asyncio
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Block, cut, join, unreadable
 from aioloader._order.shares import Share
@@ -37,41 +38,24 @@ class Ahead(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Reading:
-    """One reader's iteration over a stream.
-
-    Attributes:
-        epoch: Number of the epoch.
-        share: The reader's part of the stream.
-        stack: Closes what the iteration needs.
-        listed: What all readers here share, by the identity of a source.
-        agreement: How ranks compare their lists of shards; None: they do not.
-        is_strict: Whether shards must be those of the state, not only as long.
-        begun: Number of the epoch in which it was at its beginning.
-    """
+    """One reader's iteration over a stream: its part of it, in an epoch."""
 
     epoch: int
     share: Share
-    stack: AsyncExitStack
+    stack: AsyncExitStack  # closes what the iteration needs
+    # What all readers here share, by the identity of a source.
     listed: dict[Any, Any] = field(default_factory=dict)
-    agreement: "Agreement | None" = None
-    is_strict: bool = True
-    begun: int = 0
+    agreement: "Agreement | None" = None  # how ranks compare their lists of shards
+    is_strict: bool = True  # whether shards must be those of the state, or only as long
+    begun: int = 0  # the epoch in which the stream was at its beginning
 
 
 class Made(NamedTuple):
-    """A block that was made and not passed on whole.
-
-    Attributes:
-        before: The state from which it can be made again.
-        length: Number of its samples.
-        failed: Places of those that the source could not read, without ``after``.
-        after: Maps a number of its samples to the state after them.
-    """
+    """A block that was made and not passed on whole, and the states in it."""
 
     before: State
     length: int
-    failed: list[int]
-    after: Callable[[int], State] | None = None
+    after: Callable[[int], State]  # so many of its samples
 
 
 class Replayed:
@@ -81,16 +65,11 @@ class Replayed:
     Steps over it call ``pull``. What interleaves several cursors, and passes their
     samples on later, calls ``fill`` and ``take``, and then ``pass_on``.
 
-    Attributes:
-        overshoots: Whether ``_make`` may give more samples than it was asked for.
-        makes_ahead: Whether the next block is made while one is passed on.
-
-    Args:
-        state: What ``state`` returned; the subclass takes its own entries.
+    A subclass takes its own entries of the state.
     """
 
-    overshoots = False
-    makes_ahead = False
+    overshoots = False  # whether `_make` may give more samples than it was asked for
+    makes_ahead = False  # whether the next block is made while one is passed on
 
     def __init__(self, state: State) -> None:
         # Until the samples passed on before it was saved are dropped again.
@@ -99,7 +78,10 @@ class Replayed:
         self._passed = 0  # of the first one
         self._block: Block = []
         self._at = 0
-        self._begun: State | None = None  # before the block that is being made
+        self._begun: State | None = None  # before the block that is made ahead
+        # Set by `_make` if that knows better: the state before its block, and what
+        # maps a number of its samples to the state after them.
+        self._known: tuple[State, Callable[[int], State]] | None = None
         self._making: asyncio.Task[Block] | None = None
 
     async def _make(self, limit: int) -> Block:
@@ -137,20 +119,13 @@ class Replayed:
             return self._loaded
         if not self._made:
             return self._begun or self._here()
-        before, _, failed, after = self._made[0]
-        if not self._passed:
-            return before
-        if after is not None:
-            return after(self._passed)
-        failed = [place for place in failed if place < self._passed]
-        return {**before, "taken": self._passed, "failed": failed}
+        made = self._made[0]
+        return made.after(self._passed) if self._passed else made.before
 
     async def aclose(self) -> None:
         """Stop pending work, wait for it to end, and release what is open."""
         making, self._making = self._making, None
-        if making is not None:
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
+        await cancel([making] if making is not None else [])
         await self._close()
 
     # -- for what interleaves several ------------------------------------------------
@@ -195,11 +170,9 @@ class Replayed:
     async def _more(self, limit: int) -> Block:
         """Make the next block, and note where it began."""
         if self.makes_ahead:
-            if self._making is None:
-                self._make_ahead(limit)
-            assert self._making is not None
-            await asyncio.wait([self._making])  # cancellation does not reach it
-            making, self._making = self._making, None
+            making = self._making or self._make_ahead(limit)
+            await asyncio.wait([making])  # cancellation does not reach it
+            self._making = None
             block, before = making.result(), self._begun
             self._begun = None
             assert before is not None
@@ -211,24 +184,21 @@ class Replayed:
             self._make_ahead(limit)
         return block
 
-    def _note(
-        self,
-        before: State,
-        block: Block,
-        after: Callable[[int], State] | None = None,
-    ) -> None:
+    def _make_ahead(self, limit: int) -> "asyncio.Task[Block]":
+        self._begun = self._here()
+        self._making = asyncio.create_task(self._make(limit))
+        return self._making
+
+    def _note(self, before: State, block: Block) -> None:
         """Note that ``block`` was made, from the state ``before`` it."""
-        if not len(block):
-            return
-        failed = unreadable(block) if after is None else []
-        self._made.append(Made(before, len(block), failed, after))
+        known, self._known = self._known, None
+        if len(block):
+            if known is None:
+                known = before, partial(_counted, before, unreadable(block))
+            self._made.append(Made(known[0], len(block), known[1]))
 
     async def _replay(self, count: int, known: list[int] | None) -> bool:
-        """Make ``count`` samples again, and drop them; return whether more are ready.
-
-        Raises:
-            ShardChangedError: If there are fewer, or if others could not be read.
-        """
+        """Make samples again, and drop them; return whether more are ready."""
         found = 0
         while found < count:
             block = await self._more(count - found)
@@ -241,30 +211,30 @@ class Replayed:
             found += dropped
         return self.ready() > 0
 
-    def _make_ahead(self, limit: int) -> None:
-        self._begun = self._here()
-        self._making = asyncio.create_task(self._make(limit))
-
 
 Cursor: TypeAlias = Replayed
 
 
-class Pulls(Protocol):
-    """The part of a cursor or a reader that ``skip`` needs."""
-
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples."""
+def _counted(before: State, failed: list[int], count: int) -> State:
+    known = [place for place in failed if place < count]
+    return {**before, "taken": count, "failed": known}
 
 
-async def skip(cursor: Pulls, count: int, known: list[int] | None = None) -> int:
-    """Pull and drop ``count`` samples; return how many were missing.
+async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks, and wait for them to end."""
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-    Raises:
-        ShardChangedError: See ``check_again``; ``known`` is passed to it.
-    """
+
+async def skip(
+    pull: Callable[[int], Any], count: int, known: list[int] | None = None
+) -> int:
+    """Pull and drop samples, as in ``check_again``; return how many were missing."""
     found = 0
     while found < count:
-        block = await cursor.pull(count - found)
+        block = await pull(count - found)
         check_again(block, found, count, known)
         if not len(block):
             break
@@ -280,12 +250,9 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
 
     Args:
         block: Samples that were read again; empty at the end.
-        at: Position of the block among the samples passed on.
+        at: Position of the block among the ``count`` samples passed on.
         count: How many samples were passed on.
         known: Positions of those that were unreadable then; None: not known.
-
-    Raises:
-        ShardChangedError: If other samples fail now, or if there are fewer samples.
     """
     if known is None:
         return

@@ -1,40 +1,50 @@
-"""What all streams share: descriptions, iteration, sharing among ranks, resuming."""
+"""What all streams share: iteration, its share and its position, among any ranks.
 
+Cancelling a step of an iteration loses nothing: its read continues in a separate task,
+and the next step gets the result.
+"""
+
+import asyncio
 import math
 import operator
-from typing import Any, ClassVar, Self, TypeVar
+import sys
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from aioloader._observe.warnings import warn
+from aioloader._order.blocks import Bad, Block
 from aioloader._order.ranks import Tail
 from aioloader._order.shares import Deal, Share
-from aioloader._order.stream_states import opened, state_of
+from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._options import check_at_least
-from aioloader.datasets._streams.agreement import RankStore
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
+from aioloader.datasets._streams.agreement import Agreement, RankStore, StoreTalk
+from aioloader.datasets._streams.cursors import (
+    Ahead,
+    Cursor,
+    Reading,
+    State,
+    cancel,
+)
 from aioloader.datasets._streams.descriptions import fitted
-from aioloader.datasets._streams.end_talk import StoreTalk
-from aioloader.datasets._streams.iterators import StreamIterator
-from aioloader.protocols import OwnStream
+from aioloader.datasets._streams.readers import Reader, Readers
+from aioloader.errors import ShardChangedError
+from aioloader.protocols import BlockIterator, OwnStream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
+# Most samples that ``async for`` reads at once, if they come quickly.
+_AHEAD = 256
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
-    """The part of a stream that is not a step.
+    """The part of a stream that is not a step."""
 
-    Attributes:
-        rank_store: Where ranks compare their lists of shards.
-        leaves_out: Whether failed samples do not count, because others take their
-            places.
-        is_inner: Whether a stream that has it as its source shares it among workers.
-        refills: Whether samples of the beginning are repeated until all ranks end.
-    """
-
-    leaves_out = False
-    is_inner = False
-    refills = False
+    sources: "tuple[Iterated[Any], ...]" = ()  # what it is made of
+    leaves_out = False  # whether failed samples do not count: others take their places
+    is_inner = False  # whether a stream that has it as its source shares it
+    refills = False  # whether samples of the beginning are repeated until all ranks end
 
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
     __iter__: ClassVar[None] = None
@@ -61,8 +71,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
         cost = deal.cost()
         if cost is not None:
             warn(cost)
-        iterator: StreamIterator[Sample_co]
         store = self.rank_store.found() if (self.ranks or (0, 1))[1] > 1 else None
+        iterator: StreamIterator[Sample_co]
         iterator = StreamIterator(self, epoch, deal, state, store)
         self._loaded = None
         if not self._is_chosen:
@@ -93,9 +103,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in range({world_size}), got {rank}")
-        clone = self._clone()
-        clone.ranks = operator.index(rank), operator.index(world_size)
-        return clone
+        return self._clone(ranks=(operator.index(rank), operator.index(world_size)))
 
     def agree(self, store: Any = None, *, timeout: float | None = None) -> Self:
         """Let the ranks agree through a store of ``torch.distributed``.
@@ -111,9 +119,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
             timeout: Seconds that one operation of the store may take (default: 60), and
                 that a rank waits for another at the end (default: 1,800).
         """
-        clone = self._clone()
-        clone.rank_store = RankStore(store, timeout)
-        return clone
+        return self._clone(rank_store=RankStore(store, timeout))
 
     def readers(self, count: int) -> Self:
         """Fix the number of readers, so that the order suits any number of ranks.
@@ -134,13 +140,28 @@ class Iterated(Dataset[Sample_co], OwnStream):
             ValueError: If ``count`` is below 1.
         """
         check_at_least(count, 1, "count")
-        clone = self._clone()
-        clone.num_readers = operator.index(count)
-        return clone
+        return self._clone(num_readers=operator.index(count))
+
+    # -- what kinds of streams differ in ---------------------------------------------
+
+    async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
+        raise NotImplementedError
+
+    def describe(self) -> State:
+        """Return what a state depends on, JSON-serialisable.
+
+        It is what determines the samples and their order, except names of shards,
+        which the state itself holds: ``"kind"``, parameters, and ``"of"``, the same for
+        the previous step. Left out: where the data lies, credentials, caches and
+        read-ahead. Under ``"function"`` are names of the user's functions: if they
+        differ, there is only a warning.
+        """
+        return {"kind": type(self).__name__}
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead of the samples passed on."""
-        return Ahead.FREE
+        return min((one.ahead() for one in self.sources), default=Ahead.FREE)
 
     def total(self) -> int | None:
         """Return how many samples an epoch of all ranks has, if known.
@@ -151,15 +172,17 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
     def reread(self) -> list[str]:
         """Return the names of its parts without a state, which are read again."""
-        return []
+        return [name for one in self.sources for name in one.reread()]
 
     def is_endless(self) -> bool:
         """Tell whether an epoch never ends."""
-        return False
+        return any(one.is_endless() for one in self.sources)
 
     def places(self) -> list[str]:
         """Return what distinguishes its sources from others of equal description."""
-        return []
+        return [place for one in self.sources for place in one.places()]
+
+    # -- among ranks ----------------------------------------------------------------
 
     def check_batches(self, ranks: int, size: int) -> None:
         """Check that in each step all ranks deliver a batch, or have ended.
@@ -184,56 +207,35 @@ class Iterated(Dataset[Sample_co], OwnStream):
             f"readers({ranks}), or epoch_length(count)"
         )
 
-    def evened(
-        self,
-        tail: Tail,
-        *,
-        is_skipped: bool = False,  # noqa: ARG002  (used by subclasses)
-    ) -> Self:
+    def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return the stream whose ranks have equal parts.
 
-        Args:
-            tail: ``"drop"``: the remainder is dropped; ``"wrap"`` and ``"pad"``: some
-                ranks have more, of a known total one sample; ``"uneven"``: nothing is
-                done.
-            is_skipped: Whether failed samples are left out.
+        Its sources are evened if it passes on as many samples as they have. Failed
+        samples of theirs count: this stream may fail after them.
         """
-        clone = self._clone()
-        is_open = self.total() is None and not self.is_endless()
-        clone.refills = is_open and tail in {"wrap", "pad"}
-        return clone
+        is_known = self.total() is not None
+        inner: Tail = tail if is_known else "uneven"
+        is_open = not (is_known or self.is_endless())
+        return self._clone(
+            refills=is_open and tail in {"wrap", "pad"},
+            sources=tuple(one.evened(inner) for one in self.sources),
+        )
 
     def has_store(self) -> bool:
         """Tell whether its ranks can agree through a store now."""
         return self.rank_store.found() is not None
 
     def end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk:
-        """Return what its ranks agree by on the end of an iteration.
-
-        Args:
-            tail: What happens to the remainder.
-            at: The epoch, and how many of its batches were delivered before.
-        """
+        """Return what its ranks agree by on the end of an iteration."""
         store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
         assert store is not None
         what = [self.describe(), self.places(), tail]
         return StoreTalk(store, rank, ranks, what=what, at=at, name=repr(self))
 
-    def carried(
-        self,
-        state: State,  # noqa: ARG002  (used by subclasses)
-        passed: int,  # noqa: ARG002
-        share: Share,  # noqa: ARG002
-    ) -> State | None:
+    def carried(self, state: State, passed: int, share: Share) -> State | None:  # noqa: ARG002
         """Return where a cursor begins the epoch after one that stopped at ``state``.
 
-        Args:
-            state: A state of the cursor in the earlier epoch.
-            passed: How many samples were delivered after it.
-            share: The reader's part of the stream.
-
-        Returns:
-            A state; None if each epoch starts at the beginning.
+        So many samples were ``passed`` on after it. None: at the beginning.
         """
         return None
 
@@ -242,13 +244,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return self.carried({}, 0, Share()) is not None
 
     def following(self, state: State, epoch: int, workers: int = 1) -> State:
-        """Return where the epoch after one that stopped at ``state`` starts.
-
-        Args:
-            state: The state of an iterator; the stream ``continues``.
-            epoch: Number of the next epoch, unless the user has chosen one.
-            workers: Number of workers of each rank that read.
-        """
+        """Return where the epoch after one that stopped at ``state`` starts."""
         ranks = (self.ranks or (0, 1))[1] * workers
         readers, streams = state["readers"], dict[str, State]()
         for name, one in state["streams"].items():
@@ -291,9 +287,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return fitted(state, self.describe(), strict=strict and "strict" not in state)
 
-    def _clone(self) -> Self:
+    def _clone(self, **changed: Any) -> Self:
         clone = object.__new__(type(self))
-        clone.__dict__.update(self.__dict__)
+        clone.__dict__.update(self.__dict__ | changed)
         return clone
 
     def _deal(self, readers: int | None) -> Deal:
@@ -306,22 +302,220 @@ class Iterated(Dataset[Sample_co], OwnStream):
             rank * workers + number, ranks, readers or self.num_readers or ranks
         )
 
-    async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
-        raise NotImplementedError
-
-    def describe(self) -> State:
-        """Return what a state depends on, JSON-serialisable.
-
-        It is what determines the samples and their order, except names of shards,
-        which the state itself holds: ``"kind"``, parameters, and ``"of"``, the same for
-        the previous step. Left out: where the data lies, credentials, caches and
-        read-ahead. Under ``"function"`` are names of the user's functions: if they
-        differ, there is only a warning.
-        """
-        return {"kind": type(self).__name__}
-
 
 # Frameworks add samplers to what is no IterableDataset. It is registered and not a
 # base: torch's class adds an `__iter__`, and a stream has none.
 IterableDataset.register(Iterated)
+
+
+class StreamIterator(BlockIterator, Generic[Sample_co]):
+    """One iteration; a loader pulls blocks, ``async for`` single samples.
+
+    It reads the positions of a ``deal``; ranks compare their shards in ``store``.
+    """
+
+    def __init__(
+        self,
+        stream: Iterated[Sample_co],
+        epoch: int,
+        deal: Deal,
+        state: State | None = None,
+        store: RankStore | None = None,
+    ) -> None:
+        self.fills: bool = deal.is_alone
+        total = stream.total()
+        self.real: int | None = None if total is None else deal.part(total)
+        self.leaves_out: bool = stream.leaves_out and deal.is_alone
+        self.refills: bool = stream.refills
+        self._stream = stream
+        self._description = stream.describe()
+        self._epoch = epoch
+        self._deal = deal
+        if state is None:
+            state = state_of(self._description, epoch, deal.readers, 0, {}, begun=epoch)
+        if not state["streams"]:  # all are at their beginning
+            fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+            state = {**state, "streams": fresh}
+        self._begun: int = state["begun"]
+        self._is_strict = state.get("strict", True)
+        self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
+        # Ranks take turns from the position on, also if not all had as many before.
+        position = self._state["position"]
+        self.at: int = -(-(position - deal.rank) // deal.ranks)
+        self._shift = position - self.at * deal.ranks
+        self._agreement: Agreement | None = None
+        if store is not None:
+            self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
+        self._stack = AsyncExitStack()
+        self._cursors: list[Cursor] = []
+        self._readers: Readers | None = None
+        self._is_closed = False
+        self._refusal: ShardChangedError | None = None
+        self._reading: asyncio.Task[Block | None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> "StreamIterator[Sample_co]":
+        return self
+
+    async def __anext__(self) -> Sample_co:
+        block: Block | None = None
+        if self._readers is not None and self._reading is None and not self._is_closed:
+            block = self._readers.take_one()
+        if block is None:
+            block = await self._next()
+        if block is None:
+            raise StopAsyncIteration
+        sample = block[0]
+        if type(sample) is Bad:
+            raise sample.error
+        result: Sample_co = sample
+        return result
+
+    async def _next(self) -> Block | None:
+        """Return a block of one sample, read in a separate task."""
+        if self._reading is None:
+            if self._is_closed:
+                return None
+            # If this step is cancelled, the state stays that before it.
+            self._state = self.position()
+            self._reading = _begun(self._read(None))
+        if not self._reading.done():
+            await asyncio.wait([self._reading])  # cancellation does not reach it
+        if (reading := self._reading) is None:
+            return None  # closed meanwhile
+        self._reading = None
+        return reading.result()
+
+    async def pull(self, limit: int) -> Block:
+        """Return the samples at the next ``limit`` positions.
+
+        If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
+        Otherwise there may be fewer, or none. A failed sample is a ``Bad`` in a list,
+        and the stream continues after it. Once cancelled, it can only be closed.
+
+        Raises:
+            StopAsyncIteration: At the end, if it does not fill.
+        """
+        block = await self._read(limit)
+        if block is not None:
+            return block
+        if not self.fills:
+            raise StopAsyncIteration
+        return []
+
+    def again(self, state: State | None) -> "StreamIterator[Sample_co]":
+        """Return an iteration over the same samples, from the first one or a state."""
+        return StreamIterator(self._stream, self._epoch, self._deal, state)
+
+    async def _read(self, limit: int | None) -> Block | None:
+        """Return the next block, or a block of one sample; None at the end."""
+        if self._is_closed:
+            return None
+        if self._refusal is not None:
+            raise self._refusal
+        if self._readers is None:
+            self._readers = await self._open()
+        readers = self._readers
+        try:
+            block = await (readers.one() if limit is None else readers.pull(limit))
+        except ShardChangedError as error:
+            # Nothing follows the position of the state, even if pulled again.
+            self._refusal = error
+            raise
+        if block is None:
+            self._state = self._now()
+            await self._release()
+        return block
+
+    async def _open(self) -> Readers:
+        """Open the readers at their positions in the state."""
+        deal, listed, found = self._deal, dict[Any, Any](), list[Reader]()
+        for number, wanted in zip(deal.hosted(), deal.wanted(self.at), strict=True):
+            known = self._state["streams"][str(number)]
+            has_ended = known.get("ended", False)
+            cursor: Cursor | None = None
+            if self.fills or not has_ended:
+                part = self._epoch, deal.share(number), self._stack, listed
+                known_of = self._agreement, self._is_strict, self._begun
+                reading = Reading(*part, *known_of)
+                cursor = await self._stream.open(reading, known["state"])
+                self._cursors.append(cursor)
+            first = known["taken"] if has_ended else wanted
+            found.append(Reader(cursor, known, first, deal.stride))
+        ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
+        options: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
+        return Readers(deal, found, self.at, self._shift, **options)
+
+    def state_dict(self) -> State:
+        """Return the position after the last sample returned, ready for JSON.
+
+        It has the progress of all ranks in step, and the positions of the readers that
+        this one reads; ``merge_states`` makes one state from those of all ranks.
+        """
+        return sealed(self.position())
+
+    def position(self) -> State:
+        """Return the state without its checksum, which takes longer."""
+        is_between = self._reading is None and not self._is_closed
+        return self._now() if is_between else self._state
+
+    def _now(self) -> State:
+        readers, deal = self._readers, self._deal
+        if readers is None:
+            return self._state
+        return state_of(
+            self._description,
+            self._epoch,
+            deal.readers,
+            readers.at * deal.ranks + self._shift,
+            readers.streams(),
+            begun=self._begun,
+            has_ended=readers.has_ended(),
+        )
+
+    async def aclose(self) -> None:
+        """Stop pending work and wait for it to end; if cancelled, it continues."""
+        if self._closing is None:
+            self._closing = _begun(self._close())
+        await asyncio.wait([self._closing])
+        self._closing.result()
+
+    async def _close(self) -> None:
+        self._settle()
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            await cancel([reading])
+        await self._release()
+
+    def _settle(self) -> None:
+        """Keep the last state."""
+        self._state = self.position()
+        self._is_closed = True
+
+    async def _release(self) -> None:
+        """Close what is open; can be called again if that was cancelled."""
+        self._settle()
+        async with self._stack:
+            if self._readers is not None:
+                await self._readers.aclose()
+            for cursor in self._cursors:
+                await cursor.aclose()
+        self._cursors = []
+
+    def lifespan(self) -> Self:
+        """Return itself: leaving it closes it."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.aclose()
+
+
+def _begun(job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Return a task; where Python allows it, it has already run to its first wait."""
+    if sys.version_info >= (3, 12):
+        loop = asyncio.get_running_loop()
+        return asyncio.Task(job, loop=loop, eager_start=True)
+    return asyncio.create_task(job)

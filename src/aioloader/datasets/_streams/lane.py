@@ -27,31 +27,31 @@ _TOGETHER = 16
 class Lane(Replayed):
     """The samples of several shards.
 
-    Counting from the start of a block is right for data that does not change. A reader
-    of rows, which may be deleted and inserted, names the last one instead.
-
-    Args:
-        made_by: The format that opens a shard.
-        shards: The lane's shards, in order.
-        budget: Bytes to read ahead.
-        state: Where to start: which shard, a position in it, and how many samples after
-            that position were passed on.
+    They are at ``places`` of ``shards``, looked up on access: there may be millions.
+    A state is the number of a shard, a position in it, and how many samples after that
+    were passed on. Counting them is right for data that does not change; a reader of
+    rows, which may be deleted and inserted, names the last one instead.
     """
 
     overshoots = True
 
     def __init__(
-        self, made_by: ShardFormat, shards: Sequence[Shard], budget: int, state: State
+        self,
+        made_by: ShardFormat,
+        shards: Sequence[Shard],
+        places: Sequence[int],
+        budget: int,
+        state: State,
     ) -> None:
         super().__init__({})
         self._format = made_by
-        self._shards = shards
+        self._shards, self._places = shards, places
         self._budget = budget
         self._number: int = state.get("shard", 0)
         # Where the shard is opened, and what is dropped then, until it was.
         self._position: Position = state.get("at", {})
         self._skip: int = state.get("taken", 0)
-        self._has_columns = False
+        self._least = _SAMPLES
         self._reader: ShardReader | None = None
         self._ahead: deque[ShardReader] = deque()
         self._done: ShardReader | None = None  # until it is closed
@@ -64,32 +64,29 @@ class Lane(Replayed):
 
     def begin(self) -> None:
         """Open the first shard, and start reading it ahead."""
-        if self._reader is None and self._number < len(self._shards):
+        if self._reader is None and self._number < len(self._places):
             self._reader = self._open(self._number, self._position)
             self._reader.begin()
 
-    async def _more(self, limit: int) -> Block:
+    async def _make(self, limit: int) -> Block:
         """Return the next samples of a shard; one that is lost is a ``Bad``."""
-        while self._number < len(self._shards):
+        while self._number < len(self._places):
             reader = self._reader
             if reader is None:
                 reader = self._reader = self._open(self._number, self._position)
             try:
                 await self._drop(reader)
-                least = _ROWS if self._has_columns else _SAMPLES
-                block = await reader.pull(max(limit, least))
+                block = await reader.pull(max(limit, self._least))
             except ShardChangedError:
                 raise
             except Exception as error:  # noqa: BLE001  (the loader's policy decides)
                 # The rest of the shard is lost, and all that was to be dropped of it.
-                block = [Bad(error)]
-                self._note(self._here(), block)
+                self._knows(None)
                 await self._turn()
-                return block
+                return [Bad(error)]
             if block:
-                before = self._here()
-                self._note(before, block, self._after(reader, before))
-                self._has_columns = not isinstance(block, list)
+                self._knows(reader.positions())
+                self._least = _SAMPLES if isinstance(block, list) else _ROWS
                 self._position = reader.position()
                 if reader.is_draining():
                     self._open_next()
@@ -97,18 +94,19 @@ class Lane(Replayed):
             await self._turn()
         return []
 
-    def _after(self, reader: ShardReader, before: State) -> Callable[[int], State]:
-        """Return what maps a number of samples of the last block to a state."""
-        positions = reader.positions()
-        if positions is None:
-            return partial(_counted, before)
-        return partial(_named, self._number, positions)
+    def _knows(self, positions: Callable[[int], Position] | None) -> None:
+        """Note the states within the block that begins at the current position."""
+        before = self._here()
+        after = partial(_counted, before)
+        if positions is not None:
+            after = partial(_named, self._number, positions)
+        self._known = before, after
 
     async def _drop(self, reader: ShardReader) -> None:
         """Drop the samples passed on before the state was saved."""
         if not self._skip:
             return
-        if missing := await skip(reader, self._skip):
+        if missing := await skip(reader.pull, self._skip):
             raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
                 "position in the state; it has changed since"
@@ -116,7 +114,6 @@ class Lane(Replayed):
         self._skip, self._position = 0, reader.position()
 
     async def _close(self) -> None:
-        """Close the open readers."""
         readers = [self._reader, *self._ahead, self._done]
         self._reader = self._done = None
         self._ahead.clear()
@@ -129,11 +126,12 @@ class Lane(Replayed):
 
         Otherwise each small shard would cost the time of a request.
         """
-        ahead, shards = self._ahead, self._shards
-        while (number := self._number + len(ahead) + 1) < len(shards):
+        ahead = self._ahead
+        while (number := self._number + len(ahead) + 1) < len(self._places):
             if not self._has_room():
                 return
-            few = [shards[at] for at in range(number, len(shards))[:_TOGETHER]]
+            places = self._places[number : number + _TOGETHER]
+            few = [self._shards[place] for place in places]
             ahead.extend(self._format.open_together(few, self._budget))
             if len(ahead) < number - self._number:  # none of them
                 ahead.append(self._open(number, {}))
@@ -151,8 +149,7 @@ class Lane(Replayed):
         is_small = current is None or current[1].size <= start
         for reader in self._ahead:
             count = reader.bytes_ahead()
-            is_whole = is_small if count is None else reader.is_draining()
-            if not is_whole:
+            if not (is_small if count is None else reader.is_draining()):
                 return False
             left -= start if count is None else count
         return not self._ahead or left >= start
@@ -162,7 +159,9 @@ class Lane(Replayed):
         return None if self._reader is None else self._reader.version()
 
     def _open(self, number: int, position: Position) -> ShardReader:
-        return self._format.open(self._shards[number], position, self._budget)
+        return self._format.open(
+            self._shards[self._places[number]], position, self._budget
+        )
 
     async def _turn(self) -> None:
         """Move to the next shard."""

@@ -14,10 +14,10 @@ from aioloader._order.raising import ends_task
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
-    Made,
     Reading,
     Replayed,
     State,
+    cancel,
     check_again,
     skip,
 )
@@ -33,18 +33,13 @@ _EMPTY = 8
 
 
 class Step(Replayed):
-    """A cursor over another one.
+    """A cursor over another one, which it owns.
 
-    Args:
-        upstream: The other one; owned.
-        state: What ``state`` returned.
-        reading: The reader's iteration.
-        parameters: The step's parameters; they become attributes, or own entries.
-
-    Attributes:
-        own: Its own entries of the state.
+    Its parameters become attributes, or entries of the state: ``own``.
     """
 
+    kind: ClassVar[str]
+    is_one_to_one = False  # whether it passes on as many samples as it gets
     starts: ClassVar[State] = {}  # own entries at the beginning
 
     def __init__(
@@ -70,7 +65,8 @@ class Step(Replayed):
 class Mapped(Step):
     """Applies a plain function to each sample, a block at a time, in a thread."""
 
-    stage = "map"  # for error notes
+    kind = "map"
+    is_one_to_one = True
     function: Callable[[Any], Any]
 
     async def _make(self, limit: int) -> Block:
@@ -83,14 +79,14 @@ class Mapped(Step):
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
             except BaseException as error:  # noqa: BLE001  (the policy decides)
-                made.append(_bad(error, self.stage))
+                made.append(_bad(error, self.kind))
         return made
 
 
 class Decoded(Mapped):
     """Decodes samples: CPU work, so threads share a block, in order."""
 
-    stage = "decode"
+    kind = "decode"
 
     async def _make(self, limit: int) -> Block:
         block = await self.upstream.pull(limit)
@@ -102,16 +98,24 @@ class Decoded(Mapped):
         return list(chain.from_iterable(await asyncio.gather(*jobs)))
 
 
+def _threads() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Filtered(Mapped):
     """Keeps the samples for which a function, plain or async, returns true."""
 
-    stage = "filter"
+    kind = "filter"
+    is_one_to_one = False
     is_async: bool
 
     async def _make(self, limit: int) -> Block:
         while len(block := await self.upstream.pull(limit)):
             if self.is_async:
-                jobs = [_guarded(self.function, one, self.stage) for one in block]
+                jobs = [_guarded(self.function, one, self.kind) for one in block]
                 answers: list[Any] = await asyncio.gather(*jobs)
             else:
                 answers = await asyncio.to_thread(self._apply, block)
@@ -134,7 +138,8 @@ class MappedAsync(Step):
     for their turn.
     """
 
-    overshoots = True
+    kind = "map"
+    is_one_to_one = overshoots = True
     function: Callable[[Any], Awaitable[Any]]
     concurrency: int
 
@@ -147,13 +152,12 @@ class MappedAsync(Step):
         self._has_ended = False
 
     async def _replay(self, count: int, known: list[int] | None) -> bool:
-        await skip(self.upstream, count, known)  # without another call for each
+        await skip(self.upstream.pull, count, known)  # without another call for each
         return False
 
     async def _more(self, limit: int) -> Block:
         self._refill()
-        while not self._tasks and self._reading is not None:
-            reading = self._reading
+        while not self._tasks and (reading := self._reading) is not None:
             await asyncio.wait([reading])  # cancellation does not reach it
             if reading.exception() is not None:
                 self._reading = None
@@ -168,16 +172,16 @@ class MappedAsync(Step):
         self._refill()
         return made
 
-    def _refill(self) -> None:
+    def _refill(self, _ended: Any = None) -> None:
         """Start calls, and read more samples for later ones."""
-        if self._reading is not None and self._reading.done():
-            if self._reading.exception() is not None:
-                return  # raised after the last result
-            self._reading = None
+        reading = self._reading
+        if reading is not None and reading.done() and not reading.cancelled():
+            # An error stays there, and is raised after the last result.
+            self._reading = None if reading.exception() is None else reading
         while self._waiting and self._under_way < self.concurrency:
             if len(self._tasks) >= 2 * self.concurrency:
                 return
-            job = _guarded(self.function, self._waiting.popleft(), "map")
+            job = _guarded(self.function, self._waiting.popleft(), self.kind)
             task = asyncio.create_task(job)
             self._under_way += 1
             task.add_done_callback(self._ended_call)
@@ -187,7 +191,11 @@ class MappedAsync(Step):
         if is_low and self._reading is None and not self._has_ended:
             self._begun = self._here()
             self._reading = asyncio.create_task(self._read(self._begun))
-            self._reading.add_done_callback(self._ended_reading)
+            self._reading.add_done_callback(self._refill)
+
+    def _ended_call(self, _task: Any) -> None:
+        self._under_way -= 1
+        self._refill()
 
     async def _read(self, before: State) -> None:
         block = await self.upstream.pull(self.concurrency)
@@ -196,23 +204,13 @@ class MappedAsync(Step):
         self._has_ended = not len(block)
         self._waiting.extend(block)
 
-    def _ended_call(self, _task: asyncio.Task[Any]) -> None:
-        self._under_way -= 1
-        self._refill()
-
-    def _ended_reading(self, reading: asyncio.Task[None]) -> None:
-        if not reading.cancelled() and reading.exception() is None:
-            self._refill()
-
     async def _close(self) -> None:
         self._has_ended = True
         self._waiting.clear()
-        reading, self._reading = self._reading, None
-        tasks = [*self._tasks, *([] if reading is None else [reading])]
+        tasks = [*self._tasks, *filter(None, [self._reading])]
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
+        self._reading = None
         await super()._close()
 
 
@@ -237,19 +235,13 @@ def _bad(error: BaseException, stage: str) -> Bad:
     return sample
 
 
-def _threads() -> int:
-    """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # -- counts -----------------------------------------------------------------------
 
 
 class Taken(Step):
     """Takes the first samples; the stream after them is not read."""
 
+    kind = "take"
     starts: ClassVar[State] = {"left": 0}
 
     async def _make(self, limit: int) -> Block:
@@ -260,14 +252,16 @@ class Taken(Step):
         return block
 
 
-class Skipped(Taken):
+class Skipped(Step):
     """Drops the first samples, which are read, and gives the rest.
 
     Those that could not be read are passed on: a failure may be a whole shard, in place
     of which others' samples were dropped.
     """
 
+    kind = "skip"
     overshoots = True
+    starts: ClassVar[State] = {"left": 0}
 
     async def _make(self, limit: int) -> Block:
         while (left := self.own["left"]) > 0:
@@ -284,18 +278,19 @@ class Batched(Step):
     Failed samples of a batch come before it, one by one.
     """
 
+    kind = "batch"
     overshoots = True
     size: int
     drop_last: bool
     # Failed samples of the next batch that were passed on, and all unreadable ones.
-    _again, _known = 0, list[int]()
+    _again, _lost = 0, list[int]()
 
     async def _replay(self, count: int, known: list[int] | None) -> bool:
         # Only failed samples are dropped: those of a function may succeed now.
-        self._again, self._known = count, known or []
+        self._again, self._lost = count, known or []
         return False
 
-    async def _more(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
         parts: list[Block] = []
         found, before = 0, self._here()
         while found < self.size:
@@ -306,20 +301,15 @@ class Batched(Step):
             found += len(block)
         whole, is_short = join(parts), self.drop_last and found < self.size
         if self._again:
-            check_again(whole, 0, found, self._known)
+            check_again(whole, 0, found, self._lost)
         again, self._again = self._again, 0
         if not (isinstance(whole, list) and Bad in set(map(type, whole))):
-            if not found or is_short:
-                return []
-            self._made.append(Made(before, 1, []))
-            return [whole]
+            return [whole] if found and not is_short else []
         after = partial(_batched, before, unreadable(whole), again)
+        self._known = after(0), after
         made: Block = [sample for sample in whole if type(sample) is Bad][again:]
         good = [sample for sample in whole if type(sample) is not Bad]
-        if good and not is_short:
-            made = [*made, good]
-        self._note(after(0), made, after)
-        return made
+        return [*made, good] if good and not is_short else made
 
 
 def _batched(before: State, lost: list[int], again: int, count: int) -> State:
@@ -336,7 +326,8 @@ class Shuffled(Step):
     one that is passed on, and the next one, which is read meanwhile.
     """
 
-    overshoots = makes_ahead = True
+    kind = "shuffle"
+    is_one_to_one = overshoots = makes_ahead = True
     starts: ClassVar[State] = {"number": 0}
     size: int
     seed: int
@@ -383,11 +374,6 @@ class Shuffled(Step):
 # -- passes -----------------------------------------------------------------------
 
 
-def epoch_of_pass(epoch: int, number: int) -> int:
-    """Return the epoch of a pass for the previous steps; the first: ``epoch``."""
-    return epoch + (number << 32)
-
-
 class Repeated(Step):
     """A stream, repeated from its beginning.
 
@@ -395,14 +381,11 @@ class Repeated(Step):
     ``times``, several empty passes in a row are an error, because other ranks would
     wait for this one. So is a pass in which all samples failed: no policy could ever
     end it.
-
-    Attributes:
-        open_pass: Opens a pass by its number, starting at a state.
-        times: Number of passes; None: endless.
     """
 
+    kind = "repeat"
     starts: ClassVar[State] = {"pass": 0, "good": False, "lost": None}
-    open_pass: Callable[[int, State], Awaitable[Cursor]]
+    open_pass: Callable[[int, State], Awaitable[Cursor]]  # its number, and where
     times: int | None
     _lost: BaseException | None = None  # the last error of a pass without good samples
 
@@ -442,12 +425,10 @@ class Repeated(Step):
 class EpochPart(Step):
     """One reader's part of an epoch of a given length, of an endless stream.
 
-    Attributes:
-        count: How many of the epoch's samples belong to this reader.
-        real: How many of these are not padding, which the next epoch has again.
-        counts_failed: Whether failed samples count.
+    Of ``count`` samples, ``real`` are not padding, which the next epoch has again.
     """
 
+    kind = "epoch_length"
     # Samples given; those of the previous epoch to drop; the state before the padding.
     starts: ClassVar[State] = {"given": 0, "again": 0, "next": None}
     count: int
@@ -457,7 +438,7 @@ class EpochPart(Step):
     async def _make(self, limit: int) -> Block:
         own = self.own
         if own["again"]:
-            await skip(self.upstream, own["again"])
+            await skip(self.upstream.pull, own["again"])
             own["again"] = 0
         left = self.real - own["given"]
         if left <= 0:

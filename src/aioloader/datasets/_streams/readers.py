@@ -1,0 +1,278 @@
+"""The readers of one rank: one alone, or several in fixed turns.
+
+A reader that has ended leaves holes, and no other takes its place, so the same samples
+are at the same positions for any number of ranks. A reader's state is that after the
+samples that all ranks in step have delivered, or before some that others have read
+further: loading it drops the samples in between.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+from aioloader._order.blocks import Bad, Block, cut, join
+from aioloader._order.shares import Deal
+from aioloader.datasets._streams.cursors import Cursor, State, cancel
+from aioloader.datasets._streams.weave import woven
+
+# Most samples that all readers here are asked for at once; most pulls' worth.
+_SAMPLES = 512
+_PULLS = 4
+# Seconds in which samples after the next one must come to be read with it.
+_QUICK = 1e-3
+# Most rows of columns asked for at once; they are in memory anyway.
+_ROWS = 1 << 14
+
+
+class Reader:
+    """The samples of one reader that this rank takes: ``wanted``, and every stride-th.
+
+    ``known`` is its state; without a ``cursor`` it has ended. When it ``has_ended``, no
+    samples follow those that are ready.
+    """
+
+    def __init__(
+        self, cursor: Cursor | None, known: State, wanted: int, stride: int
+    ) -> None:
+        self._cursor = cursor
+        self.has_ended = cursor is None
+        self._known = known
+        # Samples read; those before the cursor's state; the next one to read and take.
+        self._read: int = known["taken"]
+        self._passed = self._read
+        self._wanted = wanted
+        self._stride = stride
+        self._block: Block = []
+        self._at = 0
+
+    def ready(self) -> int:
+        """Return how many samples can be taken without waiting."""
+        return len(self._block) - self._at
+
+    def taken(self) -> int:
+        """Return the number of the next sample to take."""
+        return self._wanted - self.ready() * self._stride
+
+    def take(self, count: int) -> Block:
+        """Return the next samples, which are ready."""
+        start, self._at = self._at, self._at + count
+        return cut(self._block, start, self._at)
+
+    async def fill(self, count: int) -> None:
+        """Get about ``count`` samples if none is ready; at least one, or the end."""
+        cursor, stride = self._cursor, self._stride
+        while not self.ready() and not self.has_ended:
+            assert cursor is not None
+            self._pass(self._wanted - stride + 1)
+            first = self._wanted - self._read  # samples before it belong to other ranks
+            if not cursor.ready():
+                most = first + (count - 1) * stride + 1
+                await cursor.fill(min(most, max(count * stride, _SAMPLES)))
+            block = cursor.take(cursor.ready())
+            self._read += len(block)
+            self.has_ended = not len(block)
+            self._block, self._at = block[first::stride], 0
+            self._wanted += len(self._block) * stride
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples, from 1 to ``limit``, of a reader that is alone."""
+        if self._wanted > self._read:  # a state of several ranks
+            await self.fill(limit)
+        if count := min(limit, self.ready()):
+            return self.take(count)
+        assert self._cursor is not None
+        self._pass(self._wanted)
+        block = await self._cursor.pull(limit)
+        self._read = self._wanted = self._passed = self._passed + len(block)
+        self.has_ended = not len(block)
+        return block
+
+    def _pass(self, given: int) -> int:
+        """Let the cursor forget samples that all ranks have; return how many it has."""
+        passed: int = max(self._passed, min(given, self._read))
+        if self._cursor is not None and passed > self._passed:
+            self._cursor.pass_on(passed - self._passed)
+        self._passed = passed
+        return passed
+
+    def state(self, given: int, left_out: int = 0) -> State:
+        """Return a state from which all can be read but those ``given`` by all ranks.
+
+        Of these, ``left_out`` have no position.
+        """
+        is_fresh = self._read == self._known["taken"] and not self.has_ended
+        if self._cursor is None or is_fresh:
+            return self._known
+        passed = self._pass(given)
+        ended = {"ended": True} if self.has_ended and passed == self._read else {}
+        return {"taken": passed - left_out, "state": self._cursor.state(), **ended}
+
+
+class Readers:
+    """A rank's readers, which take turns, sample by sample; one alone has each turn.
+
+    ``at`` counts the positions of this rank that were taken, holes included; the
+    position of all ranks is ``at`` times their number, and ``shift``. One that is alone
+    reads up to ``ahead`` samples at once for single ones (after a load, those not given
+    are read again); with ``leaves_out``, failed samples of it have no position.
+    """
+
+    def __init__(
+        self,
+        deal: Deal,
+        readers: Sequence[Reader],
+        at: int,
+        shift: int,
+        *,
+        ahead: int,
+        leaves_out: bool,
+    ) -> None:
+        self.at = at
+        self._shift = shift
+        self._deal = deal
+        self._readers = readers
+        self._alone = readers[0] if deal.is_alone else None
+        self._most, self._leaves_out = ahead, leaves_out
+        self._left_out = 0
+        self._ask = 1 if deal.is_alone else 0
+        self._fills: list[asyncio.Task[None]] = []
+        # The interleaved block: samples, positions and how many of these were taken;
+        # how many readers that have samples precede each place of a round.
+        self._woven: Block = []
+        self._length = self._passed = 0
+        self._before: list[int] = [0]
+
+    def take(self, limit: int) -> Block | None:
+        """Return the samples at the next positions, if they are woven already."""
+        start = self._passed
+        stop = min(start + limit, self._length)
+        if start >= stop:
+            return None
+        self._passed = stop
+        self.at += stop - start
+        if self._alone is None:
+            return cut(self._woven, self._samples(start), self._samples(stop))
+        part: Block = self._woven[start:stop]
+        if self._leaves_out:
+            self._leave_out(part)
+        return part
+
+    def _leave_out(self, block: Block) -> None:
+        """Note that failed samples, which were counted, have no position."""
+        if isinstance(block, list):
+            bad = sum(type(one) is Bad for one in block)
+            self.at -= bad
+            self._left_out += bad
+
+    def _samples(self, positions: int) -> int:
+        """Return how many samples are at the first positions of the block."""
+        rounds, places = divmod(positions, len(self._readers))
+        return rounds * self._before[-1] + self._before[places]
+
+    def take_one(self) -> Block | None:
+        """Return a block of the next sample, if that is woven already."""
+        while (block := self.take(1)) is not None and not len(block):
+            pass
+        return block
+
+    async def one(self) -> Block | None:
+        """Return a block of the next sample; None at the end."""
+        while (block := self.take_one()) is None:
+            if not await self._weave(1):
+                return None
+        return block
+
+    async def pull(self, limit: int) -> Block | None:
+        """Return the samples at the next ``limit`` positions; None at the end.
+
+        There may be fewer samples, or none, because of holes. Alone, there is one.
+        """
+        if self._alone is not None:
+            block = self.take(limit)
+            if block is None:
+                block = await self._alone.pull(limit)
+                self.at += len(block)
+                if self._leaves_out:
+                    self._leave_out(block)
+            return block if len(block) else None
+        parts: list[Block] = []
+        end = self.at + limit
+        while self.at < end:
+            block = self.take(end - self.at)
+            if block is not None:
+                parts.append(block)
+            elif not await self._weave(end - self.at):
+                # After all have ended, there are only holes.
+                return join(parts) if any(map(len, parts)) else None
+        return join(parts)
+
+    async def _weave(self, limit: int) -> bool:
+        """Interleave the ready samples: whole rounds; return whether there are any."""
+        turn = self.at % len(self._readers)
+        order = [*self._readers[turn:], *self._readers[:turn]]
+        if self._alone is None:
+            await self._fill(order, limit)
+        else:
+            await self._fill_alone(self._alone)
+        weft = [one for one in order if one.ready()]
+        rounds = min((one.ready() for one in weft), default=0)
+        self._before = [0, *accumulate(min(1, one.ready()) for one in order)]
+        if weft:
+            self._woven = await woven([one.take(rounds) for one in weft])
+        self._length, self._passed = rounds * len(order), 0
+        return bool(weft)
+
+    async def _fill_alone(self, reader: Reader) -> None:
+        """Get samples; more if they come within about a millisecond."""
+        began = time.perf_counter()
+        await reader.fill(self._ask)
+        is_quick = time.perf_counter() - began < _QUICK
+        grown = min(2 * self._ask, self._most)
+        self._ask = grown if is_quick else max(1, self._ask // 4)
+
+    async def _fill(self, order: Sequence[Reader], limit: int) -> None:
+        """Wait until each reader has samples, or has ended; all read at once.
+
+        Each asks for more than needed, because one sample costs as much as many.
+        """
+        is_list = isinstance(self._woven, list)
+        most = min(_PULLS * limit, _SAMPLES) if is_list else _ROWS
+        ask = min(2 * self._ask, most // len(order))
+        self._ask = max(ask, -(-limit // len(order)))
+        if not self._fills:
+            lacking = [one for one in order if not (one.ready() or one.has_ended)]
+            jobs = [one.fill(self._ask) for one in lacking]
+            self._fills = [asyncio.create_task(job) for job in jobs]
+        if self._fills:
+            await asyncio.wait(self._fills)  # cancellation does not reach them
+        fills, self._fills = self._fills, []
+        for error in [fill.exception() for fill in fills]:
+            if error is not None:
+                raise error
+
+    def streams(self) -> State:
+        """Return the state of each reader."""
+        numbers = self._deal.hosted()
+        if (alone := self._alone) is not None:
+            given = alone.taken() - (self._length - self._passed)
+            return {str(numbers[0]): alone.state(given, self._left_out)}
+        # Each reader has delivered this many samples on all ranks in step, or one more.
+        position = self.at * self._deal.ranks + self._shift
+        given, last = divmod(position, self._deal.readers)
+        return {
+            str(number): one.state(given + (number < last))
+            for number, one in zip(numbers, self._readers, strict=True)
+        }
+
+    def has_ended(self) -> bool:
+        """Return whether it is known that there are no more samples here."""
+        is_woven = self._passed < self._length
+        return not (
+            is_woven or any(one.ready() or not one.has_ended for one in self._readers)
+        )
+
+    async def aclose(self) -> None:
+        """Stop pending reads."""
+        fills, self._fills = self._fills, []
+        await cancel(fills)
