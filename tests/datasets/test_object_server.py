@@ -75,32 +75,25 @@ def server() -> Iterator[ObjectServer]:
 # -- what an honest server says -----------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize("base", ["/", "/bucket/"])
-def test_whole_objects(server: ObjectServer, base: str, name: str) -> None:
-    """As plain HTTP and as a bucket, whatever the name."""
-    status, body, fields = ask(server, base + name)
-    assert (status, body) == (200, OBJECTS[name])
-    assert int(fields["Content-Length"]) == len(body)
-    assert ask(server, base + name, "HEAD")[:2] == (200, b"")
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ("bytes=0-0", slice(0, 1)),
-        ("bytes=10-19", slice(10, 20)),
-        ("bytes=1279990-", slice(1_279_990, None)),
-        ("bytes=1279990-9999999", slice(1_279_990, None)),
-        ("bytes=-7", slice(-7, None)),
-    ],
-)
-def test_ranges(server: ObjectServer, asked: str, expected: slice) -> None:
-    """First, last, open, suffix; beyond the end means up to it."""
-    status, body, fields = ask(server, Range=asked)
-    start, stop, _ = expected.indices(len(DATA))
-    assert (status, body) == (206, DATA[expected])
-    assert fields["Content-Range"] == f"bytes {start}-{stop - 1}/{len(DATA)}"
+def test_whole_objects_and_ranges(server: ObjectServer) -> None:
+    """As plain HTTP and as a bucket; first, last, open, suffix, beyond the end."""
+    for name, data in OBJECTS.items():
+        for path in (f"/{name}", f"/bucket/{name}"):
+            status, body, fields = ask(server, path)
+            assert (status, body) == (200, data)
+            assert int(fields["Content-Length"]) == len(body)
+            assert ask(server, path, "HEAD")[:2] == (200, b"")
+    for asked, expected in {
+        "0-0": slice(0, 1),
+        "10-19": slice(10, 20),
+        "1279990-": slice(1_279_990, None),
+        "1279990-9999999": slice(1_279_990, None),
+        "-7": slice(-7, None),
+    }.items():
+        status, body, fields = ask(server, Range=f"bytes={asked}")
+        start, stop, _ = expected.indices(len(DATA))
+        assert (status, body) == (206, DATA[expected])
+        assert fields["Content-Range"] == f"bytes {start}-{stop - 1}/{len(DATA)}"
 
 
 def test_refusals(server: ObjectServer) -> None:
@@ -187,14 +180,6 @@ def test_listing_in_pages(max_keys: int) -> None:
 # -- faults -------------------------------------------------------------------------
 
 
-def test_errors() -> None:
-    """Both statuses, with Retry-After where one is set."""
-    with ObjectServer(OBJECTS, faults=Faults(errors=1, retry_after=7)) as server:
-        answers = [ask(server, "/empty") for _ in range(20)]
-    waits = {(status, fields["Retry-After"]) for status, _, fields in answers}
-    assert waits == {(500, None), (503, "7")}
-
-
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_broken_bodies(*, is_tls: bool) -> None:
     """Resets, and connections that end early in good manners; through TLS too."""
@@ -213,11 +198,15 @@ def test_broken_bodies(*, is_tls: bool) -> None:
         ObjectServer(ssl_context="no")  # type: ignore[arg-type]
 
 
-def test_lying() -> None:
-    """Nothing in the answer to a whole read gives it away."""
-    with ObjectServer(OBJECTS, faults=Faults(lying=1)) as server:
+def test_errors_and_lies() -> None:
+    """Both statuses, with Retry-After if set; nothing gives away a lie."""
+    with ObjectServer(OBJECTS, faults=Faults(errors=1, retry_after=7)) as server:
+        answers = [ask(server, "/empty") for _ in range(20)]
+        server.faults = Faults(lying=1)
         body = ask(server)[1]
         status, part, fields = ask(server, Range="bytes=0-99999")
+    waits = {(status, fields["Retry-After"]) for status, _, fields in answers}
+    assert waits == {(500, None), (503, "7")}
     assert DATA.startswith(body)
     assert len(body) < len(DATA)
     assert (status, len(part) < 100_000) == (206, True)

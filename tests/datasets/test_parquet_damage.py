@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.errors import DatasetError, ObjectNotFoundError
+from aioloader.errors import DatasetError
 from datasets.tables import (
     Local,
     contents,
@@ -16,7 +16,6 @@ from datasets.tables import (
     outcome,
     put,
     read_shard,
-    shards,
 )
 from datasets.tables import write_parquet as write
 
@@ -41,12 +40,6 @@ async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
     with pytest.raises(DatasetError, match=text):
         await read_shard(made, (numbered, 1))
     assert len(await read_shard(made, (numbered, 2))) == 10
-
-
-async def test_no_such_file(tmp_path: Path) -> None:
-    """The error is the house's, and a FileNotFoundError."""
-    with pytest.raises(ObjectNotFoundError, match="no such file"):
-        await shards(ParquetFormat(str(tmp_path / "none"), Local()))
 
 
 async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:

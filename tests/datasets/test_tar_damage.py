@@ -165,24 +165,6 @@ def test_damage_is_told(data: bytes, what: str) -> None:
     assert what in text
 
 
-PLACES = 0, 1, 150, 188, 189, 511
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_cut_anywhere(form: str) -> None:
-    """In each block: whole samples first, then an error."""
-    members = [Member(f"{key}.x", key.encode() * 700) for key in ("a", LONG[:90], "c")]
-    members[1:1] = [Member("a.y", b"y", mtime=1.5)]
-    data = archive(members, form)
-    whole = walk(data)
-    end = len(data.rstrip(b"\0"))
-    for cut in (block + place for block in range(0, end, 512) for place in PLACES):
-        *samples, last = walk(data[:cut]) or [None]
-        assert samples == whole[: len(samples)]
-        assert isinstance(last, Bad)
-        assert isinstance(last.error, TruncatedReadError)
-
-
 @dataclass(frozen=True)
 class Edit:
     """What happens to the bytes from ``at`` to ``stop`` of an archive."""
