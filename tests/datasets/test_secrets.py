@@ -394,8 +394,8 @@ async def test_errors_of_reading(
     key = "cats/big.bin" if what == "cut" else "no/such"
     url = loopback.url(what, user=f"me:{MARKER}@") + f"/{key}"
     signed = f"{url}?sig={MARKER}"
-    client = {"default_headers": {"X-Mine": MARKER}, "allow_http": True}
-    once = {"max_retries": 0}
+    client: Any = {"default_headers": {"X-Mine": MARKER}, "allow_http": True}
+    once: Any = {"max_retries": 0}
     more: dict[str, Any] = {
         "store_options": {"retry_config": once, "client_options": client},
         "requests": Requests(base_delay=1e12, max_delay=1e12),
