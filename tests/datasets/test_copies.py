@@ -1,12 +1,7 @@
 """Tables on a server that gives files only whole: read from copies on disk."""
 
-import contextlib
-import functools
-import socket
 import tempfile
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +11,39 @@ import pytest
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, ParquetDataset
 from aioloader.datasets._arrow import copies
+from datasets.serving import Handler, Server
 from datasets.shards import read
 from datasets.tables import write_parquet as write
 
 
-class Whole(SimpleHTTPRequestHandler):
-    """Files as Python's own server gives them: it knows no ranges."""
-
+class _Handler(Handler):
     protocol_version = "HTTP/1.1"
-    asked: list[str]
-    sockets: list[socket.socket]
 
-    def setup(self) -> None:
-        """Note the connection."""
-        super().setup()
-        self.sockets.append(self.connection)
+    def get(self) -> None:
+        self.served.asked.append(self.path)
+        self.answer(200, self.path_of().read_bytes(), self.date())
 
-    def log_message(self, *_args: Any) -> None:
-        """Keep quiet."""
+    def head(self) -> None:
+        length = self.path_of().stat().st_size
+        self.send_head(200, {"Content-Length": length, **self.date()})
 
-    def do_GET(self) -> None:
-        """Note what is asked for."""
-        self.asked.append(self.path)
-        super().do_GET()
+    def path_of(self) -> Path:
+        path: Path = self.served.folder / self.path.lstrip("/")
+        return path
+
+    def date(self) -> dict[str, str]:
+        modified = self.path_of().stat().st_mtime
+        return {"Last-Modified": formatdate(modified, usegmt=True)}
 
 
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve a folder; yield its URL and what is asked for."""
-    handler = type("Handler", (Whole,), {"asked": [], "sockets": []})
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(handler, directory=str(folder))
-    )
-    server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked  # type: ignore[attr-defined]
-    finally:
-        server.shutdown()
-        thread.join()
-        # Clients may keep connections for a while, and their threads are waited for.
-        for connection in handler.sockets:  # type: ignore[attr-defined]
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        server.server_close()
+class Whole(Server):
+    """Serve the files of a folder as Python's own server does: it knows no ranges."""
+
+    handler = _Handler
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -81,9 +64,9 @@ async def test_files_without_ranges(
             with pa.ipc.new_file(str(folder / f"{at}.{kind}"), table.schema) as file:
                 file.write_table(table, max_chunksize=20)
     made: Any = ParquetDataset if kind == "parquet" else ArrowDataset
-    with serving(folder) as (url, asked):
+    with Whole(folder) as server:
         dataset = made(
-            f"{url}/{{0..2}}.{kind}",
+            f"{server.url}/{{0..2}}.{kind}",
             interleave=2,
             store_options={"client_options": {"allow_http": True}},
         )
@@ -94,7 +77,7 @@ async def test_files_without_ranges(
         batches = [batch async for batch in loader]
         assert sum(len(batch["n"]) for batch in batches) == 150
         # Two in vain, for ranges; and one for the whole file.
-        assert len(asked) <= 2 * 3 * 3
+        assert len(server.asked) <= 2 * 3 * 3
     assert not any(temporary.iterdir())
 
 
@@ -104,9 +87,11 @@ async def test_many_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(copies, "_LEAST_COPIES", 1)
     for at in range(4):
         write(tmp_path / f"{at}.parquet", pa.table({"n": [at]}))
-    with serving(tmp_path) as (url, asked):
+    with Whole(tmp_path) as server:
         options = {"client_options": {"allow_http": True}}
-        dataset = ParquetDataset(f"{url}/{{0..3}}.parquet", store_options=options)
+        dataset = ParquetDataset(
+            f"{server.url}/{{0..3}}.parquet", store_options=options
+        )
         rows, _ = await read(dataset)
         assert [row["n"] for row in rows] == [*range(4)]
-    assert len(asked) >= 8
+    assert len(server.asked) >= 8

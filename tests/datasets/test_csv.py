@@ -24,7 +24,6 @@ from aioloader.errors import DatasetError, StateMismatchError
 from datasets.shards import read
 from datasets.tables import (
     Local,
-    contents,
     expected,
     plain,
     put,
@@ -241,14 +240,6 @@ async def test_a_long_first_line(
     for is_remote in (False, True):
         rows = await read_all(made(written(tmp_path, text), is_remote=is_remote))
         assert rows == [dict.fromkeys(names, 7)]
-
-
-async def test_a_packed_file_that_is_cut_short(tmp_path: Path) -> None:
-    """An error, not an end."""
-    (path,) = written(tmp_path, numbered(0, 9000), ending="csv.gz")
-    put(path, contents(path)[:-30])
-    with pytest.raises(DatasetError, match=r"'0\.csv\.gz'.*(Truncated|unpacked)"):
-        await read_all(made(path))
 
 
 def test_wrong_options_are_errors() -> None:

@@ -1,9 +1,11 @@
 """Where a shard ends: only where its format, its packing or its length shows it."""
 
 import asyncio
+import bz2
 import functools
 import gzip
 import io
+import lzma
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +183,8 @@ TEXT = b"".join(b"line %d %d\n" % (at, at**5) for at in range(200))
 PACKS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "zst": zstandard.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
 }
 PACKED: dict[str, Any] = {
     "txt": TextDataset,
@@ -189,25 +193,29 @@ PACKED: dict[str, Any] = {
     "csv": functools.partial(CSVDataset, column_names=["a"]),
 }
 MAKES = {**PACKED, "arrow": ArrowDataset, "parquet": ParquetDataset}
+# Arrow's CSV has no xz.
+PAIRS = [(e, p) for e in PACKED for p in PACKS if (e, p) != ("csv", "xz")]
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("ending", ["txt", "csv"])
+@pytest.mark.parametrize(
+    ("ending", "pack"), [pair for pair in PAIRS if pair[0] in {"txt", "csv"}]
+)
 async def test_packed_lines_cut_anywhere(
     ending: str, pack: str, tmp_path: Path
 ) -> None:
-    """Every byte of a frame is needed, of the last of two as well."""
+    """What came before the cut is delivered; of two frames, every byte is needed."""
     data = PACKS[pack](TEXT[:999]) + PACKS[pack](TEXT[999:])
     path = tmp_path / f"a.{ending}.{pack}"
+    whole, _ = await read(PACKED[ending](written(path, data)))
     for at in {*range(0, len(data), 29), *range(len(data) - 9, len(data))}:
         path.write_bytes(data[:at])
         if at != len(PACKS[pack](TEXT[:999])):
-            _, error = await read(PACKED[ending](str(path)))
+            found, error = await read(PACKED[ending](str(path)))
             assert isinstance(error, TruncatedReadError)
+            assert found == whole[: len(found)]
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("ending", PACKED)
+@pytest.mark.parametrize(("ending", "pack"), PAIRS)
 async def test_an_empty_packed_file(ending: str, pack: str, tmp_path: Path) -> None:
     """A packed empty file has bytes; only then is it an empty shard."""
     path, make = tmp_path / f"a.{ending}.{pack}", PACKED[ending]

@@ -24,7 +24,7 @@ from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset, _engine
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.errors import DatasetError
 from beside import beside
 from datasets.shards import read
 from datasets.stepping import steps
@@ -236,19 +236,6 @@ async def test_packed_shards_of_many_parts(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-async def test_packed_shards_that_are_cut(ending: str, tmp_path: Path) -> None:
-    """What came is delivered, and then the damage is told: at every cut."""
-    lines = [f"{n}-{os.urandom(9).hex()}" for n in range(60)]
-    data = PACKERS[ending]("\n".join(lines).encode())
-    path = tmp_path / f"a.txt.{ending}"
-    for cut in range(1, len(data), 37):
-        path.write_bytes(data[:cut])
-        *found, error = await outcomes(TextDataset(str(path)))
-        assert isinstance(error, TruncatedReadError)
-        assert found == lines[: len(found)]
-
-
-@pytest.mark.parametrize("ending", PACKERS)
 async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> None:
     """The checksum tells, at the latest at the end; the next shard comes."""
     data = bytearray(PACKERS[ending](os.urandom(3000).hex().encode()))
@@ -288,17 +275,6 @@ async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
     loader: Any = DataLoader(stream, 2, on_error="skip", collate_fn=list)
     assert await beside(lambda: [n for batch in loader for n in batch]) == [1, 2, 3]
     assert len(loader.skipped) == 2
-
-
-async def test_no_shards(tmp_path: Path) -> None:
-    """A pattern that names nothing is an error that shows it."""
-    with pytest.raises(ValueError, match=r"no shard matches '.*\*\.tar'"):
-        await read(TarDataset(f"{tmp_path}/*.tar"))
-    with pytest.raises(ValueError, match="the list of addresses is empty"):
-        await read(TarDataset([]))
-    (tmp_path / "a.txt").mkdir()
-    found = await outcomes(TextDataset(f"{tmp_path}/a.txt"))
-    assert "is a directory" in str(found[0])
 
 
 def test_what_fails_is_marked() -> None:

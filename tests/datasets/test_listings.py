@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader.datasets import ObjectDataset, Requests, TarDataset
+from aioloader.datasets import ObjectDataset, TarDataset
 from aioloader.datasets._stores.listing import Listing
 from aioloader.errors import DatasetError
 from beside import beside
@@ -112,24 +112,6 @@ async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
         assert list(found.keys) == sorted(many(10_000))
         assert server.injected()[fault] > 3
         assert server.counts("").requests < 20 + 3 * server.injected()[fault]
-
-
-async def test_a_dead_store(unused_port: int) -> None:
-    """A listing is given up after the deadline, with the number of its requests."""
-    stream = TarDataset(
-        "s3://bucket/a/*.tar",
-        store_options={
-            "endpoint": f"http://127.0.0.1:{unused_port}",
-            "region": "x",
-            "retry_config": {"max_retries": 0},
-            "skip_signature": True,
-        },
-        requests=Requests(deadline=1.0, base_delay=0.01),
-    )
-    words = r"cannot list 's3://bucket/a': .*refused.*; given up after 1(\.0)? s, \d+ a"
-    with pytest.raises(DatasetError, match=words) as caught:
-        await names(stream)
-    assert caught.value.attempts > 1
 
 
 async def test_http_is_asked_once(loopback: "Loopback", quick: Any) -> None:

@@ -4,15 +4,19 @@ import contextlib
 import http.client
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.parse import quote, urlsplit
 
+import obstore
 import pytest
 import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from obstore.store import S3Store
 
 from object_server import Faults, ObjectServer
 from object_server import server as objects
@@ -55,6 +59,12 @@ def raw_socket(server: ObjectServer) -> Iterator[socket.socket]:
         yield end
 
 
+def s3(server: ObjectServer) -> S3Store:
+    """Return obstore's view of the bucket."""
+    options: Any = {"client_options": {"allow_http": True}, "skip_signature": True}
+    return S3Store(server.bucket, endpoint=server.url, region="x", **options)
+
+
 @pytest.fixture
 def server() -> Iterator[ObjectServer]:
     """Serve what no test changes."""
@@ -65,15 +75,15 @@ def server() -> Iterator[ObjectServer]:
 # -- what an honest server says -----------------------------------------------------
 
 
-def test_answers(server: ObjectServer) -> None:
-    """Whole objects, as plain HTTP and as a bucket; ranges; refusals."""
+def test_whole_objects_and_ranges(server: ObjectServer) -> None:
+    """As plain HTTP and as a bucket; first, last, open, suffix, beyond the end."""
     for name, data in OBJECTS.items():
-        for base in ("/", "/bucket/"):
-            status, body, fields = ask(server, base + name)
+        for path in (f"/{name}", f"/bucket/{name}"):
+            status, body, fields = ask(server, path)
             assert (status, body) == (200, data)
             assert int(fields["Content-Length"]) == len(body)
-            assert ask(server, base + name, "HEAD")[:2] == (200, b"")
-    for asked, part in {
+            assert ask(server, path, "HEAD")[:2] == (200, b"")
+    for asked, expected in {
         "0-0": slice(0, 1),
         "10-19": slice(10, 20),
         "1279990-": slice(1_279_990, None),
@@ -81,9 +91,13 @@ def test_answers(server: ObjectServer) -> None:
         "-7": slice(-7, None),
     }.items():
         status, body, fields = ask(server, Range=f"bytes={asked}")
-        start, stop, _ = part.indices(len(DATA))
-        assert (status, body) == (206, DATA[part])
+        start, stop, _ = expected.indices(len(DATA))
+        assert (status, body) == (206, DATA[expected])
         assert fields["Content-Range"] == f"bytes {start}-{stop - 1}/{len(DATA)}"
+
+
+def test_refusals(server: ObjectServer) -> None:
+    """No such name, method or range; what is no single range is ignored."""
     status, body, _ = ask(server, "/nothing")
     assert (status, b"<Code>NoSuchKey</Code>" in body) == (404, True)
     assert ask(server, "/empty", "DELETE")[0] == 405
@@ -143,15 +157,27 @@ def test_what_make_raises_is_raised() -> None:
         ObjectServer(sizes={"a": 1})
 
 
+@pytest.mark.parametrize("max_keys", [1, 2, 1000])
+def test_listing_in_pages(max_keys: int) -> None:
+    """All names, sorted, once each, however they are cut; below a prefix too."""
+    names = {f"{folder}/{i:03}": b"x" * i for folder in "ab" for i in range(23)}
+    with ObjectServer(names) as server:
+        server.max_keys = max_keys
+        store = s3(server)
+        listed = obstore.list(store).collect()
+        below = obstore.list(store, "b").collect()
+        after = obstore.list(store, offset="b/020").collect()
+        asked = server.counts("").requests
+        query = ask(server, "/bucket?list-type=2&max-keys=x")
+        assert (query[0], b"InvalidArgument" in query[1]) == (400, True)
+    assert [meta["path"] for meta in listed] == sorted(names)
+    assert all(meta["size"] == len(names[meta["path"]]) for meta in listed)
+    assert [meta["path"] for meta in below] == sorted(names)[23:]
+    assert [meta["path"] for meta in after] == ["b/021", "b/022"]
+    assert asked == sum(-(-count // max_keys) for count in (46, 23, 2))
+
+
 # -- faults -------------------------------------------------------------------------
-
-
-def test_errors() -> None:
-    """Both statuses, with Retry-After where one is set."""
-    with ObjectServer(OBJECTS, faults=Faults(errors=1, retry_after=7)) as server:
-        answers = [ask(server, "/empty") for _ in range(20)]
-    waits = {(status, fields["Retry-After"]) for status, _, fields in answers}
-    assert waits == {(500, None), (503, "7")}
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
@@ -172,6 +198,21 @@ def test_broken_bodies(*, is_tls: bool) -> None:
         ObjectServer(ssl_context="no")  # type: ignore[arg-type]
 
 
+def test_errors_and_lies() -> None:
+    """Both statuses, with Retry-After if set; nothing gives away a lie."""
+    with ObjectServer(OBJECTS, faults=Faults(errors=1, retry_after=7)) as server:
+        answers = [ask(server, "/empty") for _ in range(20)]
+        server.faults = Faults(lying=1)
+        body = ask(server)[1]
+        status, part, fields = ask(server, Range="bytes=0-99999")
+    waits = {(status, fields["Retry-After"]) for status, _, fields in answers}
+    assert waits == {(500, None), (503, "7")}
+    assert DATA.startswith(body)
+    assert len(body) < len(DATA)
+    assert (status, len(part) < 100_000) == (206, True)
+    assert fields["Content-Range"] == f"bytes 0-99999/{len(DATA)}"
+
+
 def test_hangs() -> None:
     """Until the client gives up, or the server stops; others are served meanwhile."""
     with ThreadPoolExecutor(1) as pool:
@@ -182,6 +223,24 @@ def test_hangs() -> None:
             assert ask(server)[1] == DATA
             assert server.counts().peak == 2
         assert isinstance(reading.exception(10), BROKEN)
+
+
+def test_slow_bodies_and_answers() -> None:
+    """A fifth of a second's worth of bytes takes that long; TCP is no excuse."""
+
+    def seconds(server: ObjectServer) -> float:
+        began = time.monotonic()
+        ask(server)
+        return time.monotonic() - began
+
+    speed = 5 * len(DATA)
+    with ObjectServer(OBJECTS) as server:
+        server.faults = Faults(slow=1, slow_bytes_per_second=speed)
+        assert seconds(server) >= 0.19
+        server.faults, server.bytes_per_second = Faults(), speed
+        assert seconds(server) >= 0.19
+    with ObjectServer(OBJECTS, latency=0.1) as server:
+        assert seconds(server) >= 0.1
 
 
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 10**9))

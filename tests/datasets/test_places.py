@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import socket
 import ssl
 import tarfile
 import threading
@@ -110,30 +109,6 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
         for sample in batch:
             body = int(sample["__key__"]).to_bytes(8, "little") * 1000
             assert sample["bin"] == body
-
-
-async def test_a_dead_store_is_told_in_time() -> None:
-    """Nobody listens: an error within the deadline, with the tries it took."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    policy = Requests(timeout=1, deadline=0.3, base_delay=0.05)
-    stream = TarDataset(f"http://127.0.0.1:{port}/a.tar", requests=policy, **AT_ONCE)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    with pytest.raises(DatasetError, match=r"given up after 0.3 s, \d+ att") as caught:
-        await names(stream)
-    assert loop.time() - began < 5
-    assert caught.value.attempts > 1
-    assert str(port) in caught.value.location
-
-
-async def test_a_store_that_hangs_is_told_in_time(tmp_path: Path) -> None:
-    """A request that is never answered counts as failed."""
-    with ObjectServer(shards(tmp_path), faults=Faults(hangs=1)) as server:
-        policy = Requests(timeout=0.1, deadline=0.4, base_delay=0.01)
-        stream = TarDataset("0.tar", store=server.url, requests=policy)
-        with pytest.raises(DatasetError, match=r"no answer within 0.\d+ s; given up"):
-            await names(stream)
 
 
 async def test_what_is_not_there_is_told_at_once() -> None:

@@ -248,17 +248,3 @@ async def test_of_two_requests_one_may_fail() -> None:
 
     assert await tries.make(attempt, *PLACE) == "data"
     assert next(calls) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"timeout": 0}, "timeout and deadline must be above 0, got 0 and 120"),
-        ({"deadline": -1}, "timeout and deadline must be above 0, got 30.0 and -1"),
-        ({"base_delay": -1}, "delays must not be negative, got base_delay=-1"),
-    ],
-)
-def test_wrong_policies(options: dict[str, Any], text: str) -> None:
-    """They are told at once."""
-    with pytest.raises(ValueError, match=text):
-        Requests(**options)
