@@ -150,7 +150,7 @@ INTERNAL = {
     "datasets/_sql/keys.py:encoded": "caught where a key is looked up",
     "datasets/_sql/reader.py:": "caught where it is raised",
     "datasets/_tar.py:_read": "a reason in 'is damaged at byte'",
-    "datasets/_tar.py:_Archive._read_headers": "a reason there too",
+    "datasets/_tar.py:_Archive._read_header": "a reason there too",
     "datasets/_tar.py:_Archive._read_end": "a reason there too",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }
