@@ -78,7 +78,7 @@ class Replayed:
         self._passed = 0  # of the first one
         self._block: Block = []
         self._at = 0
-        self._begun: State | None = None  # before the block that is made ahead
+        self._begun: State | None = None  # before the block that is made in advance
         # Set by `_make` if that knows better: the state before its block, and what
         # maps a number of its samples to the state after them.
         self._known: tuple[State, Callable[[int], State]] | None = None
