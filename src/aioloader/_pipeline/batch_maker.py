@@ -1,7 +1,7 @@
 """The user's functions, and what surrounds each call: retries, skips, notes.
 
-This is plain code that runs in the calling thread; the fetchers have async versions of
-``read`` and ``transform``.
+``make`` makes a batch in the calling thread, wherever that is; the fetchers await reads
+and transforms that are coroutines. Both read again in the same way.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from aioloader._collate.collate import (
     lending,
 )
 from aioloader._collate.gather import Rows, gatherable
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
@@ -35,6 +36,7 @@ from aioloader._pipeline.awaiting import (
     close_coroutines,
     holds_awaitables,
     refuse_coroutines,
+    run_now,
     user_error,
 )
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
@@ -53,12 +55,39 @@ from aioloader.protocols import (
 
 _NOTHING: Final = contextlib.nullcontext()
 # What raises in each stage, for errors.
-_WHAT: Final = {"fetch": "the dataset", "collate": "collate_fn"}
+_DATASET: Final = "the dataset"
+_WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
     """Leave the generators alone."""
     return _NOTHING
+
+
+def _ignore(_stage: str) -> None:
+    pass
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+class Reading(NamedTuple):
+    """How samples are read again: in a thread, or on the loop.
+
+    On the loop these return awaitables, in a thread they wait themselves.
+
+    Attributes:
+        get: Returns the sample at a position of a task.
+        get_batch: Returns all samples of a task.
+        pause: Sleeps between attempts.
+        error: Returns an error of the dataset as the consumer gets it.
+    """
+
+    get: Callable[[BatchTask, int], Any]
+    get_batch: Callable[[BatchTask], Any]
+    pause: Callable[[float], Any]
+    error: Callable[[BaseException], BaseException]
 
 
 @dataclass(eq=False)
@@ -177,30 +206,57 @@ class BatchMaker:
     # -- making a batch, in plain code ---------------------------------------------
 
     def make(
-        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
+        self,
+        task: BatchTask,
+        read: Callable[[BatchTask], object] | None = None,
+        enter: Callable[[str], object] = _ignore,
+        *,
+        seeded: bool = True,
     ) -> BatchResult:
-        """Read, transform and collate one batch in this thread; return errors.
+        """Make one batch in this thread, in plain code; errors become its result.
 
         Args:
-            task: The batch; its samples are given if ``reads`` is false.
-            pause: Sleeps between attempts at a read.
+            task: The batch.
+            read: Reads its samples: ``read`` of this maker, or ``pull`` of a stream;
+                None if they are there.
+            enter: Called with the name of each stage after the first.
+            seeded: Whether user code runs, which may draw random numbers.
         """
+        clocks = thread_clocks(task.number)
         try:
-            with self.around(task):
-                if self.reads:
-                    self.read(task, pause)
-                return self.finish(task)
+            with self.around(task) if seeded else _NOTHING:
+                if read is not None:
+                    read(task)
+                result = task.result
+                if result is None:
+                    enter("transform")
+                    self.apply(task)
+                    enter("collate")
+                    result = self.collate(task)
+                    task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
+        finally:
+            task.samples = []
+        return result
 
-    def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
+    def fetch(self, task: BatchTask, read: Callable[[BatchTask], object]) -> None:
+        """Read the samples of ``task`` in this thread; errors become its result."""
+        try:
+            with self.around(task):
+                read(task)
+        except BaseException as error:  # handed to the consumer
+            task.result = BatchResult(error=error)
+
+    def read(
+        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
+    ) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         try:
-            if self.get_batch is not None:
-                self._read_batch(task, self.get_batch, pause)
-            else:
+            is_whole = self.get_batch is not None
+            if not is_whole or not run_now(self.whole(task, self._reading(pause))):
                 self._read_each(task, pause)
             if holds_awaitables(task.samples):
                 self._await_samples(task, pause)
@@ -224,14 +280,6 @@ class BatchMaker:
                 except BaseException as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
         refuse_coroutines(samples, "transform")
-
-    def finish(self, task: BatchTask) -> BatchResult:
-        """Transform and collate ``task``; errors become its result."""
-        try:
-            self.apply(task)
-            return self.collate(task)
-        except Exception as error:  # handed to the consumer
-            return BatchResult(error=error)
 
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
@@ -324,7 +372,7 @@ class BatchMaker:
             result.dataset = 0, copy.deepcopy(self.dataset.state_dict())
         except BaseException as error:  # handed to the consumer
             where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
-            error = noted(raisable(error, "the dataset"), where)
+            error = noted(raisable(error, _DATASET), where)
             return BatchResult(error=error, state=result.state)
         return result
 
@@ -375,54 +423,68 @@ class BatchMaker:
         error: BaseException,
         pause: Callable[[float], object],
     ) -> Any:
-        """Retry the sample at ``position``, whose first read raised ``error``."""
+        return run_now(self.again(task, position, error, self._reading(pause)))
+
+    def _reading(self, pause: Callable[[float], object]) -> Reading:
+        """Return how samples are read in this thread."""
+
+        def get(task: BatchTask, position: int) -> Any:
+            self._seed(task, position, 0)
+            sample = self.get(task.indices[position])
+            is_later = holds_awaitables([sample])
+            return self.side_loop.wait_for(sample) if is_later else sample
+
+        def get_batch(task: BatchTask) -> Any:
+            samples = self.get_batch(task.indices)  # type: ignore[misc]
+            is_later = inspect.isawaitable(samples)
+            return self.side_loop.wait_for(samples) if is_later else samples
+
+        return Reading(get, get_batch, pause, lambda error: raisable(error, _DATASET))
+
+    # -- reading again, in a thread or on the loop ------------------------------------
+
+    async def again(
+        self, task: BatchTask, position: int, error: BaseException, how: Reading
+    ) -> Any:
+        """Return the sample at ``position``, whose first read raised ``error``.
+
+        It is read again as often as ``retry`` says; then the policy decides.
+        """
+        error = how.error(error)
         for delay in self.delays(error):
-            pause(delay)
+            await _awaited(how.pause(delay))
             try:
-                self._seed(task, position, 0)
-                sample = self.get(task.indices[position])
-                is_later = holds_awaitables([sample])
-                return self.side_loop.wait_for(sample) if is_later else sample
-            except BaseException as again:  # counted, then resolved
-                error = again
+                return await _awaited(how.get(task, position))
+            except BaseException as caught:  # counted, then resolved
+                error = how.error(caught)
                 if not self.may_retry(error):
                     break
         return self.resolve("fetch", task, position, error)
 
-    def _read_batch(
-        self,
-        task: BatchTask,
-        get_batch: Callable[[Any], Any],
-        pause: Callable[[float], object],
-    ) -> None:
+    async def whole(self, task: BatchTask, how: Reading) -> bool:
         """Read all of ``task`` with ``__getitems__``; retried as a whole.
 
-        Unless errors are raised, the samples of a batch that failed are read one by
-        one: the policy decides about each.
+        Returns:
+            False if it failed, and the policy is to decide about each sample.
         """
         delays: Iterator[float] | None = None
         while True:
             try:
-                samples = get_batch(task.indices)
-                if inspect.isawaitable(samples):
-                    samples = self.side_loop.wait_for(samples)
+                samples = await _awaited(how.get_batch(task))
                 task.samples = self.checked(task, samples)
             except BaseException as caught:
-                error = raisable(caught, "the dataset")
+                error = how.error(caught)
                 delays = delays or self.delays(error)
                 delay = next(delays, None) if self.may_retry(error) else None
-                if delay is not None:
-                    pause(delay)
-                elif self.reads_one_by_one(error):
-                    task.samples = []
-                    self._read_each(task, pause)
-                    return
-                else:
+                if delay is None and self._reads_one_by_one(error):
+                    return False
+                if delay is None:
                     raise self.batch_error("fetch", task, error)  # noqa: B904  (it keeps its cause)
             else:
-                return
+                return True
+            await _awaited(how.pause(delay))
 
-    def reads_one_by_one(self, error: BaseException) -> bool:
+    def _reads_one_by_one(self, error: BaseException) -> bool:
         """Tell whether the samples of a batch that failed are read one by one."""
         may_skip = self.policy.on_error != "raise" and isinstance(error, Exception)
         return may_skip and hasattr(self.dataset, "__getitem__")

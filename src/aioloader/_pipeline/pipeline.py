@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader._observe.records import LISTED, NOT_MADE, Listed, spent, thread_clocks
+from aioloader._observe.records import LISTED, NOT_MADE, Listed
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
@@ -278,24 +278,27 @@ class Pipeline:
 
     # -- a batch: read, transform, collate ------------------------------------------
 
+    def make(self, task: BatchTask) -> BatchResult:
+        """Make the rest of a batch in this thread; return errors."""
+        return self.maker.make(task, None if self.reads_here else self._read)
+
+    def _read(self, task: BatchTask) -> None:
+        if self._stream is not None:
+            self._stream.pull(task)
+        else:
+            self.maker.read(task, self.pause)
+
     def _read_here(self, task: BatchTask) -> None:
         """Read a batch in the host's thread, and make it there if all is plain."""
         maker, began = self.maker, time.perf_counter()
-        is_plain = maker.is_plain() and self.pool is None
-        clocks = thread_clocks(task.number)
-        try:
-            with maker.around(task):
-                if self._stream is not None:
-                    self._stream.pull(task)
-                else:
-                    maker.read(task, self.pause)
-                if is_plain and task.result is None:
-                    task.result = maker.finish(task)
-                    task.spent = spent(clocks)
-        except BaseException as error:  # handed to the consumer
-            task.result = BatchResult(error=error)
-        self._time(began)
-        self._advance(task)
+        if maker.is_plain() and self.pool is None:
+            result = maker.make(task, self._read)
+            self._time(began)
+            self.deliver(task, result)
+        else:
+            maker.fetch(task, self._read)
+            self._time(began)
+            self._advance(task)
 
     def _time(self, began: float) -> None:
         """Note that a batch started at ``began`` has been read."""
@@ -363,7 +366,7 @@ class Pipeline:
         elif maker.collates_async:
             return self._collate(task)
         elif self.host.loop is not None and maker.is_quick(task):
-            self.deliver(task, self._finished(task))
+            self.deliver(task, maker.make(task, seeded=False))
         else:
             self._in_thread(self._finish_here, task)
         return None
@@ -396,19 +399,7 @@ class Pipeline:
 
     def _finish_here(self, task: BatchTask) -> None:
         """Transform and collate in the thread."""
-        with self.maker.around(task):
-            result = self._finished(task)
-        self.deliver(task, result)  # only once the user's generators are back
-
-    def _finished(self, task: BatchTask) -> BatchResult:
-        clocks = thread_clocks(task.number)
-        try:
-            result = self.maker.finish(task)
-            task.spent = spent(clocks)
-        except BaseException as error:  # handed to the consumer
-            result = BatchResult(error=error)
-        task.samples = []
-        return result
+        self.deliver(task, self.maker.make(task))
 
     # -- between thread, loop and pool ------------------------------------------------
 

@@ -7,7 +7,6 @@ lacks them.
 
 import itertools
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import (
@@ -17,12 +16,12 @@ from concurrent.futures import (
     Future,
     ThreadPoolExecutor,
 )
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
-from aioloader._observe.records import spent, thread_clocks
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode
@@ -37,7 +36,6 @@ from aioloader._workers.remote_tasks import (
     pack_spec,
 )
 from aioloader._workers.rng import seed_sample, swapped_in
-from aioloader._workers.threads import make
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
@@ -120,7 +118,7 @@ class ExecutorWorkers:
         dataset = pipeline.maker.dataset
         be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            result = make(pipeline, task)
+            result = pipeline.make(task)
             result.lane = number
             return result
         finally:
@@ -180,33 +178,19 @@ def _make_remotely(
         # One thread, as in any worker; more would hang in OpenMP in a forked process.
         torch.set_num_threads(1)
         spec: WorkerSpec = decode(*_writable(packed_spec))
-        maker = maker_of(spec, seed=seed_sample)
+        maker = maker_of(spec, around=_seeded, seed=seed_sample)
         while len(_MAKERS) >= _KEPT:
             _MAKERS.pop(next(iter(_MAKERS)), None)
         _MAKERS[name] = maker
     task = open_request(maker, _writable(request))
-    return _packed(*pack_answer(maker, task, _made(maker, task), -1))
+    result = maker.make(task, maker.read if maker.reads else None)
+    if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+        raise result.error
+    return _packed(*pack_answer(maker, task, result, -1))
 
 
-def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
-    try:
-        if task.key is None:
-            return _make(maker, task)
-        with swapped_in(task.key):
-            return _make(maker, task)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # handed to the consumer
-        return BatchResult(error=error)
-
-
-def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
-    clocks = thread_clocks(task.number)
-    if maker.reads:
-        maker.read(task, time.sleep)
-    result = maker.finish(task)
-    task.spent = spent(clocks)
-    return result
+def _seeded(task: BatchTask) -> AbstractContextManager[None]:
+    return nothing_around(task) if task.key is None else swapped_in(task.key)
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.waiting import Latch
@@ -148,7 +147,7 @@ class ThreadWorkers:
         ident = threading.get_ident()
         while (task := self._tasks.get()) is not _LAST and not self._over:
             self._in_flight[ident] = task, time.monotonic()
-            result = make(pipeline, task)
+            result = pipeline.make(task)
             result.lane = worker
             del self._in_flight[ident]
             pipeline.deliver(task, result)
@@ -163,17 +162,3 @@ def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -
     over.append(True)
     for _ in range(number):
         tasks.put(_LAST)
-
-
-def make(pipeline: Pipeline, task: BatchTask) -> BatchResult:
-    """Make the rest of ``task`` in this thread; return errors."""
-    maker, clocks = pipeline.maker, thread_clocks(task.number)
-    try:
-        with maker.around(task):
-            if not pipeline.reads_here:
-                maker.read(task, pipeline.pause)
-            result = maker.finish(task)
-    except BaseException as error:  # handed to the consumer
-        return BatchResult(error=error)
-    task.spent = spent(clocks)
-    return result

@@ -82,14 +82,10 @@ class _Server:
                     self._free.get()
             task = self._endpoint.take(request, place)
             self._held[id(task)] = (request.ticket, place, request.is_alone)
-            try:
-                self._endpoint.restore(request)
-            except (
-                BaseException
-            ) as error:  # of the user's class; handed to the consumer
-                self._deliver(task, BatchResult(error=error))
-                continue
-            self._pipeline_of(request).submit(task)
+            if task.result is not None:
+                self._deliver(task, task.result)
+            else:
+                self._pipeline_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
         """Notice the end of requests even while no place is free."""
