@@ -29,8 +29,7 @@ from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import STOPS, raisable
-from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.retry import RETRIED, Retry
+from aioloader._order.retry import RETRIED
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
@@ -42,15 +41,12 @@ from aioloader._pipeline.awaiting import (
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
 from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._pipeline.position import Loads
+from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
     Kind,
     batch_getter,
-    is_async_function,
-    is_stateful,
-    kind_of,
-    reads_async,
 )
 
 _NOTHING: Final = contextlib.nullcontext()
@@ -90,20 +86,14 @@ class Reading(NamedTuple):
     error: Callable[[BaseException], BaseException]
 
 
-@dataclass(eq=False)
-class BatchMaker:
-    """How one epoch of one loader turns indices into batches.
+@dataclass(kw_only=True, eq=False)
+class BatchMaker(Recipe):
+    """A recipe at work in one epoch: it makes batches from indices.
 
     Attributes:
-        dataset: Where samples come from.
-        transform: Turns a sample into another, sync or async, or None.
-        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
-        batched: Whether samples are gathered into batches.
         policy: What happens to failed samples.
         epoch: Epoch number, for notes.
-        retry: When to read again, or None.
         pool: The slots that big batches are written into.
-        reads: Whether samples are read; else they come with the task.
         around: Entered while plain code works on a task, to seed the generators.
         reseed: Seeds the generators again for a task whose user code restored them.
         seed: Called before each read and transform of a sample that has its own seed,
@@ -111,74 +101,36 @@ class BatchMaker:
         at: Called with the same arguments before a coroutine reads or transforms a
             sample, or a whole batch (position -1), if its batch has a seed.
         keys: Returns the keys that generators are seeded with; None: no seeding.
-        part: Which samples of an iterable are this rank's, and whether batches come
-            with a mask.
-        snapshot_every: Batches between two states of a stateful stream.
-        keeps_step: Whether other ranks read the same batches: after an error this rank
-            must stay in step with them.
-        is_even: Whether all ranks have the same number of batches.
-        concurrency: Limit on concurrent awaitables of one batch, if plain code
-            returns awaitables.
         loads: What an iterable dataset does with a loaded state.
     """
 
-    dataset: Any
-    transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[Any], Any]
-    batched: bool
     policy: FailurePolicy
     epoch: int = 0
-    retry: Retry | None = None
     pool: Lender = field(default_factory=SlotPool)
-    reads: bool = True
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
     reseed: Callable[[BatchTask], None] | None = None
     seed: Callable[[BatchTask, int, int], None] | None = None
     at: Callable[[BatchTask, int, int], None] | None = None
     keys: Keys | None = None
-    part: Part = WHOLE
-    snapshot_every: int = 1
-    keeps_step: bool = False
-    is_even: bool = False
-    concurrency: int = 64
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
-    kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
-    reads_async: bool = field(init=False, default=False)
-    keeps_state: bool = field(init=False, default=False)
-    transforms_async: bool = field(init=False)
-    collates_async: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.dataset)
         if self.kind is Kind.MAP and self.reads:
             self.get = self.dataset.__getitem__
             self.get_batch = self._batch_getter() if self.batched else None
-            self.reads_async = reads_async(self.dataset)
-            self.keeps_state = is_stateful(self.dataset)
-        self.transforms_async = is_async_function(self.transform)
-        self.collates_async = is_async_function(self.collate_fn)
 
     def _batch_getter(self) -> Callable[[Any], Any] | None:
         """Return the dataset's ``__getitems__``, if batches are read with it."""
         is_plain = self.transform is None and self.collate_fn is default_collate
-        if is_plain and self.policy.on_error == "raise" and collates_as_torch():
+        if is_plain and self.on_error == "raise" and collates_as_torch():
             tensors = gatherable(self.dataset)
             if tensors is not None:
                 return partial(Rows, tensors)
         return batch_getter(self.dataset)
-
-    def is_plain(self) -> bool:
-        """Tell whether no step needs an event loop."""
-        return not (
-            self.kind is Kind.ASYNC_ITERABLE
-            or self.reads_async
-            or self.transforms_async
-            or self.collates_async
-        )
 
     def task(self, batch: IndexBatch) -> BatchTask:
         """Return the task for a request."""
@@ -193,10 +145,6 @@ class BatchMaker:
         if self.keys is None:
             return None
         return BatchSeeds(self.keys, self.part, reader, readers)
-
-    def is_stream(self) -> bool:
-        """Tell whether samples are read sequentially, from a stream with a state."""
-        return self.reads and self.kind is not Kind.MAP
 
     def leave_generators(self) -> None:
         """Do not seed the generators: the user's code does."""
@@ -486,7 +434,7 @@ class BatchMaker:
 
     def _reads_one_by_one(self, error: BaseException) -> bool:
         """Tell whether the samples of a batch that failed are read one by one."""
-        may_skip = self.policy.on_error != "raise" and isinstance(error, Exception)
+        may_skip = self.on_error != "raise" and isinstance(error, Exception)
         return may_skip and hasattr(self.dataset, "__getitem__")
 
     def _await_samples(self, task: BatchTask, pause: Callable[[float], object]) -> None:

@@ -7,7 +7,7 @@ and no work per sample, which is fast enough for an async consumer's loop.
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,15 @@ from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plain import LocalIterator
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
 from aioloader.protocols import Kind
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.batch_task import BatchTask
 
 
 class InlineIterator(LocalIterator):
@@ -32,12 +34,9 @@ class InlineIterator(LocalIterator):
         epoch: The epoch to deliver.
         maker: The user's functions, all sync.
         host: The leased host of the lifespan; None if there is none.
-        drop_last: Drop the short last batch of a stream.
     """
 
-    def __init__(
-        self, epoch: Epoch, maker: BatchMaker, host: Host | None, *, drop_last: bool
-    ) -> None:
+    def __init__(self, epoch: Epoch, maker: BatchMaker, host: Host | None) -> None:
         super().__init__(epoch, epoch.requests())
         self._maker = maker
         self._dropped = epoch.dropped()
@@ -45,9 +44,7 @@ class InlineIterator(LocalIterator):
         self._stream: SyncStream | None = None
         if maker.kind is Kind.ITERABLE:
             resume = epoch.bookmark.states.get(0)
-            self._stream = SyncStream(
-                maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
-            )
+            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
         pull = self._stream and self._stream.pull
         self._read: Callable[[BatchTask], None] = pull or maker.read
         self.must_close = True

@@ -45,16 +45,14 @@ class Pipeline:
     Args:
         maker: The user's functions.
         host: Where it runs; the pipeline owns one lease from the start.
-        concurrency: Samples in flight on the loop.
         in_order: Deliver batches by number, or else as they complete.
-        drop_last: Drop the short last batch of a stream.
         bookmark: Where the epoch is resumed.
         pool: The workers that make batches, or transform and collate what was read
             here; None if all of that is done here.
         sink: Takes the results instead of ``ready``.
         make_ready: Makes ``ready``.
         head_start: Whether the first batch is read a moment before the others.
-        tuner: Changes ``concurrency`` if the loader chooses it.
+        tuner: Changes the maker's ``concurrency`` if the loader chooses it.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -62,9 +60,7 @@ class Pipeline:
         maker: BatchMaker,
         host: Host,
         *,
-        concurrency: int,
         in_order: bool,
-        drop_last: bool,
         bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
@@ -95,7 +91,6 @@ class Pipeline:
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
-        self._concurrency = concurrency
         self._head_start = head_start
         self.tuner = tuner
         if tuner is not None:
@@ -116,11 +111,9 @@ class Pipeline:
         self._context = context_elsewhere()
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
-            self._stream = SyncStream(
-                maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
-            )
+            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE:
-            self._async_stream = AsyncStream(maker, drop_last=drop_last, resume=resume)
+            self._async_stream = AsyncStream(maker, resume=resume)
         host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
@@ -199,7 +192,7 @@ class Pipeline:
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
         LISTED.set(self.listed)  # the tasks of the fetchers have this context
         fetchers = FetcherPool(
-            self._concurrency,
+            self.maker.concurrency,
             self.maker,
             self._next_step,
             head_start=self._head_start,
@@ -291,7 +284,7 @@ class Pipeline:
     def _read_here(self, task: BatchTask) -> None:
         """Read a batch in the host's thread, and make it there if all is plain."""
         maker, began = self.maker, time.perf_counter()
-        if maker.is_plain() and self.pool is None:
+        if maker.is_plain and self.pool is None:
             result = maker.make(task, self._read)
             self._time(began)
             self.deliver(task, result)
@@ -341,7 +334,7 @@ class Pipeline:
         """Take the next step of a batch whose samples are there, from any thread."""
         if task.result is not None:
             self.deliver(task, task.result)
-        elif self.maker.is_plain() or self._is_on_loop():
+        elif self.maker.is_plain or self._is_on_loop():
             rest = self._next_step(task)
             if rest is not None and self._fetchers is not None:
                 self._fetchers.spawn(rest)

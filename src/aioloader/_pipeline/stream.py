@@ -42,7 +42,6 @@ class _Stream(abc.ABC):
 
     Args:
         maker: The user's functions, and which part of the stream is read here.
-        drop_last: Whether to drop a short last batch.
         resume: Where to start; None: at the beginning.
         keys: Seeds of the batches that are read again to resume; None: no seeds.
 
@@ -57,12 +56,11 @@ class _Stream(abc.ABC):
         self,
         maker: BatchMaker,
         *,
-        drop_last: bool,
         resume: StreamState | None = None,
         keys: BatchSeeds | None = None,
     ) -> None:
         self._maker = maker
-        self._drop_last = drop_last
+        self._drop_last = maker.drop_last
         self._keys = keys
         every = maker.snapshot_every
         self._position = Position(maker.dataset, resume, every, maker.loads)

@@ -17,13 +17,14 @@ from concurrent.futures import (
     ThreadPoolExecutor,
 )
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import Pool
 from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import WorkerInfo, be_worker_thread
 from aioloader._workers.remote_tasks import (
@@ -43,16 +44,13 @@ _KEPT = 4
 _MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest maker
 
 
-class ExecutorWorkers:
+class ExecutorWorkers(Pool):
     """Workers of an executor that the user owns.
 
     Args:
         executor: The user's executor.
         spec: What its workers do.
     """
-
-    place: Literal["thread"] = "thread"
-    pump = None
 
     def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
         self.reads = spec.reads
@@ -75,9 +73,6 @@ class ExecutorWorkers:
         except WorkerStartError as error:
             pipeline.fail(error)
 
-    def wait_up(self) -> None:
-        """Return at once."""
-
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Hand ``task`` to the executor."""
         if self._is_here:
@@ -98,17 +93,9 @@ class ExecutorWorkers:
         for future in list(self._futures):
             future.cancel()
 
-    def join(self) -> bool:
-        """Return at once: the executor is the user's."""
-        return True
-
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (the pool's protocol)
         """Say where a batch is."""
         return f"is with {type(self._executor).__name__}"
-
-    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
-        """Do nothing: the workers are not ours."""
-        return False
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, as a worker thread."""

@@ -13,13 +13,14 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.waiting import Latch
 from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
 
@@ -43,7 +44,7 @@ class KeyedHere:
         pass
 
 
-class ThreadWorkers:
+class ThreadWorkers(Pool):
     """The threads of one iteration.
 
     Args:
@@ -52,9 +53,6 @@ class ThreadWorkers:
         init: The user's ``worker_init_fn``, or None.
         base_seed: The iteration's seed; a worker adds its number to it.
     """
-
-    place: Literal["thread"] = "thread"
-    pump = None
 
     def __init__(
         self,
@@ -83,9 +81,6 @@ class ThreadWorkers:
             self._threads.append(thread)
         # Runs at the interpreter's exit, before the threads are joined.
         weakref.finalize(self, _end, self._over, self._tasks, self._number)
-
-    def wait_up(self) -> None:
-        """Return at once."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         """Have the rest of ``task`` made."""
@@ -118,10 +113,6 @@ class ThreadWorkers:
                     f"has been with a worker thread for {seconds:.2f} s, at:\n{stack}"
                 )
         return "waits for a worker thread that is free"
-
-    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
-        """Do nothing: a thread cannot be killed."""
-        return False
 
     # -- in the threads -----------------------------------------------------------
 

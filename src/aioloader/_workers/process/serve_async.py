@@ -110,13 +110,10 @@ class _Server:
         key = request.iteration if self._endpoint.maker.is_stream() else -1
         pipeline = self._pipelines.get(key)
         if pipeline is None:
-            spec = self._endpoint.spec
             pipeline = Pipeline(
                 self._endpoint.maker,
                 self._hosts.lease("loop"),
-                concurrency=spec.concurrency,
                 in_order=False,
-                drop_last=spec.drop_last,
                 bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )

@@ -101,8 +101,8 @@ def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
             endpoint.give_up(noted(raisable(error, "worker_init_fn"), where))
         if seeds_itself or spec.rng == "worker":
             endpoint.maker.leave_generators()
-        requests = Channel.adopt(ends.own if spec.is_addressed() else ends.requests)
-        serve = serve_sync if endpoint.maker.is_plain() else serve_async
+        requests = Channel.adopt(ends.own if spec.is_addressed else ends.requests)
+        serve = serve_sync if endpoint.maker.is_plain else serve_async
         serve(endpoint, requests)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the loader is gone
@@ -146,7 +146,7 @@ def _stream_of(
     if stream is None:
         state, keys = request.resume or (None, None)
         stream = streams[request.iteration] = SyncStream(
-            endpoint.maker, drop_last=endpoint.spec.drop_last, resume=state, keys=keys
+            endpoint.maker, resume=state, keys=keys
         )
     return stream
 
