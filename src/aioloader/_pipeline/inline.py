@@ -72,11 +72,11 @@ class InlineIterator(LocalIterator):
             result = self._maker.make(task, self._read)
             if result.error is not None:
                 self._progress.fail(task.number, task.state)
-                error, result.error = result.error, None
+                failed, result.error = result.error, None
                 try:
-                    raise raisable(error, "user code")
+                    raise raisable(failed, "user code")
                 finally:
-                    del error
+                    del failed  # its traceback has this frame
             if result.is_end:
                 self._progress.end(task.number, task.state)
                 self._end(is_over=True)
