@@ -1,14 +1,18 @@
-"""Count what the first batch enters: modules and functions, from ``iter`` to the batch.
+"""Count what the first batch enters: functions and modules, from making the loader.
 
 Run: ``python tools/count_path.py``. A function is a code object that was entered, in
 any thread; comprehensions and module bodies are not counted. Imports happen before.
-torch's loader is counted the same way, in its own package.
+torch's loader is counted the same way, in its own package. ``tests/unit/test_path.py``
+holds the counts: they only go down.
 """
 
 import argparse
 import asyncio
 import importlib
+import io
 import sys
+import tarfile
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 import torch.utils.data as torch_data
 
 import aioloader
+from aioloader.datasets import TarDataset
 
 _SKIPPED = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 
@@ -85,35 +90,60 @@ def passed(run: Callable[[], object], root: Path) -> set[CodeType]:
     }
 
 
+def first_of_tar() -> object:
+    """Take the first batch of a tar file by ``async for``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "samples.tar"
+        with tarfile.open(path, "w") as archive:
+            for number in range(64):
+                member = tarfile.TarInfo(f"{number:06}.txt")
+                member.size = 1
+                archive.addfile(member, io.BytesIO(b"x"))
+        dataset = TarDataset(str(path))
+        return first_async(
+            lambda: aioloader.DataLoader(dataset, batch_size=4, collate_fn=list)
+        )
+
+
+# From the making of a loader to its first batch, in this process.
+CASES: dict[str, Callable[[], object]] = {
+    "for": lambda: first_plain(lambda: aioloader.DataLoader(Plain(), batch_size=4)),
+    "for, two workers": lambda: first_plain(
+        lambda: aioloader.DataLoader(Plain(), batch_size=4, num_workers=2)
+    ),
+    "async for, async dataset": lambda: first_async(
+        lambda: aioloader.DataLoader(Asynchronous(), batch_size=4)
+    ),
+    "async for, tar": first_of_tar,
+}
+
+
+def count(name: str) -> set[CodeType]:
+    """Return the functions of aioloader that one of ``CASES`` enters."""
+    importlib.import_module("aioloader._loader.sources")
+    run = CASES[name]
+    run()  # imports and one-time work
+    return passed(run, Path(aioloader.__file__).parent)
+
+
 def main() -> None:
     """Print the counts; with ``--list``, the functions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the functions")
     is_listed = parser.parse_args().list
-    importlib.import_module("aioloader._loader.sources")
-    ours, torchs = (Path(one.__file__).parent for one in (aioloader, torch_data))
-    plain = aioloader.DataLoader(Plain(), batch_size=4)
-    with_coroutines = aioloader.DataLoader(Asynchronous(), batch_size=4)
-    peer = torch_data.DataLoader(Plain(), batch_size=4)
-    cases: dict[str, tuple[Callable[[], object], Path]] = {
-        "torch, for": (lambda: first_plain(lambda: peer), torchs),
-        "aioloader, for": (lambda: first_plain(lambda: plain), ours),
-        "aioloader, async for, async dataset": (
-            lambda: first_async(lambda: with_coroutines),
-            ours,
-        ),
-    }
-    for name, (run, root) in cases.items():
-        run()  # imports and one-time work
-        codes = passed(run, root)
+    root = Path(torch_data.__file__).parent
+    torchs = lambda: first_plain(lambda: torch_data.DataLoader(Plain(), 4))  # noqa: E731
+    torchs()
+    found = {"torch, for": passed(torchs, root)}
+    for name, codes in (found | {name: count(name) for name in CASES}).items():
         modules = {code.co_filename for code in codes}
-        print(f"{name}: {len(modules)} modules, {len(codes)} functions")
+        print(f"{name}: {len(codes)} functions in {len(modules)} modules")
         if is_listed:
             for module in sorted(modules):
                 names = sorted(
                     code.co_qualname for code in codes if code.co_filename == module
                 )
-                print(f"  {Path(module).relative_to(root)}: {', '.join(names)}")
+                print(f"  {module}: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def make_source(
         from aioloader._pipeline.inline import InlineIterator
 
         host = hosts.lease("inline") if options.lifespan else None
-        return InlineIterator(epoch, maker, host, drop_last=options.drop_last)
+        return InlineIterator(epoch, maker, host)
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
@@ -125,9 +125,7 @@ def make_source(
     pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
-        concurrency=options.concurrency,
         in_order=options.in_order,
-        drop_last=options.drop_last,
         bookmark=epoch.bookmark,
         pool=pool,
         make_ready=make_ready,
@@ -345,10 +343,12 @@ def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMak
         is_even = (dataset.ranks or (0, 1))[1] > 1 and dataset.total() is not None
         part = replace(part, rank=0, world_size=1)
     return BatchMaker(
-        dataset,
-        options.transform,
-        collate_fn,
+        dataset=dataset,
+        transform=options.transform,
+        collate_fn=collate_fn,
         batched=options.batched,
+        drop_last=options.drop_last,
+        on_error=options.on_error,
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
@@ -444,26 +444,15 @@ def _spec(
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
         per_worker = default_window(options.concurrency, options.batch_size or 1)
+    given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
-        dataset=read,
-        transform=transform,
-        collate_fn=options.collate_fn,
-        batched=options.batched,
-        retry=options.retry,
-        on_error=options.on_error,
-        drop_last=options.drop_last,
-        reads=reads,
-        worker_init_fn=options.worker_init_fn,
+        **(maker.given() | given),
         num_workers=options.num_workers,
         base_seed=epoch.base_seed,
         rng=options.rng or "batch",
-        concurrency=options.concurrency,
         window=per_worker,
         in_flight=_most_per_worker(options, per_worker) * options.num_workers,
-        part=maker.part,
-        snapshot_every=maker.snapshot_every,
-        keeps_step=maker.keeps_step,
-        is_even=maker.is_even,
+        worker_init_fn=options.worker_init_fn,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
         has_generators=holds_generator(read, transform, options.collate_fn),

@@ -5,8 +5,8 @@ import concurrent.futures
 import inspect
 import threading
 import types
-from collections.abc import Awaitable, Collection, Iterable
-from typing import Any
+from collections.abc import Awaitable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from aioloader._order.blocks import Bad, failed
 from aioloader._order.forks import fork_safe
@@ -15,6 +15,7 @@ from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.waiting import LOOK_UP, call_threadsafe
 from aioloader.errors import LoaderClosedError
 
+T = TypeVar("T")
 _CONTAINERS = {tuple, list, dict}
 _CLOSED = "the iterator was closed"
 
@@ -64,6 +65,16 @@ def _has_awaitable(values: Collection[Any]) -> bool:
         for value in values
         if type(value) in _CONTAINERS
     )
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends; return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("plain code suspended")
 
 
 def user_error(error: BaseException, what: str) -> BaseException:

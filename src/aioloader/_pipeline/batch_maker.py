@@ -1,7 +1,7 @@
 """The user's functions, and what surrounds each call: retries, skips, notes.
 
-This is plain code that runs in the calling thread; the fetchers have async versions of
-``read`` and ``transform``.
+``make`` makes a batch in the calling thread, wherever that is; the fetchers await reads
+and transforms that are coroutines. Both read again in the same way.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,36 +24,35 @@ from aioloader._collate.collate import (
     lending,
 )
 from aioloader._collate.gather import Rows, gatherable
+from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import STOPS, raisable
-from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.retry import RETRIED, Retry
+from aioloader._order.retry import RETRIED
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
     holds_awaitables,
     refuse_coroutines,
+    run_now,
     user_error,
 )
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
 from aioloader._pipeline.keys import BatchSeeds, Keys
 from aioloader._pipeline.position import Loads
+from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
     Kind,
     batch_getter,
-    is_async_function,
-    is_stateful,
-    kind_of,
-    reads_async,
 )
 
 _NOTHING: Final = contextlib.nullcontext()
 # What raises in each stage, for errors.
-_WHAT: Final = {"fetch": "the dataset", "collate": "collate_fn"}
+_DATASET: Final = "the dataset"
+_WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -61,20 +60,40 @@ def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-@dataclass(eq=False)
-class BatchMaker:
-    """How one epoch of one loader turns indices into batches.
+def _ignore(_stage: str) -> None:
+    pass
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+class Reading(NamedTuple):
+    """How samples are read again: in a thread, or on the loop.
+
+    On the loop these return awaitables, in a thread they wait themselves.
 
     Attributes:
-        dataset: Where samples come from.
-        transform: Turns a sample into another, sync or async, or None.
-        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
-        batched: Whether samples are gathered into batches.
+        get: Returns the sample at a position of a task.
+        get_batch: Returns all samples of a task.
+        pause: Sleeps between attempts.
+        error: Returns an error of the dataset as the consumer gets it.
+    """
+
+    get: Callable[[BatchTask, int], Any]
+    get_batch: Callable[[BatchTask], Any]
+    pause: Callable[[float], Any]
+    error: Callable[[BaseException], BaseException]
+
+
+@dataclass(kw_only=True, eq=False)
+class BatchMaker(Recipe):
+    """A recipe at work in one epoch: it makes batches from indices.
+
+    Attributes:
         policy: What happens to failed samples.
         epoch: Epoch number, for notes.
-        retry: When to read again, or None.
         pool: The slots that big batches are written into.
-        reads: Whether samples are read; else they come with the task.
         around: Entered while plain code works on a task, to seed the generators.
         reseed: Seeds the generators again for a task whose user code restored them.
         seed: Called before each read and transform of a sample that has its own seed,
@@ -82,74 +101,36 @@ class BatchMaker:
         at: Called with the same arguments before a coroutine reads or transforms a
             sample, or a whole batch (position -1), if its batch has a seed.
         keys: Returns the keys that generators are seeded with; None: no seeding.
-        part: Which samples of an iterable are this rank's, and whether batches come
-            with a mask.
-        snapshot_every: Batches between two states of a stateful stream.
-        keeps_step: Whether other ranks read the same batches: after an error this rank
-            must stay in step with them.
-        is_even: Whether all ranks have the same number of batches.
-        concurrency: Limit on concurrent awaitables of one batch, if plain code
-            returns awaitables.
         loads: What an iterable dataset does with a loaded state.
     """
 
-    dataset: Any
-    transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[Any], Any]
-    batched: bool
     policy: FailurePolicy
     epoch: int = 0
-    retry: Retry | None = None
     pool: Lender = field(default_factory=SlotPool)
-    reads: bool = True
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
     reseed: Callable[[BatchTask], None] | None = None
     seed: Callable[[BatchTask, int, int], None] | None = None
     at: Callable[[BatchTask, int, int], None] | None = None
     keys: Keys | None = None
-    part: Part = WHOLE
-    snapshot_every: int = 1
-    keeps_step: bool = False
-    is_even: bool = False
-    concurrency: int = 64
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
-    kind: Kind = field(init=False)
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
-    reads_async: bool = field(init=False, default=False)
-    keeps_state: bool = field(init=False, default=False)
-    transforms_async: bool = field(init=False)
-    collates_async: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.dataset)
         if self.kind is Kind.MAP and self.reads:
             self.get = self.dataset.__getitem__
             self.get_batch = self._batch_getter() if self.batched else None
-            self.reads_async = reads_async(self.dataset)
-            self.keeps_state = is_stateful(self.dataset)
-        self.transforms_async = is_async_function(self.transform)
-        self.collates_async = is_async_function(self.collate_fn)
 
     def _batch_getter(self) -> Callable[[Any], Any] | None:
         """Return the dataset's ``__getitems__``, if batches are read with it."""
         is_plain = self.transform is None and self.collate_fn is default_collate
-        if is_plain and self.policy.on_error == "raise" and collates_as_torch():
+        if is_plain and self.on_error == "raise" and collates_as_torch():
             tensors = gatherable(self.dataset)
             if tensors is not None:
                 return partial(Rows, tensors)
         return batch_getter(self.dataset)
-
-    def is_plain(self) -> bool:
-        """Tell whether no step needs an event loop."""
-        return not (
-            self.kind is Kind.ASYNC_ITERABLE
-            or self.reads_async
-            or self.transforms_async
-            or self.collates_async
-        )
 
     def task(self, batch: IndexBatch) -> BatchTask:
         """Return the task for a request."""
@@ -165,10 +146,6 @@ class BatchMaker:
             return None
         return BatchSeeds(self.keys, self.part, reader, readers)
 
-    def is_stream(self) -> bool:
-        """Tell whether samples are read sequentially, from a stream with a state."""
-        return self.reads and self.kind is not Kind.MAP
-
     def leave_generators(self) -> None:
         """Do not seed the generators: the user's code does."""
         self.around, self.reseed = nothing_around, None
@@ -177,30 +154,57 @@ class BatchMaker:
     # -- making a batch, in plain code ---------------------------------------------
 
     def make(
-        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
+        self,
+        task: BatchTask,
+        read: Callable[[BatchTask], object] | None = None,
+        enter: Callable[[str], object] = _ignore,
+        *,
+        seeded: bool = True,
     ) -> BatchResult:
-        """Read, transform and collate one batch in this thread; return errors.
+        """Make one batch in this thread, in plain code; errors become its result.
 
         Args:
-            task: The batch; its samples are given if ``reads`` is false.
-            pause: Sleeps between attempts at a read.
+            task: The batch.
+            read: Reads its samples: ``read`` of this maker, or ``pull`` of a stream;
+                None if they are there.
+            enter: Called with the name of each stage after the first.
+            seeded: Whether user code runs, which may draw random numbers.
         """
+        clocks = thread_clocks(task.number)
         try:
-            with self.around(task):
-                if self.reads:
-                    self.read(task, pause)
-                return self.finish(task)
+            with self.around(task) if seeded else _NOTHING:
+                if read is not None:
+                    read(task)
+                result = task.result
+                if result is None:
+                    enter("transform")
+                    self.apply(task)
+                    enter("collate")
+                    result = self.collate(task)
+                    task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
+        finally:
+            task.samples = []
+        return result
 
-    def read(self, task: BatchTask, pause: Callable[[float], object]) -> None:
+    def fetch(self, task: BatchTask, read: Callable[[BatchTask], object]) -> None:
+        """Read the samples of ``task`` in this thread; errors become its result."""
+        try:
+            with self.around(task):
+                read(task)
+        except BaseException as error:  # handed to the consumer
+            task.result = BatchResult(error=error)
+
+    def read(
+        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
+    ) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         try:
-            if self.get_batch is not None:
-                self._read_batch(task, self.get_batch, pause)
-            else:
+            is_whole = self.get_batch is not None
+            if not is_whole or not run_now(self.whole(task, self._reading(pause))):
                 self._read_each(task, pause)
             if holds_awaitables(task.samples):
                 self._await_samples(task, pause)
@@ -224,14 +228,6 @@ class BatchMaker:
                 except BaseException as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
         refuse_coroutines(samples, "transform")
-
-    def finish(self, task: BatchTask) -> BatchResult:
-        """Transform and collate ``task``; errors become its result."""
-        try:
-            self.apply(task)
-            return self.collate(task)
-        except Exception as error:  # handed to the consumer
-            return BatchResult(error=error)
 
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
@@ -324,7 +320,7 @@ class BatchMaker:
             result.dataset = 0, copy.deepcopy(self.dataset.state_dict())
         except BaseException as error:  # handed to the consumer
             where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
-            error = noted(raisable(error, "the dataset"), where)
+            error = noted(raisable(error, _DATASET), where)
             return BatchResult(error=error, state=result.state)
         return result
 
@@ -375,56 +371,70 @@ class BatchMaker:
         error: BaseException,
         pause: Callable[[float], object],
     ) -> Any:
-        """Retry the sample at ``position``, whose first read raised ``error``."""
+        return run_now(self.again(task, position, error, self._reading(pause)))
+
+    def _reading(self, pause: Callable[[float], object]) -> Reading:
+        """Return how samples are read in this thread."""
+
+        def get(task: BatchTask, position: int) -> Any:
+            self._seed(task, position, 0)
+            sample = self.get(task.indices[position])
+            is_later = holds_awaitables([sample])
+            return self.side_loop.wait_for(sample) if is_later else sample
+
+        def get_batch(task: BatchTask) -> Any:
+            samples = self.get_batch(task.indices)  # type: ignore[misc]
+            is_later = inspect.isawaitable(samples)
+            return self.side_loop.wait_for(samples) if is_later else samples
+
+        return Reading(get, get_batch, pause, lambda error: raisable(error, _DATASET))
+
+    # -- reading again, in a thread or on the loop ------------------------------------
+
+    async def again(
+        self, task: BatchTask, position: int, error: BaseException, how: Reading
+    ) -> Any:
+        """Return the sample at ``position``, whose first read raised ``error``.
+
+        It is read again as often as ``retry`` says; then the policy decides.
+        """
+        error = how.error(error)
         for delay in self.delays(error):
-            pause(delay)
+            await _awaited(how.pause(delay))
             try:
-                self._seed(task, position, 0)
-                sample = self.get(task.indices[position])
-                is_later = holds_awaitables([sample])
-                return self.side_loop.wait_for(sample) if is_later else sample
-            except BaseException as again:  # counted, then resolved
-                error = again
+                return await _awaited(how.get(task, position))
+            except BaseException as caught:  # counted, then resolved
+                error = how.error(caught)
                 if not self.may_retry(error):
                     break
         return self.resolve("fetch", task, position, error)
 
-    def _read_batch(
-        self,
-        task: BatchTask,
-        get_batch: Callable[[Any], Any],
-        pause: Callable[[float], object],
-    ) -> None:
+    async def whole(self, task: BatchTask, how: Reading) -> bool:
         """Read all of ``task`` with ``__getitems__``; retried as a whole.
 
-        Unless errors are raised, the samples of a batch that failed are read one by
-        one: the policy decides about each.
+        Returns:
+            False if it failed, and the policy is to decide about each sample.
         """
         delays: Iterator[float] | None = None
         while True:
             try:
-                samples = get_batch(task.indices)
-                if inspect.isawaitable(samples):
-                    samples = self.side_loop.wait_for(samples)
+                samples = await _awaited(how.get_batch(task))
                 task.samples = self.checked(task, samples)
             except BaseException as caught:
-                error = raisable(caught, "the dataset")
+                error = how.error(caught)
                 delays = delays or self.delays(error)
                 delay = next(delays, None) if self.may_retry(error) else None
-                if delay is not None:
-                    pause(delay)
-                elif self.reads_one_by_one(error):
-                    task.samples = []
-                    self._read_each(task, pause)
-                    return
-                else:
+                if delay is None and self._reads_one_by_one(error):
+                    return False
+                if delay is None:
                     raise self.batch_error("fetch", task, error)  # noqa: B904  (it keeps its cause)
             else:
-                return
+                return True
+            await _awaited(how.pause(delay))
 
-    def reads_one_by_one(self, error: BaseException) -> bool:
+    def _reads_one_by_one(self, error: BaseException) -> bool:
         """Tell whether the samples of a batch that failed are read one by one."""
-        may_skip = self.policy.on_error != "raise" and isinstance(error, Exception)
+        may_skip = self.on_error != "raise" and isinstance(error, Exception)
         return may_skip and hasattr(self.dataset, "__getitem__")
 
     def _await_samples(self, task: BatchTask, pause: Callable[[float], object]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from aioloader._order.failures import SKIP
 from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import resolved, user_error
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_maker import BatchMaker, Reading
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader.protocols import is_async_function
 
@@ -72,6 +72,7 @@ class FetcherPool:
         self._timer: asyncio.Handle | None = None
         self._tuner = tuner if tuner and tuner.concurrency else None
         self._failed = 0  # reads, including those that are retried
+        self._reading = Reading(self._get, self._get_batch, asyncio.sleep, self._error)
         self._is_wrapped = maker.reads_async and not is_async_function(maker.get)
 
     def read(self, task: BatchTask) -> None:
@@ -132,7 +133,7 @@ class FetcherPool:
             await asyncio.wait(tasks)
         self._tasks.clear()  # cancelled ones refer to this pool, as jobs do
         self._queue.clear()
-        del self._done
+        del self._done, self._reading
 
     # -- the fetchers ---------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class FetcherPool:
         try:
             sample = await self._maker.get(task.indices[position])
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, error)
+            sample = await self._maker.again(task, position, error, self._reading)
         task.samples[position] = sample
         if self._maker.transforms_async:
             await self._transform_sample(task, position)
@@ -305,56 +306,31 @@ class FetcherPool:
         try:
             sample = await resolved(self._maker.get(task.indices[position]))
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._reread(task, position, error)
+            sample = await self._maker.again(task, position, error, self._reading)
         task.samples[position] = sample
         if self._maker.transforms_async:
             await self._transform_sample(task, position)
 
-    async def _reread(
-        self, task: BatchTask, position: int, error: BaseException
-    ) -> Any:
-        maker, error = self._maker, user_error(error, "the dataset")
+    def _error(self, error: BaseException) -> BaseException:
+        error = user_error(error, "the dataset")
         self._failed += 1
-        for delay in maker.delays(error):
-            await asyncio.sleep(delay)
-            self._seed_for(task, position, 0)
-            try:
-                return await resolved(maker.get(task.indices[position]))
-            except BaseException as again:  # counted, then resolved
-                error = user_error(again, "the dataset")
-                if not maker.may_retry(error):
-                    break
-        return maker.resolve("fetch", task, position, error)
+        return error
+
+    def _get(self, task: BatchTask, position: int) -> Awaitable[Any]:
+        self._seed_for(task, position, 0)
+        return resolved(self._maker.get(task.indices[position]))
+
+    def _get_batch(self, task: BatchTask) -> Awaitable[Any]:
+        self._seed_for(task, -1, 0)
+        return resolved(self._maker.get_batch(task.indices))  # type: ignore[misc]
 
     async def _fetch_batch(self, task: BatchTask, _position: int) -> None:
-        """Read all of a batch with ``__getitems__``; retried as a whole.
-
-        Unless errors are raised, the samples of a batch that failed are read one by
-        one: the policy decides about each.
-        """
+        """Read all of a batch with ``__getitems__``, or else each of its samples."""
         maker = self._maker
-        delays = None
-        while True:
-            self._seed_for(task, -1, 0)
-            try:
-                samples = await resolved(maker.get_batch(task.indices))  # type: ignore[misc]
-                task.samples = maker.checked(task, samples)
-            except BaseException as caught:
-                error = user_error(caught, "the dataset")
-                self._failed += 1
-                delays = delays or maker.delays(error)
-                delay = next(delays, None) if maker.may_retry(error) else None
-                if delay is not None:
-                    await asyncio.sleep(delay)
-                elif maker.reads_one_by_one(error):
-                    task.stage = "transform" if maker.transforms_async else "fetch"
-                    self._read_samples(task, first=True)
-                    task.pending += 1  # this job
-                    return
-                else:
-                    raise maker.batch_error("fetch", task, error)  # noqa: B904  (keeps its cause)
-            else:
-                return
+        if not await maker.whole(task, self._reading):
+            task.stage = "transform" if maker.transforms_async else "fetch"
+            self._read_samples(task, first=True)
+            task.pending += 1  # this job
 
     async def _transform_sample(self, task: BatchTask, position: int) -> None:
         sample = task.samples[position]

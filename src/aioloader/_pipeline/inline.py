@@ -5,25 +5,26 @@
 and no work per sample, which is fast enough for an async consumer's loop.
 """
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._observe.records import is_clocked, spent, thread_clocks
+from aioloader._observe.records import is_clocked
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plain import LocalIterator
 from aioloader._pipeline.stream import SyncStream
 from aioloader._pipeline.waiting import Latch
 from aioloader.protocols import Kind
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.batch_task import BatchTask
 
 
 class InlineIterator(LocalIterator):
@@ -33,12 +34,9 @@ class InlineIterator(LocalIterator):
         epoch: The epoch to deliver.
         maker: The user's functions, all sync.
         host: The leased host of the lifespan; None if there is none.
-        drop_last: Drop the short last batch of a stream.
     """
 
-    def __init__(
-        self, epoch: Epoch, maker: BatchMaker, host: Host | None, *, drop_last: bool
-    ) -> None:
+    def __init__(self, epoch: Epoch, maker: BatchMaker, host: Host | None) -> None:
         super().__init__(epoch, epoch.requests())
         self._maker = maker
         self._dropped = epoch.dropped()
@@ -46,9 +44,9 @@ class InlineIterator(LocalIterator):
         self._stream: SyncStream | None = None
         if maker.kind is Kind.ITERABLE:
             resume = epoch.bookmark.states.get(0)
-            self._stream = SyncStream(
-                maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
-            )
+            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
+        pull = self._stream and self._stream.pull
+        self._read: Callable[[BatchTask], None] = pull or maker.read
         self.must_close = True
         if isinstance(host, CallerHost):
             try:
@@ -71,13 +69,14 @@ class InlineIterator(LocalIterator):
                 self._end(is_over=isinstance(error, StopIteration))
                 raise
             task = self._maker.task(request)
-            clocks = thread_clocks(task.number)
-            try:
-                with self._maker.around(task):
-                    result = self._made(task)
-            except BaseException as error:
+            result = self._maker.make(task, self._read)
+            if result.error is not None:
                 self._progress.fail(task.number, task.state)
-                raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
+                failed, result.error = result.error, None
+                try:
+                    raise raisable(failed, "user code")
+                finally:
+                    del failed  # its traceback has this frame
             if result.is_end:
                 self._progress.end(task.number, task.state)
                 self._end(is_over=True)
@@ -86,8 +85,7 @@ class InlineIterator(LocalIterator):
             self.counters.batches += is_delivered
             asked = asked or task.began
             if is_delivered:
-                task.spent = spent(clocks)
-                if clocks is not None:
+                if is_clocked(task.number):
                     self.counters.weigh(result.batch)
                 taken = task.collated
                 self.counters.waited += taken - asked
@@ -97,16 +95,6 @@ class InlineIterator(LocalIterator):
             self._progress.take(task.number, task.state)
             if is_delivered:
                 return result.batch
-
-    def _made(self, task: BatchTask) -> BatchResult:
-        if self._stream is None:
-            self._maker.read(task, time.sleep)
-        else:
-            self._stream.pull(task)
-        if task.result is not None:
-            return task.result
-        self._maker.apply(task)
-        return self._maker.collate(task)
 
     def close(self) -> None:
         """Close the stream, and leave the lifespan after the last iteration."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader._observe.records import LISTED, NOT_MADE, Listed, spent, thread_clocks
+from aioloader._observe.records import LISTED, NOT_MADE, Listed
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
@@ -45,16 +45,14 @@ class Pipeline:
     Args:
         maker: The user's functions.
         host: Where it runs; the pipeline owns one lease from the start.
-        concurrency: Samples in flight on the loop.
         in_order: Deliver batches by number, or else as they complete.
-        drop_last: Drop the short last batch of a stream.
         bookmark: Where the epoch is resumed.
         pool: The workers that make batches, or transform and collate what was read
             here; None if all of that is done here.
         sink: Takes the results instead of ``ready``.
         make_ready: Makes ``ready``.
         head_start: Whether the first batch is read a moment before the others.
-        tuner: Changes ``concurrency`` if the loader chooses it.
+        tuner: Changes the maker's ``concurrency`` if the loader chooses it.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -62,9 +60,7 @@ class Pipeline:
         maker: BatchMaker,
         host: Host,
         *,
-        concurrency: int,
         in_order: bool,
-        drop_last: bool,
         bookmark: Bookmark = BEGINNING,
         pool: Pool | None = None,
         sink: Callable[[BatchTask, BatchResult], None] | None = None,
@@ -95,7 +91,6 @@ class Pipeline:
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
-        self._concurrency = concurrency
         self._head_start = head_start
         self.tuner = tuner
         if tuner is not None:
@@ -116,11 +111,9 @@ class Pipeline:
         self._context = context_elsewhere()
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
-            self._stream = SyncStream(
-                maker, drop_last=drop_last, resume=resume, keys=maker.seeds()
-            )
+            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE:
-            self._async_stream = AsyncStream(maker, drop_last=drop_last, resume=resume)
+            self._async_stream = AsyncStream(maker, resume=resume)
         host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
@@ -199,7 +192,7 @@ class Pipeline:
     async def _host(self, stack: contextlib.AsyncExitStack) -> None:
         LISTED.set(self.listed)  # the tasks of the fetchers have this context
         fetchers = FetcherPool(
-            self._concurrency,
+            self.maker.concurrency,
             self.maker,
             self._next_step,
             head_start=self._head_start,
@@ -278,24 +271,27 @@ class Pipeline:
 
     # -- a batch: read, transform, collate ------------------------------------------
 
+    def make(self, task: BatchTask) -> BatchResult:
+        """Make the rest of a batch in this thread; return errors."""
+        return self.maker.make(task, None if self.reads_here else self._read)
+
+    def _read(self, task: BatchTask) -> None:
+        if self._stream is not None:
+            self._stream.pull(task)
+        else:
+            self.maker.read(task, self.pause)
+
     def _read_here(self, task: BatchTask) -> None:
         """Read a batch in the host's thread, and make it there if all is plain."""
         maker, began = self.maker, time.perf_counter()
-        is_plain = maker.is_plain() and self.pool is None
-        clocks = thread_clocks(task.number)
-        try:
-            with maker.around(task):
-                if self._stream is not None:
-                    self._stream.pull(task)
-                else:
-                    maker.read(task, self.pause)
-                if is_plain and task.result is None:
-                    task.result = maker.finish(task)
-                    task.spent = spent(clocks)
-        except BaseException as error:  # handed to the consumer
-            task.result = BatchResult(error=error)
-        self._time(began)
-        self._advance(task)
+        if maker.is_plain and self.pool is None:
+            result = maker.make(task, self._read)
+            self._time(began)
+            self.deliver(task, result)
+        else:
+            maker.fetch(task, self._read)
+            self._time(began)
+            self._advance(task)
 
     def _time(self, began: float) -> None:
         """Note that a batch started at ``began`` has been read."""
@@ -338,7 +334,7 @@ class Pipeline:
         """Take the next step of a batch whose samples are there, from any thread."""
         if task.result is not None:
             self.deliver(task, task.result)
-        elif self.maker.is_plain() or self._is_on_loop():
+        elif self.maker.is_plain or self._is_on_loop():
             rest = self._next_step(task)
             if rest is not None and self._fetchers is not None:
                 self._fetchers.spawn(rest)
@@ -363,7 +359,7 @@ class Pipeline:
         elif maker.collates_async:
             return self._collate(task)
         elif self.host.loop is not None and maker.is_quick(task):
-            self.deliver(task, self._finished(task))
+            self.deliver(task, maker.make(task, seeded=False))
         else:
             self._in_thread(self._finish_here, task)
         return None
@@ -396,19 +392,7 @@ class Pipeline:
 
     def _finish_here(self, task: BatchTask) -> None:
         """Transform and collate in the thread."""
-        with self.maker.around(task):
-            result = self._finished(task)
-        self.deliver(task, result)  # only once the user's generators are back
-
-    def _finished(self, task: BatchTask) -> BatchResult:
-        clocks = thread_clocks(task.number)
-        try:
-            result = self.maker.finish(task)
-            task.spent = spent(clocks)
-        except BaseException as error:  # handed to the consumer
-            result = BatchResult(error=error)
-        task.samples = []
-        return result
+        self.deliver(task, self.maker.make(task))
 
     # -- between thread, loop and pool ------------------------------------------------
 

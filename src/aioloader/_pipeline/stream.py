@@ -8,7 +8,7 @@ part.
 
 import abc
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext
 from time import perf_counter
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from aioloader._collate.collate import default_collate
 from aioloader._order.blocks import Bad, Block, join
 from aioloader._order.failures import SKIP, noted
 from aioloader._order.raising import STOPS, Carried, ends_task, raisable
+from aioloader._pipeline.awaiting import run_now
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.block_sources import (
@@ -41,7 +42,6 @@ class _Stream(abc.ABC):
 
     Args:
         maker: The user's functions, and which part of the stream is read here.
-        drop_last: Whether to drop a short last batch.
         resume: Where to start; None: at the beginning.
         keys: Seeds of the batches that are read again to resume; None: no seeds.
 
@@ -56,12 +56,11 @@ class _Stream(abc.ABC):
         self,
         maker: BatchMaker,
         *,
-        drop_last: bool,
         resume: StreamState | None = None,
         keys: BatchSeeds | None = None,
     ) -> None:
         self._maker = maker
-        self._drop_last = drop_last
+        self._drop_last = maker.drop_last
         self._keys = keys
         every = maker.snapshot_every
         self._position = Position(maker.dataset, resume, every, maker.loads)
@@ -357,7 +356,7 @@ class SyncStream(_Stream):
     def pull(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
         task.began = perf_counter()
-        _run(self._read(task))
+        run_now(self._read(task))
         task.read = perf_counter()
 
     def close(self) -> None:
@@ -412,12 +411,3 @@ class AsyncStream(_Stream):
             self._stack.push_async_callback(source.aclose)
             return source
         return AsyncSource(iterator, len(task.indices))
-
-
-def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("reading a plain iterator suspended")

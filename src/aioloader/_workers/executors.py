@@ -7,7 +7,6 @@ lacks them.
 
 import itertools
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import (
@@ -17,14 +16,15 @@ from concurrent.futures import (
     Future,
     ThreadPoolExecutor,
 )
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from aioloader._observe.records import spent, thread_clocks
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import Pool
 from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import WorkerInfo, be_worker_thread
 from aioloader._workers.remote_tasks import (
@@ -37,7 +37,6 @@ from aioloader._workers.remote_tasks import (
     pack_spec,
 )
 from aioloader._workers.rng import seed_sample, swapped_in
-from aioloader._workers.threads import make
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
@@ -45,16 +44,13 @@ _KEPT = 4
 _MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest maker
 
 
-class ExecutorWorkers:
+class ExecutorWorkers(Pool):
     """Workers of an executor that the user owns.
 
     Args:
         executor: The user's executor.
         spec: What its workers do.
     """
-
-    place: Literal["thread"] = "thread"
-    pump = None
 
     def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
         self.reads = spec.reads
@@ -77,9 +73,6 @@ class ExecutorWorkers:
         except WorkerStartError as error:
             pipeline.fail(error)
 
-    def wait_up(self) -> None:
-        """Return at once."""
-
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Hand ``task`` to the executor."""
         if self._is_here:
@@ -100,17 +93,9 @@ class ExecutorWorkers:
         for future in list(self._futures):
             future.cancel()
 
-    def join(self) -> bool:
-        """Return at once: the executor is the user's."""
-        return True
-
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (the pool's protocol)
         """Say where a batch is."""
         return f"is with {type(self._executor).__name__}"
-
-    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
-        """Do nothing: the workers are not ours."""
-        return False
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, as a worker thread."""
@@ -120,7 +105,7 @@ class ExecutorWorkers:
         dataset = pipeline.maker.dataset
         be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
         try:
-            result = make(pipeline, task)
+            result = pipeline.make(task)
             result.lane = number
             return result
         finally:
@@ -180,33 +165,19 @@ def _make_remotely(
         # One thread, as in any worker; more would hang in OpenMP in a forked process.
         torch.set_num_threads(1)
         spec: WorkerSpec = decode(*_writable(packed_spec))
-        maker = maker_of(spec, seed=seed_sample)
+        maker = maker_of(spec, around=_seeded, seed=seed_sample)
         while len(_MAKERS) >= _KEPT:
             _MAKERS.pop(next(iter(_MAKERS)), None)
         _MAKERS[name] = maker
     task = open_request(maker, _writable(request))
-    return _packed(*pack_answer(maker, task, _made(maker, task), -1))
+    result = maker.make(task, maker.read if maker.reads else None)
+    if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+        raise result.error
+    return _packed(*pack_answer(maker, task, result, -1))
 
 
-def _made(maker: BatchMaker, task: BatchTask) -> BatchResult:
-    try:
-        if task.key is None:
-            return _make(maker, task)
-        with swapped_in(task.key):
-            return _make(maker, task)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # handed to the consumer
-        return BatchResult(error=error)
-
-
-def _make(maker: BatchMaker, task: BatchTask) -> BatchResult:
-    clocks = thread_clocks(task.number)
-    if maker.reads:
-        maker.read(task, time.sleep)
-    result = maker.finish(task)
-    task.spent = spent(clocks)
-    return result
+def _seeded(task: BatchTask) -> AbstractContextManager[None]:
+    return nothing_around(task) if task.key is None else swapped_in(task.key)
 
 
 def _packed(header: bytes, buffers: Buffers) -> Packed:

@@ -8,10 +8,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
+from aioloader._pipeline.roles import LastingPool, Pool
 
 if TYPE_CHECKING:
     from aioloader._pipeline.batch_task import BatchTask
@@ -19,56 +20,12 @@ if TYPE_CHECKING:
     from aioloader._transport.channel import Channel
 
 
-class WorkerPool(Protocol):
-    """A pool of workers that may outlive an iteration."""
-
-    def wait_up(self) -> None:
-        """Wait until the time that passes is the user's, not that of a start."""
-
-    def submit(self, pipeline: "Pipeline", task: "BatchTask") -> None:
-        """Take a task; its result is delivered to ``pipeline``."""
-
-    def forget(self, pipeline: "Pipeline") -> None:
-        """Drop what ``pipeline`` still waits for."""
-
-    def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
-
-    def collect(self) -> None:
-        """Deliver the results that have arrived."""
-
-    def explain(self, task: "BatchTask") -> str:
-        """Say which worker has ``task``, since when, and where it is stuck."""
-
-    def restart(self, task: "BatchTask") -> bool:
-        """Replace the workers that have ``task``; tell whether there are any."""
-
-    def is_open(self) -> bool:
-        """Tell whether they take tasks."""
-
-    def end(self) -> None:
-        """End them, in the background; from any thread, and finalizers."""
-
-    def join(self) -> bool:
-        """Wait, bounded, until they are gone; tell whether they are."""
-
-    def close(self) -> None:
-        """Close what this process holds."""
-
-
-class Ending(Protocol):
-    """Workers that end with their iteration."""
-
-    def join(self) -> bool:
-        """Wait, bounded, until they are gone; tell whether they are."""
-
-
 class Pools:
     """The pools of one loader; persistent workers are kept here."""
 
     def __init__(self) -> None:
-        self._kept: list[WorkerPool] = []
-        self._ending: weakref.WeakSet[Ending] = weakref.WeakSet()
+        self._kept: list[LastingPool] = []
+        self._ending: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._lock = fork_safe(threading.Lock())
         weakref.finalize(self, _close_all, self._kept)
 
@@ -76,7 +33,7 @@ class Pools:
         """Tell whether workers of an earlier iteration persist and take tasks."""
         return any(pool.is_open() for pool in self._kept)
 
-    def open(self, start: Callable[[], WorkerPool], *, keep: bool) -> WorkerPool:
+    def open(self, start: Callable[[], LastingPool], *, keep: bool) -> LastingPool:
         """Return the kept pool or a new one, which is kept if ``keep`` is set."""
         if not keep:
             return start()
@@ -89,7 +46,7 @@ class Pools:
             self._kept[:] = [pool]
             return pool
 
-    def join_later(self, workers: Ending) -> None:
+    def join_later(self, workers: Pool) -> None:
         """Make ``close`` wait for workers: nobody does if their iterator is dropped."""
         self._ending.add(workers)
 
@@ -102,7 +59,7 @@ class Pools:
         kept = self._take()
         for pool in kept:
             pool.end()
-        ending: list[Ending] = [*kept, *self._ending]
+        ending: list[Pool] = [*kept, *self._ending]
         errors: list[BaseException] = []
         for workers in ending:
             try:
@@ -117,13 +74,13 @@ class Pools:
         if self._kept or self._ending:
             await in_new_thread(self.close)
 
-    def _take(self) -> list[WorkerPool]:
+    def _take(self) -> list[LastingPool]:
         with self._lock:
             kept, self._kept[:] = self._kept[:], []
         return kept
 
 
-def _close_all(kept: Sequence[WorkerPool]) -> None:
+def _close_all(kept: Sequence[LastingPool]) -> None:
     for pool in kept:
         pool.close()
 
@@ -173,8 +130,8 @@ def _close_channels(idle: "list[Channel]") -> None:
         idle.pop().close()
 
 
-class Lease:
-    """Workers, as one iteration sees them.
+class Lease(Pool):
+    """Workers that may outlive the iteration, as it sees them.
 
     Args:
         pools: Where persistent workers are kept.
@@ -184,12 +141,12 @@ class Lease:
         pumps: Whether the consumer itself collects results while it waits.
     """
 
-    place: Literal["pool"] = "pool"
+    place = "pool"
 
     def __init__(
         self,
         pools: Pools,
-        start: Callable[[], WorkerPool],
+        start: Callable[[], LastingPool],
         *,
         reads: bool,
         keep: bool,
@@ -200,7 +157,7 @@ class Lease:
         self._start = start
         self._keep = keep
         self._pumps = pumps
-        self._pool: WorkerPool | None = None
+        self._pool: LastingPool | None = None
         self._is_begun = False
         self._is_over = False
         self._lock = fork_safe(threading.RLock())

@@ -49,20 +49,7 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
         spec: What the worker does.
         options: Further options of the maker: seeding, and memory for batches.
     """
-    return BatchMaker(
-        spec.dataset if spec.reads else (),
-        spec.transform,
-        spec.collate_fn,
-        batched=spec.batched,
-        policy=FailurePolicy(spec.on_error),
-        retry=spec.retry,
-        reads=spec.reads,
-        part=spec.part,
-        snapshot_every=spec.snapshot_every,
-        keeps_step=spec.keeps_step,
-        is_even=spec.is_even,
-        **options,
-    )
+    return BatchMaker(**spec.given(), policy=FailurePolicy(spec.on_error), **options)
 
 
 def pack_request(

@@ -13,14 +13,14 @@ import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.waiting import Latch
 from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
 
@@ -44,7 +44,7 @@ class KeyedHere:
         pass
 
 
-class ThreadWorkers:
+class ThreadWorkers(Pool):
     """The threads of one iteration.
 
     Args:
@@ -53,9 +53,6 @@ class ThreadWorkers:
         init: The user's ``worker_init_fn``, or None.
         base_seed: The iteration's seed; a worker adds its number to it.
     """
-
-    place: Literal["thread"] = "thread"
-    pump = None
 
     def __init__(
         self,
@@ -84,9 +81,6 @@ class ThreadWorkers:
             self._threads.append(thread)
         # Runs at the interpreter's exit, before the threads are joined.
         weakref.finalize(self, _end, self._over, self._tasks, self._number)
-
-    def wait_up(self) -> None:
-        """Return at once."""
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         """Have the rest of ``task`` made."""
@@ -120,10 +114,6 @@ class ThreadWorkers:
                 )
         return "waits for a worker thread that is free"
 
-    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (the pool's protocol)
-        """Do nothing: a thread cannot be killed."""
-        return False
-
     # -- in the threads -----------------------------------------------------------
 
     def _live(self, pipeline: Pipeline, worker: int) -> None:
@@ -148,7 +138,7 @@ class ThreadWorkers:
         ident = threading.get_ident()
         while (task := self._tasks.get()) is not _LAST and not self._over:
             self._in_flight[ident] = task, time.monotonic()
-            result = make(pipeline, task)
+            result = pipeline.make(task)
             result.lane = worker
             del self._in_flight[ident]
             pipeline.deliver(task, result)
@@ -163,17 +153,3 @@ def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -
     over.append(True)
     for _ in range(number):
         tasks.put(_LAST)
-
-
-def make(pipeline: Pipeline, task: BatchTask) -> BatchResult:
-    """Make the rest of ``task`` in this thread; return errors."""
-    maker, clocks = pipeline.maker, thread_clocks(task.number)
-    try:
-        with maker.around(task):
-            if not pipeline.reads_here:
-                maker.read(task, pipeline.pause)
-            result = maker.finish(task)
-    except BaseException as error:  # handed to the consumer
-        return BatchResult(error=error)
-    task.spent = spent(clocks)
-    return result

@@ -24,9 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader._order.failures import OnError
-from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.retry import Retry
+from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.codec import (
     ONLY_TO_WORKERS,
     Reducers,
@@ -36,13 +34,6 @@ from aioloader._transport.codec import (
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng
 from aioloader.errors import WorkerStartError
-from aioloader.protocols import (
-    Kind,
-    is_async_function,
-    is_stateful,
-    kind_of,
-    reads_async,
-)
 
 _HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
 _PLACE = struct.Struct("<qq")
@@ -50,77 +41,43 @@ _PLACE = struct.Struct("<qq")
 _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 
 
-@dataclass
-class WorkerSpec:
+@dataclass(kw_only=True, eq=False)
+class WorkerSpec(Recipe):
     """What every worker of a loader needs to know.
 
     Attributes:
-        dataset: The dataset, or None if the loader reads and workers do the rest.
-        on_error: The policy for failed samples; the loader keeps its budget.
-        concurrency: Samples in flight on a worker's own loop.
-        window: Batches that such a worker makes at once.
+        num_workers: How many there are.
+        base_seed: The iteration's seed; a worker adds its number to it.
+        rng: The loader's ``rng`` argument.
+        window: Batches that a worker with a loop makes at once.
         in_flight: Batches in flight in total.
-        part: Which rank's samples are made.
-        snapshot_every: Batches between two states of a stateful stream.
-        keeps_step: Whether other ranks read the same batches.
-        is_even: Whether all ranks have the same number of batches.
+        worker_init_fn: The user's function, or None.
         lifespan: The loader's ``lifespan`` argument, or None.
         datasets: States for the copies of a map-style dataset, by worker.
         has_generators: Whether the user's objects hold random generators, of which
             each worker has a copy.
     """
 
-    dataset: Any
-    transform: Any
-    collate_fn: Any
-    batched: bool
-    retry: Retry | None
-    on_error: OnError
-    drop_last: bool
-    reads: bool
-    worker_init_fn: Any
     num_workers: int
     base_seed: int
     rng: Rng
-    concurrency: int
     window: int
     in_flight: int
-    part: Part = WHOLE
-    snapshot_every: int = 1
-    keeps_step: bool = False
-    is_even: bool = False
+    worker_init_fn: Any = None
     lifespan: Any = None
     datasets: dict[int, Any] = field(default_factory=dict)
     has_generators: bool = False
 
-    def is_plain(self) -> bool:
-        """Tell whether no step needs an event loop in the worker."""
-        functions = (self.transform, self.collate_fn)
-        if self.reads and (
-            kind_of(self.dataset) is Kind.ASYNC_ITERABLE or reads_async(self.dataset)
-        ):
-            return False
-        return not any(map(is_async_function, functions))
-
-    def is_replicated(self) -> bool:
-        """Tell whether each worker reads its own stream."""
-        return self.reads and kind_of(self.dataset) is not Kind.MAP
-
+    @property
     def is_addressed(self) -> bool:
-        """Tell whether each request is for a certain worker, not for any free one.
+        """Whether each request is for a certain worker, not for any free one.
 
-        True for replicas, for stateful map-style datasets (each copy's state depends on
-        what it has read), and if random numbers are the worker's own, or the user's
-        init function may have made them so. The turns are the same as torch's.
+        True for replicas of a stream, for stateful map-style datasets (each copy's
+        state depends on what it has read), and if random numbers are the worker's own,
+        or the user's init function may have made them so. The turns are torch's.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
-        is_own = is_own or self.has_generators
-        return is_own or self.is_replicated() or self.has_copies()
-
-    def has_copies(self) -> bool:
-        """Tell whether workers have copies of a stateful map-style dataset."""
-        is_map = self.reads and kind_of(self.dataset) is Kind.MAP
-        return is_map and is_stateful(self.dataset)
+        return is_own or self.has_generators or self.is_stream() or self.keeps_state
 
 
 # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.

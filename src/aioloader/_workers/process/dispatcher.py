@@ -135,8 +135,8 @@ class Dispatcher:
         self._locker = locker
         self.tickets: dict[int, Ticket] = {}
         self._names = itertools.count()
-        self._has_copies = spec.has_copies()
-        self.replicas = _replicas(spec) if spec.is_replicated() else None
+        self._has_copies = spec.keeps_state
+        self.replicas = _replicas(spec) if spec.is_stream() else None
         self.requests = Queue.make(stack)
         self.samples: ArenaWriter | None = None
         self._readers: dict[int, int] = {}  # slot of samples -> the latest ticket
@@ -146,7 +146,7 @@ class Dispatcher:
             self._packer = Packer(self.samples, _INLINE_BYTES)
         self.workers: list[Worker] = []
         for number in range(spec.num_workers):
-            own = Queue.make(stack) if spec.is_addressed() else None
+            own = Queue.make(stack) if spec.is_addressed else None
             self.workers.append(Worker(number, own, self.new_arena()))
         stack.callback(self._close_arenas)
         self.queues = [self.requests]

@@ -21,6 +21,7 @@ from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
     LEFT,
+    STAGES,
     Request,
     result_head,
 )
@@ -33,7 +34,7 @@ from aioloader.errors import WorkerDiedError
 # Bytes that may wait in the socket of results; each batch in flight has a share.
 _WAITING_BYTES = 1 << 20
 _MOST_INLINE = (1 << 16) - 1024
-FETCH, TRANSFORM, COLLATE, SEND = range(4)
+_CODES = {stage: code for code, stage in enumerate(STAGES)}
 
 
 class Ends(NamedTuple):
@@ -177,22 +178,25 @@ class Endpoint:
         )
         if request.samples is not None:
             task.samples = request.samples
+        if not self._is_restored:
+            self._is_restored = True
+            try:
+                self._restore(request)
+            except BaseException as error:  # of user code; handed to the consumer
+                task.result = BatchResult(error=error)
         return task
 
-    def restore(self, request: Request) -> None:
+    def _restore(self, request: Request) -> None:
         """Set a map-style dataset to its state before the first batch."""
-        if self._is_restored:
-            return
-        self._is_restored = True
         saved = self.spec.datasets
         if request.resume is not None:  # after a death
             self.maker.dataset.load_state_dict(*request.resume)
         elif self.id in saved:
             self.maker.dataset.load_state_dict(saved[self.id])
 
-    def enter(self, stage: int, place: int = 0) -> None:
+    def enter(self, stage: str, place: int = 0) -> None:
         """Note that the batch at ``place`` has reached ``stage``."""
-        self._table.enter(self.id, place, stage)
+        self._table.enter(self.id, place, _CODES[stage])
 
     def answer(
         self, task: BatchTask, ticket: int, place: int, result: BatchResult
@@ -204,7 +208,7 @@ class Endpoint:
         """
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             _end_process(result.error)
-        self._table.enter(self.id, place, SEND)
+        self.enter("send", place)
         result.state = task.state
         if result.dataset is not None:
             result.dataset = self.id, result.dataset[1]

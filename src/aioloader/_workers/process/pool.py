@@ -18,6 +18,7 @@ from aioloader._order.failures import Failure
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.channel import Channel
 from aioloader._transport.in_flight_table import (
     InFlight,
@@ -62,7 +63,7 @@ _HELD = 4
 _SELDOM = 32
 
 
-class ProcessPool:
+class ProcessPool(LastingPool):
     """Worker processes for one loader; used from any thread.
 
     Args:

@@ -82,14 +82,10 @@ class _Server:
                     self._free.get()
             task = self._endpoint.take(request, place)
             self._held[id(task)] = (request.ticket, place, request.is_alone)
-            try:
-                self._endpoint.restore(request)
-            except (
-                BaseException
-            ) as error:  # of the user's class; handed to the consumer
-                self._deliver(task, BatchResult(error=error))
-                continue
-            self._pipeline_of(request).submit(task)
+            if task.result is not None:
+                self._deliver(task, task.result)
+            else:
+                self._pipeline_of(request).submit(task)
 
     def _watch(self, requests: Channel) -> None:
         """Notice the end of requests even while no place is free."""
@@ -114,13 +110,10 @@ class _Server:
         key = request.iteration if self._endpoint.maker.is_stream() else -1
         pipeline = self._pipelines.get(key)
         if pipeline is None:
-            spec = self._endpoint.spec
             pipeline = Pipeline(
                 self._endpoint.maker,
                 self._hosts.lease("loop"),
-                concurrency=spec.concurrency,
                 in_order=False,
-                drop_last=spec.drop_last,
                 bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )

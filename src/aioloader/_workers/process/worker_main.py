@@ -16,21 +16,13 @@ from functools import partial
 
 import torch
 
-from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._order.retry import last_error
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.stream import SyncStream
 from aioloader._transport.channel import Channel
 from aioloader._workers.info import WorkerInfo, be_worker_process
-from aioloader._workers.process.endpoint import (
-    COLLATE,
-    TRANSFORM,
-    Endpoint,
-    Ends,
-    send_fatal,
-)
+from aioloader._workers.process.endpoint import Endpoint, Ends, send_fatal
 from aioloader._workers.process.messages import READY, UP, Request, result_head
 from aioloader._workers.process.serve_async import serve_async
 from aioloader._workers.rng import seed_worker
@@ -109,8 +101,8 @@ def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
             endpoint.give_up(noted(raisable(error, "worker_init_fn"), where))
         if seeds_itself or spec.rng == "worker":
             endpoint.maker.leave_generators()
-        requests = Channel.adopt(ends.own if spec.is_addressed() else ends.requests)
-        serve = serve_sync if endpoint.maker.is_plain() else serve_async
+        requests = Channel.adopt(ends.own if spec.is_addressed else ends.requests)
+        serve = serve_sync if endpoint.maker.is_plain else serve_async
         serve(endpoint, requests)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the loader is gone
@@ -124,12 +116,13 @@ def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
     Raises:
         EOFError: When the loader is gone.
     """
-    streams: dict[int, SyncStream] = {}
+    maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, SyncStream]()
+    read = partial(maker.read, pause=requests.pause) if maker.reads else None
+    reads_stream = maker.reads and maker.kind is Kind.ITERABLE
     with contextlib.ExitStack() as stack:
         stack.callback(_enter_lifespan(endpoint))
         endpoint.send(READY, -1, None)
         stack.callback(_close_all, streams)
-        reads_stream = endpoint.maker.reads and endpoint.maker.kind is Kind.ITERABLE
         while True:
             request = endpoint.receive(requests)
             if request.ticket < 0:
@@ -138,37 +131,11 @@ def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
                 continue
             task = endpoint.take(request, 0)
             stream = _stream_of(endpoint, request, streams) if reads_stream else None
-            result = _make(endpoint, request, task, stream, requests.pause)
-            endpoint.answer(task, request.ticket, 0, result)
-
-
-def _make(
-    endpoint: Endpoint,
-    request: Request,
-    task: BatchTask,
-    stream: SyncStream | None,
-    pause: Callable[[float], object],
-) -> BatchResult:
-    maker, clocks = endpoint.maker, thread_clocks(task.number)
-    try:
-        endpoint.restore(request)
-        with maker.around(task):
-            if stream is not None:
-                stream.pull(task)
-                if task.result is not None:
-                    return maker.leave(task, task.result)
-            elif maker.reads:
-                maker.read(task, pause)
-            endpoint.enter(TRANSFORM)
-            maker.apply(task)
-            endpoint.enter(COLLATE)
-            result = maker.collate(task)
-            task.spent = spent(clocks)
-            return maker.leave(task, result)
-    except (KeyboardInterrupt, SystemExit):  # they end a worker, as in torch
-        raise
-    except BaseException as error:  # handed to the consumer
-        return BatchResult(error=error)
+            pull = stream.pull if stream is not None else read
+            result = task.result or maker.make(task, pull, enter)
+            if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+                raise result.error  # it ends a worker, as in torch
+            endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
 
 
 def _stream_of(
@@ -179,7 +146,7 @@ def _stream_of(
     if stream is None:
         state, keys = request.resume or (None, None)
         stream = streams[request.iteration] = SyncStream(
-            endpoint.maker, drop_last=endpoint.spec.drop_last, resume=state, keys=keys
+            endpoint.maker, resume=state, keys=keys
         )
     return stream
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.hosts import Hosts
@@ -151,12 +150,11 @@ class RayActor:
         maker = self._maker = maker_of(
             spec, around=Seeded, seed=seed_for_sample, at=use_sample_rng
         )
-        is_plain = maker.is_plain()
-        self._places = asyncio.Semaphore(places(spec, maker))
+        self._places = asyncio.Semaphore(places(spec))
         reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
         self._hosts = Hosts(*reads)
         self._hosts.keep()
-        self._host = self._hosts.lease("thread" if is_plain else "loop")
+        self._host = self._hosts.lease("thread" if spec.is_plain else "loop")
         seeds_itself = await self._host.cpu.call(lambda: initialise(spec, info.id))
         if seeds_itself or spec.rng == "worker":
             maker.leave_generators()
@@ -168,9 +166,7 @@ class RayActor:
         self._run = Pipeline(
             maker,
             self._host,
-            concurrency=spec.concurrency,
             in_order=False,
-            drop_last=spec.drop_last,
             sink=self._deliver,
         )
         return seeds_itself
@@ -189,9 +185,9 @@ class RayActor:
         self._loop.call_soon_threadsafe(future.set_result, result)
 
 
-def places(spec: WorkerSpec, maker: BatchMaker) -> int:
+def places(spec: WorkerSpec) -> int:
     """Return how many batches a worker makes at once."""
-    return 1 if maker.is_plain() else spec.window
+    return 1 if spec.is_plain else spec.window
 
 
 def opened_spec(shipped: Packed) -> WorkerSpec:

@@ -8,7 +8,7 @@ no locks and no polling. A batch is copied once, out of Ray's read-only store.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.roles import LastingPool
 from aioloader._pipeline.waiting import Latch
 from aioloader._transport.codec import decode
 from aioloader._workers.lease import Lease, Pools
@@ -33,12 +34,10 @@ from aioloader._workers.ray.errors import (
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import (
     Packed,
-    maker_of,
     opened,
     pack_request,
     pack_spec,
 )
-from aioloader._workers.rng import seed_sample
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerError
 
@@ -72,7 +71,7 @@ def lease_actors(
     return Lease(pools, start, reads=spec.reads, keep=keep)
 
 
-class RayPool:
+class RayPool(LastingPool):
     """The actors of one loader; used from any thread.
 
     Args:
@@ -106,8 +105,8 @@ class RayPool:
         self._is_over = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
         self._early_deaths = [0] * spec.num_workers
-        at_once = places(spec, maker_of(spec, seed=seed_sample))
-        is_addressed = spec.is_addressed()
+        at_once = places(spec)
+        is_addressed = spec.is_addressed
         # None: not known before the user's init function has run.
         self._dispatcher = RayDispatcher(
             at_once, is_addressed=None if spec.worker_init_fn else is_addressed
@@ -122,16 +121,6 @@ class RayPool:
             pipeline.fail(
                 self._error or LoaderClosedError("the Ray workers have ended")
             )
-
-    def wait_up(self) -> None:
-        """Return at once: ``timeout`` includes the start of actors."""
-
-    def descriptors(self) -> Sequence[int]:
-        """Return nothing: the thread collects results."""
-        return ()
-
-    def collect(self) -> None:
-        """Do nothing: the thread collects results."""
 
     def forget(self, pipeline: Pipeline) -> None:
         """Drop the requests of ``pipeline``."""
@@ -171,8 +160,6 @@ class RayPool:
             self._is_over = True
             self._thread.post(self._end)
             self._thread.stop(self._ended.set)
-
-    close = end
 
     def join(self) -> bool:
         """Wait, bounded, until the actors have ended; return whether they have."""
@@ -290,7 +277,7 @@ class RayPool:
             return
         seat.begun = begun
         self._early_deaths[seat.number] = 0
-        is_addressed = begun.seeds_itself or self._spec.is_addressed()
+        is_addressed = begun.seeds_itself or self._spec.is_addressed
         self._dispatcher.is_addressed = is_addressed
         self._dispatch()
 

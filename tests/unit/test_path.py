@@ -1,0 +1,38 @@
+"""The path of the first batch: functions and modules that it enters."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "count_path.py"
+# Functions, modules. Lower them with the code; a number that must go up needs a reason.
+LIMITS = {
+    "for": (0, 0),
+    "for, two workers": (0, 0),
+    "async for, async dataset": (0, 0),
+    "async for, tar": (0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, tuple[int, int]]:
+    """Return what the tool prints."""
+    printed = subprocess.run(
+        [sys.executable, str(TOOL)], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.findall(
+        r"^(.+): (\d+) functions in (\d+) modules$", printed, re.MULTILINE
+    )
+    return {name: (int(functions), int(modules)) for name, functions, modules in found}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_path_is_no_longer(name: str, counts: dict[str, tuple[int, int]]) -> None:
+    """A first batch enters no more functions, in no more modules, than before."""
+    functions, modules = counts[name]
+    most_functions, most_modules = LIMITS[name]
+    assert functions <= most_functions
+    assert modules <= most_modules
