@@ -98,7 +98,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Output(io.BytesIO):
-    """An output file for pyarrow, whose bytes can be taken; its position goes on."""
+    """A file for pyarrow; bytes that were taken still count in its position."""
 
     _taken = 0
 
