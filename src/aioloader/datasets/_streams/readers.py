@@ -35,7 +35,7 @@ class Reader:
     def __init__(
         self, cursor: Cursor | None, known: State, wanted: int, stride: int
     ) -> None:
-        self._cursor = cursor
+        self.cursor = cursor
         self.has_ended = cursor is None
         self._known = known
         # Samples read; those before the cursor's state; the next one to read and take.
@@ -61,7 +61,7 @@ class Reader:
 
     async def fill(self, count: int) -> None:
         """Get about ``count`` samples if none is ready; at least one, or the end."""
-        cursor, stride = self._cursor, self._stride
+        cursor, stride = self.cursor, self._stride
         while not self.ready() and not self.has_ended:
             assert cursor is not None
             self._pass(self._wanted - stride + 1)
@@ -75,24 +75,25 @@ class Reader:
             self._block, self._at = block[first::stride], 0
             self._wanted += len(self._block) * stride
 
-    async def pull(self, limit: int) -> Block:
-        """Return the next samples, from 1 to ``limit``, of a reader that is alone."""
-        if self._wanted > self._read:  # a state of several ranks
-            await self.fill(limit)
-        if count := min(limit, self.ready()):
-            return self.take(count)
-        assert self._cursor is not None
-        self._pass(self._wanted)
-        block = await self._cursor.pull(limit)
-        self._read = self._wanted = self._passed = self._passed + len(block)
-        self.has_ended = not len(block)
-        return block
+    def lag(self) -> int:
+        """Let the cursor forget all samples taken; return how many are left out next.
+
+        If none are, a reader that is alone may be pulled past this object.
+        """
+        if self._passed != self._wanted:
+            self._pass(self._wanted)
+        return self._wanted - self._read
+
+    def count(self, pulled: int) -> None:
+        """Note that so many samples were pulled from the cursor."""
+        self._read = self._wanted = self._passed = self._passed + pulled
+        self.has_ended = not pulled
 
     def _pass(self, given: int) -> int:
         """Let the cursor forget samples that all ranks have; return how many it has."""
         passed: int = max(self._passed, min(given, self._read))
-        if self._cursor is not None and passed > self._passed:
-            self._cursor.pass_on(passed - self._passed)
+        if self.cursor is not None and passed > self._passed:
+            self.cursor.pass_on(passed - self._passed)
         self._passed = passed
         return passed
 
@@ -102,11 +103,11 @@ class Reader:
         Of these, ``left_out`` have no position.
         """
         is_fresh = self._read == self._known["taken"] and not self.has_ended
-        if self._cursor is None or is_fresh:
+        if self.cursor is None or is_fresh:
             return self._known
         passed = self._pass(given)
         ended = {"ended": True} if self.has_ended and passed == self._read else {}
-        return {"taken": passed - left_out, "state": self._cursor.state(), **ended}
+        return {"taken": passed - left_out, "state": self.cursor.state(), **ended}
 
 
 class Readers:
@@ -146,9 +147,9 @@ class Readers:
     def take(self, limit: int) -> Block | None:
         """Return the samples at the next positions, if they are woven already."""
         start = self._passed
-        stop = min(start + limit, self._length)
-        if start >= stop:
+        if start >= self._length:
             return None
+        stop = min(self._length, start + limit)
         self._passed = stop
         self.at += stop - start
         if self._alone is None:
@@ -188,10 +189,14 @@ class Readers:
 
         There may be fewer samples, or none, because of holes. Alone, there is one.
         """
-        if self._alone is not None:
+        alone = self._alone
+        if alone is not None and alone.cursor is not None:
             block = self.take(limit)
+            if block is None and alone.lag() and await self._weave(limit):
+                block = self.take(limit)
             if block is None:
-                block = await self._alone.pull(limit)
+                block = await alone.cursor.pull(limit)
+                alone.count(len(block))
                 self.at += len(block)
                 if self._leaves_out:
                     self._leave_out(block)
@@ -209,12 +214,14 @@ class Readers:
 
     async def _weave(self, limit: int) -> bool:
         """Interleave the ready samples: whole rounds; return whether there are any."""
+        if self._alone is not None:
+            await self._fill_alone(self._alone)
+            self._woven = self._alone.take(self._alone.ready())
+            self._length, self._passed = len(self._woven), 0
+            return self._length > 0
         turn = self.at % len(self._readers)
         order = [*self._readers[turn:], *self._readers[:turn]]
-        if self._alone is None:
-            await self._fill(order, limit)
-        else:
-            await self._fill_alone(self._alone)
+        await self._fill(order, limit)
         weft = [one for one in order if one.ready()]
         rounds = min((one.ready() for one in weft), default=0)
         self._before = [0, *accumulate(min(1, one.ready()) for one in order)]

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from aioloader._order.blocks import Block, join, pick, weave
 from aioloader.datasets._streams.cursors import (
@@ -26,8 +25,8 @@ from aioloader.datasets._streams.cursors import (
 from aioloader.datasets._streams.lane import Lane
 
 Until: TypeAlias = Literal["all", "first"]
-# The input that each of the next samples comes from.
-Order: TypeAlias = npt.NDArray[np.integer[Any]]
+# The input that each of the next samples comes from: an array, or a list.
+Order: TypeAlias = Any
 # Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
 # Draws per generator.
@@ -87,7 +86,9 @@ class Weaver(Replayed):
             return []
         each = zip(self.inputs, self._counts(order), strict=True)
         blocks = [one.take(count) for one, count in each if count]
-        block = await woven(blocks, partial(self._woven, order))
+        block = blocks[0]
+        if len(blocks) > 1:
+            block = await woven(blocks, partial(self._woven, order))
         self._known = self.own, partial(self._later, self.own)
         self._orders.append(order)
         self.own = self._later(self.own, len(order))
@@ -191,8 +192,9 @@ class AsTheyCome(Interleaved):
             for place, at in enumerate(turns):
                 if ready := self.lanes[at].ready():
                     # The others come before it the next time.
-                    self._turn_to(turns[place + 1 :] + turns[: place + 1])
-                    return np.full(min(limit, ready), at)
+                    turn = (self.own["turn"] + place + 1) % len(turns)
+                    self.own = {**self.own, "turn": turn}
+                    return [at] * min(limit, ready)
             await asyncio.wait(
                 self._fills.values(), return_when=asyncio.FIRST_COMPLETED
             )
@@ -200,6 +202,12 @@ class AsTheyCome(Interleaved):
             ended = {at for at in done if not self._fills.pop(at).result()}
             self._turn_to([at for at in turns if at not in ended])
         return np.empty(0, np.intp)
+
+    def _counts(self, order: Order) -> list[int]:
+        counts = [0] * len(self.lanes)
+        for at in order[:1]:
+            counts[at] = len(order)
+        return counts
 
     def _later(self, own: State, count: int) -> State:  # noqa: ARG002
         return own  # whose turn it is does not depend on the number of samples
