@@ -9,11 +9,12 @@ import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.
+# With coroutines some functions more or less are entered: tasks take turns differently.
 LIMITS = {
-    "for": (0, 0),
-    "for, two workers": (0, 0),
-    "async for, async dataset": (0, 0),
-    "async for, tar": (0, 0),
+    "for": (132, 26),
+    "for, two workers": (305, 54),
+    "async for, async dataset": (295, 41),
+    "async for, tar": (500, 71),
 }
 
 
