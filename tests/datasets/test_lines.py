@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
-from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset
+from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset, _engine
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -309,8 +309,11 @@ def test_what_fails_is_marked() -> None:
     assert (second, at) == (b"de", 7)
 
 
-async def test_blocks_are_smaller_where_samples_hold_containers(tmp_path: Path) -> None:
+async def test_blocks_are_smaller_where_samples_hold_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The collector looks at what is held; a block goes on from piece to piece."""
+    monkeypatch.setattr(_engine, "_TURN", 60.0)
     text = '"' + "x" * 80 + '"'  # of which 5,000 are several pieces
     lengths = []
     for line in (text, f"[{text}]"):

@@ -150,7 +150,7 @@ INTERNAL = {
     "datasets/_mds_encodings.py:_scalar": "a reason in 'the sample at byte …'",
     "datasets/_sql/session.py:encoded": "caught where a key is looked up",
     "datasets/_tar.py:_read": "a reason in 'is damaged at byte'",
-    "datasets/_tar.py:_Archive._read_headers": "a reason there too",
+    "datasets/_tar.py:_Archive._read_header": "a reason there too",
     "datasets/_tar.py:_Archive._read_end": "a reason there too",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }

@@ -169,7 +169,7 @@ def _read_pax(records: bytes) -> dict[str, bytes]:
     return extras
 
 
-def _split_name(name: str) -> tuple[str, str] | None:
+def split_name(name: str) -> tuple[str, str] | None:
     """Return the key and the field of a member; None if it is of no sample."""
     key, dot, field = name.partition(".")
     if "/" in field:  # the dot is in a folder name
@@ -473,7 +473,7 @@ class _Archive:
                 self._begin(stem.decode("utf-8", "surrogateescape"), start)
                 self._stem = stem
             else:
-                split = _split_name(_read_text(name))
+                split = split_name(_read_text(name))
                 if split is None:
                     return None
                 key, field = split

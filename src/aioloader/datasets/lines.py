@@ -213,18 +213,19 @@ def _singly(
             try:
                 yield from decoder.one(without_end(line))
             except ValueError as error:
-                yield _failed(url, at, f"is damaged: {error}", error)
+                text = f"{url!r}: the line at byte {at:,} is damaged: {error}"
+                failure = DatasetError(text, location=url)
+                failure.__cause__ = error
+                yield Bad(failure)
         at += len(line)
 
 
 def _too_long(url: str, at: int, length: int, most: int) -> Bad:
-    return _failed(url, at, f"has {length:,} bytes, over max_sample_bytes={most:,}")
-
-
-def _failed(url: str, at: int, what: str, cause: Exception | None = None) -> Bad:
-    error = DatasetError(f"{url!r}: the line at byte {at:,} {what}", location=url)
-    error.__cause__ = cause
-    return Bad(error)
+    text = (
+        f"{url!r}: the line at byte {at:,} has {length:,} bytes, over "
+        f"max_sample_bytes={most:,}"
+    )
+    return Bad(DatasetError(text, location=url))
 
 
 def without_end(line: bytes) -> bytes:

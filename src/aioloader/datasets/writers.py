@@ -317,7 +317,7 @@ class TarWriter(ShardWriter):
         return b"".join([*encoded, _END] if is_end else encoded)
 
     def _index(self) -> bytes:
-        """Return the samples' starts and the last one's end, as in ``_tar.index``."""
+        """Return the samples' starts and the last one's end, as in an index."""
         self._starts.append(self._sent_bytes - len(_END))
         return np.asarray(self._starts).astype("<u8").tobytes()
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aioloader.datasets._decode import encode, is_buffer
-from aioloader.datasets._tar.headers import split_name
+from aioloader.datasets._tar import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8
