@@ -61,6 +61,7 @@ _PASSING = re.compile(
 )
 # Bounds of the seconds to wait before a retry.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_RNG = random.Random()  # noqa: S311  (jitter, not a secret)
 
 
 class Address:
@@ -236,7 +237,6 @@ async def retried(
             exception: tracebacks print that, and it may know the password.
     """
     clock = asyncio.get_running_loop().time
-    rng = random.Random()  # noqa: S311  (jitter, not a secret)
     count, end, bound = 0, 0.0, _FIRST_PAUSE
     while True:
         try:
@@ -245,7 +245,7 @@ async def retried(
             error, may_pass = _failure_of(doing, address, exc)
         end = end if count else clock() + deadline
         count += 1
-        pause = rng.uniform(0.0, bound)
+        pause = _RNG.uniform(0.0, bound)
         bound = min(_LONGEST_PAUSE, 2 * bound)
         if not may_pass or clock() + pause >= end:
             break
