@@ -70,6 +70,7 @@ class Feed(io.RawIOBase):
         url: Redacted address of the shard, for samples and errors.
         is_part: Whether the bytes end before the shard does, between two samples.
         want: Most samples that should be yielded at once.
+        left: Bytes until a block of a user's generator is full.
         wait: Returns the next piece.
         view: The current piece, valid until the next one.
         used: How many bytes of it were used.
@@ -79,7 +80,7 @@ class Feed(io.RawIOBase):
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
         self.url = self.name = url
         self.is_part = is_part
-        self.want = 1
+        self.want, self.left = 1, 0
         self.wait: Callable[[], Buffer]
         self.view = _NOTHING
         self.used = 0
@@ -143,6 +144,7 @@ class Feed(io.RawIOBase):
         part = self.view[self.used : self.used + len(target)]
         target[: len(part)] = part
         self.used += len(part)
+        self.left -= len(part)
         return len(part)
 
 
@@ -212,11 +214,11 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
     with contextlib.closing(samples):
         while is_going:
             block, want, is_going = list[Any](), feed.want, False
-            full, stop = feed.at + _FULL_BYTES, now() + _FULL_SECONDS
+            feed.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
             try:
                 for sample in samples:
                     block.append(sample)
-                    if len(block) >= want or feed.at >= full or now() > stop:
+                    if len(block) >= want or feed.left <= 0 or now() > stop:
                         is_going = True
                         break
             except BaseException as error:  # noqa: BLE001  (raised after the block)
