@@ -297,18 +297,23 @@ def test_what_one_process_adds_another_makes_room_for(
     assert total(tmp_path) > max_bytes * 3 // 4
 
 
-def test_scans_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each part of the bound that is added, however small the entries are."""
-    cache, whole, scans = CacheDir(tmp_path, 1 << 20), CacheDir._scan, list[int]()
+@pytest.mark.parametrize(("processes", "most"), [(1, 16), (2, 120)])
+def test_scans_are_few(
+    processes: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each eviction; of several processes, for each part of the bound."""
+    caches = [CacheDir(tmp_path, 1 << 20) for _ in range(processes)]
+    whole, scan = list[int](), CacheDir._scan
 
-    def scan(self: CacheDir, size: int) -> int:
-        scans.append(size)
-        return whole(self, size)
+    def counted(self: CacheDir, size: int) -> int:
+        whole.append(size)
+        return scan(self, size)
 
-    monkeypatch.setattr(CacheDir, "_scan", scan)
+    monkeypatch.setattr(CacheDir, "_scan", counted)
     for number in range(3000):
-        cache.put(str(number), bytes(500))
-    assert 32 <= len(scans) <= 64
+        caches[number % processes].put(str(number), bytes(500))
+    assert len(whole) <= most
+    assert total(tmp_path) <= (1 << 20) * (1 + processes / 32)
 
 
 def test_entries_that_nearly_fill_it(tmp_path: Path) -> None:
@@ -321,19 +326,18 @@ def test_entries_that_nearly_fill_it(tmp_path: Path) -> None:
     cache.put("3", bytes(9_990))
     assert kept(cache) == {2}
     CacheDir(tmp_path, ROOMY).put("4", bytes(20_000))
-    cache.put("5", bytes(10))
+    cache.put("5", bytes(400))
     assert kept(cache) == {5}
 
 
 def test_while_another_process_makes_room(tmp_path: Path) -> None:
     """What finds no room waits, and is stored."""
     cache = filled(tmp_path)
-    other = os.open(cache.directory, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    waiting = threading.Thread(target=cache.put, args=["10", b"x" * 1000])
-    waiting.start()
-    assert kept(cache) == set(range(10))
-    os.close(other)
+    with Path(cache.directory, ".aioloader-scan").open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=cache.put, args=["10", b"x" * 1000])
+        waiting.start()
+        assert kept(cache) == set(range(10))
     waiting.join()
     assert kept(cache) == set(range(3, 11))
 

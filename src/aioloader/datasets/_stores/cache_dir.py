@@ -5,9 +5,10 @@ file, written next to its place and renamed when complete, so a reader sees all 
 nothing. Nothing is synced to disk: after a power cut an entry may be torn; its checksum
 shows that, and it counts as missing. Memory holds nothing.
 
-A process that has added 1/32 of the limit measures the directory, under a lock. If the
-limit is reached, it evicts the least recently used entries until 7/8 of it are left;
-others that want to measure wait meanwhile. Memory: 16 bytes an entry while it does.
+A process that has added 1/32 of the limit measures the directory, under a lock; where
+no other process does, only once the limit is reached. It then evicts the least recently
+used entries until 7/8 of the limit are left; others that want to measure wait
+meanwhile. Memory: 16 bytes an entry while it does.
 """
 
 import contextlib
@@ -40,8 +41,10 @@ _MAGIC = b"aiolc\r\n\1"
 _PERSON = b"aioloader 1"
 # Seconds within which uses count as one, and for which storing pauses.
 _TOUCH = _PAUSE = 60.0
-# Part of the limit that is added between two scans.
+# Part of the limit that is added between two scans of one of several processes.
 _SHARE = 32
+# It is locked by the process that scans, and its time is that of the latest scan.
+_SCAN_FILE = ".aioloader-scan"
 
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _ENTRY = re.compile(r"[0-9a-f]{62}")
@@ -88,6 +91,7 @@ class CacheDir:
         self._paused_until = 0.0
         self._lock = fork_safe(threading.Lock())
         self._room, self._pid = 0, os.getpid()  # bytes to add before the next scan
+        self._scanned = -1  # time of the latest scan here
 
     def get(self, key: str) -> bytes | None:
         """Return what was put under ``key``, or None.
@@ -156,16 +160,29 @@ class CacheDir:
 
         Threads of this process wait for each other: one scan serves them all.
         """
+        share = max(size, self.max_bytes // _SHARE)
         with self._lock:
             if self._pid != os.getpid():  # what is left is the parent process's
-                self._room, self._pid = 0, os.getpid()
+                self._room, self._scanned, self._pid = 0, -1, os.getpid()
+            if self._latest() != self._scanned:  # by who does not know of more
+                self._room = min(self._room, share)
             if self._room < size:
-                with _alone(self.directory):
+                with _alone(f"{self.directory}{os.sep}{_SCAN_FILE}") as file:
+                    is_alone = self._latest() == self._scanned
                     free = self.max_bytes - self._scan(size)
-                self._room = min(free, max(size, self.max_bytes // _SHARE))
+                    os.utime(file, ns=(now := time.time_ns(), now))
+                self._scanned = self._latest()
+                self._room = free if is_alone else min(free, share)
             has_room = self._room >= size
             self._room -= size if has_room else 0
             return has_room
+
+    def _latest(self) -> int:
+        """Return when a process scanned last, in nanoseconds; 0: never."""
+        try:
+            return os.stat(f"{self.directory}{os.sep}{_SCAN_FILE}").st_mtime_ns  # noqa: PTH116
+        except OSError:
+            return 0
 
     def _scan(self, size: int) -> int:
         """Measure the directory, evict the surplus, and return what is left."""
@@ -263,20 +280,22 @@ def _scanned(folder: str) -> Iterator["os.DirEntry[str]"]:
 
 
 @contextlib.contextmanager
-def _alone(directory: str) -> Iterator[None]:
-    """Create a directory if missing; no other process scans it until the block ends."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+def _alone(path: str) -> Iterator[int]:
+    """Open a file, created if missing, that no other process opens so meanwhile."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
         # Without locks (Windows, some file systems) two scans do no harm.
         with contextlib.suppress(ImportError, OSError):
             import fcntl  # noqa: PLC0415
 
-            file = os.open(directory, os.O_RDONLY)
-            stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing it is not enough: a process forked meanwhile has it open, too.
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        yield
+        yield file
+    finally:
+        # Closing it is not enough: a process forked meanwhile has it open, too.
+        with contextlib.suppress(ImportError, OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
 
 
 def _is_left_over(name: str, age: float) -> bool:
