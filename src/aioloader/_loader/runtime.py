@@ -37,7 +37,7 @@ from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.plain import PlainIterator
 from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.lease import Pools, Servers, Tally
+from aioloader._workers.kept import Pools, Servers, Tally
 from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:

@@ -35,10 +35,10 @@ from aioloader._pipeline.pipeline_iterator import (
 )
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import Pool
+from aioloader._pipeline.roles import Lease, Pool
 from aioloader._transport.slots import Locker, SlotPool
 from aioloader._workers.info import use_sample_rng
-from aioloader._workers.lease import Lease, Pools, Servers, Tally
+from aioloader._workers.kept import Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import (
@@ -428,7 +428,8 @@ def _pool(
 
     servers, tally = resources.servers, resources.tally
     start = partial(start_pool, spec, options.start_method, servers, locker, tally)
-    return Lease(resources.pools, start, reads=reads, keep=keep, pumps=True)
+    begin = partial(resources.pools.open, start, keep=keep)
+    return Lease(begin, reads=reads, keep=keep, pumps=True)
 
 
 def _spec(

@@ -74,7 +74,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    raise AssertionError("plain code suspended")
+    raise AssertionError("reading a plain iterator suspended")
 
 
 def user_error(error: BaseException, what: str) -> BaseException:

@@ -1,9 +1,12 @@
 """What a pipeline is given: a pool of workers, a stage after it."""
 
 import abc
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pumping import Pump
 
@@ -77,6 +80,103 @@ class LastingPool(Pool):
     def close(self) -> None:
         """Close what this process holds."""
         self.end()
+
+
+class Lease(Pool):
+    """Workers that may outlive the iteration, as it sees them.
+
+    Args:
+        start: Starts workers, or returns those that are kept; called with the first
+            request.
+        reads: Whether workers read the samples too.
+        keep: Whether the workers outlive the iteration and serve the next ones.
+        pumps: Whether the consumer itself collects results while it waits.
+    """
+
+    place = "pool"
+
+    def __init__(
+        self,
+        start: Callable[[], LastingPool],
+        *,
+        reads: bool,
+        keep: bool,
+        pumps: bool = False,
+    ) -> None:
+        self.reads = reads
+        self._start = start
+        self._keep = keep
+        self._pumps = pumps
+        self._pool: LastingPool | None = None
+        self._is_begun = False
+        self._is_over = False
+        self._lock = fork_safe(threading.RLock())
+
+    @property
+    def pump(self) -> "Lease | None":
+        """This lease, if the consumer collects results while it waits."""
+        return self if self._pumps else None
+
+    def open(self, pipeline: Pipeline) -> None:
+        """Start the workers or find the kept ones, once; may take long."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        try:
+            pool = self._start()
+        except Exception as error:  # mostly: something cannot be pickled
+            pipeline.fail(error)
+            return
+        with self._lock:
+            self._pool = pool
+            if not self._keep:
+                # If anybody waits for their end, they are joined before this runs.
+                weakref.finalize(self, pool.close)
+                if self._is_over:
+                    pool.end()
+
+    def wait_up(self) -> None:
+        """Wait until the time that passes is the user's, not that of a start."""
+        if self._pool is not None:
+            self._pool.wait_up()
+
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+        """Have the rest of ``task`` made."""
+        if self._pool is not None:
+            self._pool.submit(pipeline, task)
+
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+        return () if self._pool is None else self._pool.descriptors()
+
+    def collect(self) -> None:
+        """Deliver the results that have arrived."""
+        if self._pool is not None:
+            self._pool.collect()
+
+    def explain(self, task: BatchTask) -> str:
+        """Say which worker has ``task``, since when, and where it is stuck."""
+        if self._pool is None:
+            return "waits for the workers to start"
+        return self._pool.explain(task)
+
+    def restart(self, task: BatchTask) -> bool:
+        """Replace the workers that have ``task``; tell whether there are any."""
+        return self._pool is not None and self._pool.restart(task)
+
+    def forget(self, pipeline: Pipeline) -> None:
+        """End the lease."""
+        with self._lock:
+            self._is_over = True
+            pool = self._pool
+        if pool is not None:
+            pool.forget(pipeline)
+            if not self._keep:
+                pool.end()
+
+    def join(self) -> bool:
+        """Wait until the workers are gone, if they are not kept."""
+        return self._keep or self._pool is None or self._pool.join()
 
 
 class Stage(Protocol):

@@ -124,7 +124,7 @@ class Feed(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True: it can be told where it is, and skip bytes."""
+        """Return True: it knows its offset, and can skip bytes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:

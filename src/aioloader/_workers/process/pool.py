@@ -26,7 +26,7 @@ from aioloader._transport.in_flight_table import (
     make_in_flight_table,
 )
 from aioloader._transport.slots import Locker
-from aioloader._workers.lease import Tally
+from aioloader._workers.kept import Tally
 from aioloader._workers.process.batch_codec import slot_of, unpack
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.launch import PATIENCE

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from aioloader._transport.channel import Channel
-from aioloader._workers.lease import Servers
+from aioloader._workers.kept import Servers
 from aioloader._workers.process.fork_server import fork_supervisor, warm_fork_server
 from aioloader._workers.process.launch import PATIENCE, SupervisedLauncher, has_ended
 from aioloader._workers.process.supervisor import Note, Order, load_note

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from aioloader._transport.slots import Locker
-from aioloader._workers.lease import Servers, Tally
+from aioloader._workers.kept import Servers, Tally
 from aioloader._workers.process.pool import ProcessPool
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, ship
 

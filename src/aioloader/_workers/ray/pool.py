@@ -19,10 +19,10 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import LastingPool
+from aioloader._pipeline.roles import LastingPool, Lease
 from aioloader._pipeline.waiting import Latch
 from aioloader._transport.codec import decode
-from aioloader._workers.lease import Lease, Pools
+from aioloader._workers.kept import Pools
 from aioloader._workers.ray.actor import Ground, RayActor, copied, places
 from aioloader._workers.ray.dispatcher import RayDispatcher, Seat, Ticket
 from aioloader._workers.ray.errors import (
@@ -68,7 +68,8 @@ def lease_actors(
         ray, connection = workers.connect()
         return RayPool(ray, connection, spec, ground, workers.options())
 
-    return Lease(pools, start, reads=spec.reads, keep=keep)
+    begin = partial(pools.open, start, keep=keep)
+    return Lease(begin, reads=spec.reads, keep=keep)
 
 
 class RayPool(LastingPool):
