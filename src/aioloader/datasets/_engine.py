@@ -77,8 +77,15 @@ class Feed(io.RawIOBase):
         has_ended: Whether there are no more pieces.
     """
 
+    want: int
+    left: int
+    view: memoryview
+    used: int
+    has_ended: bool
+
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
-        self.url = self.name = url
+        self.url = url
+        self.name: str = url
         self.is_part = is_part
         self.want, self.left = 1, 0
         self.wait: Callable[[], Buffer]

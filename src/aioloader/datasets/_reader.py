@@ -46,6 +46,12 @@ class Reader(ShardReader):
     """
 
     is_ahead: ClassVar[bool] = False
+    location: str
+    mark: Any
+    skip: int
+    taken: int
+    passed: int
+    is_over: bool
 
     def __init__(self, location: str, mark: Any, skip: int = 0) -> None:
         self.location, self.mark, self.skip = location, mark, skip

@@ -99,6 +99,9 @@ class Session(abc.ABC):
         names: The columns to deliver, after ``begin``.
     """
 
+    address: "Address"
+    source: Source
+    deadline: float
     # The sign of a numbered parameter.
     _sign: str
 
@@ -247,7 +250,7 @@ class SQLReader(Reader):
         self, session: Session, span: Span | None, last: Key | None, budget: int
     ) -> None:
         super().__init__(session.address.label, None)
-        self.is_over = span is None
+        self.is_over: bool = span is None
         self._session = session
         self._span = span or Span()
         self._batch_bytes = max(_SMALLEST, min(budget // 4, _LARGEST))

@@ -34,6 +34,14 @@ class Source:
         key_column: The key as an expression.
     """
 
+    text: str
+    key: str
+    columns: tuple[str, ...] | None
+    parameters: tuple[Any, ...]
+    is_query: bool
+    label: str
+    key_column: str
+
     def __init__(
         self,
         text: str,
