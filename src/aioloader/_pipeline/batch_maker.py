@@ -60,10 +60,6 @@ def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-def _ignore(_stage: str) -> None:
-    pass
-
-
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
@@ -157,7 +153,7 @@ class BatchMaker(Recipe):
         self,
         task: BatchTask,
         read: Callable[[BatchTask], object] | None = None,
-        enter: Callable[[str], object] = _ignore,
+        enter: Callable[[str], object] | None = None,
         *,
         seeded: bool = True,
     ) -> BatchResult:
@@ -167,7 +163,7 @@ class BatchMaker(Recipe):
             task: The batch.
             read: Reads its samples: ``read`` of this maker, or ``pull`` of a stream;
                 None if they are there.
-            enter: Called with the name of each stage after the first.
+            enter: Called with the name of each stage after the first, if given.
             seeded: Whether user code runs, which may draw random numbers.
         """
         clocks = thread_clocks(task.number)
@@ -177,9 +173,11 @@ class BatchMaker(Recipe):
                     read(task)
                 result = task.result
                 if result is None:
-                    enter("transform")
+                    if enter is not None:
+                        enter("transform")
                     self.apply(task)
-                    enter("collate")
+                    if enter is not None:
+                        enter("collate")
                     result = self.collate(task)
                     task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
