@@ -57,13 +57,21 @@ def without_collector() -> Iterator[bool]:
                 gc.enable()
 
 
+def are_imported(names: tuple[str, ...]) -> bool:
+    """Tell whether modules are there, and no other thread is still importing them."""
+    found = [sys.modules.get(name) for name in names]
+    return not any(
+        one is None or getattr(one.__spec__, "_initializing", False) for one in found
+    )
+
+
 def import_modules(names: tuple[str, ...]) -> None:
     """Import modules without garbage collections: everything that they make stays.
 
     A full one takes as long as all of these imports where torch is loaded.
     """
     global _is_importing  # noqa: PLW0603  (a process has one collector)
-    if all(name in sys.modules for name in names):
+    if are_imported(names):
         return
     with without_collector() as is_on:
         _is_importing = is_on

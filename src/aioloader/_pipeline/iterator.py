@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from typing_extensions import TypeVar
 
 from aioloader._observe.warnings import warn
-from aioloader._order.forks import fork_safe, import_modules
+from aioloader._order.forks import are_imported, fork_safe, import_modules
 from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.plain import ClosedIterator, LocalIterator
@@ -232,9 +232,7 @@ class _Steps:
             self._loop, self._turns = loop, asyncio.Lock()
         async with self._turns:
             start = self._start
-            if start is not None and any(
-                one not in sys.modules for one in start.engine
-            ):
+            if start is not None and not are_imported(start.engine):
                 await in_new_thread(partial(import_modules, start.engine))
             try:
                 source = self.source or self.begin()
