@@ -285,7 +285,7 @@ def write(path: Path, bad: int = -1) -> str:
 
 
 async def test_a_stream_is_decoded(tmp_path: Path) -> None:
-    """Each sample, in the order of the stream."""
+    """Each sample, in the order of the stream, from any state."""
     stream = TarDataset(write(tmp_path / "a.tar")).decode("torchrgb8")
     loader: Any = DataLoader(stream, batch_size=3)
     batches = [batch async for batch in loader]
@@ -293,6 +293,11 @@ async def test_a_stream_is_decoded(tmp_path: Path) -> None:
     values = torch.cat([batch["png"] for batch in batches])
     assert values[:, 0, 0, 0].tolist() == list(range(8))
     assert values.shape == (8, 3, 2, 2)
+    iterator = aiter(stream)
+    await iterator.pull(5)
+    stream.load_state_dict(json.loads(json.dumps(iterator.state_dict())))
+    await iterator.aclose()
+    assert [sample["cls"] async for sample in stream] == [5, 6, 7]
 
 
 async def test_columns_are_decoded(tmp_path: Path) -> None:
@@ -321,6 +326,20 @@ def test_the_laws_hold(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar")
     stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
     check_dataset(stream.shuffle(5).decode("torch"))
+
+
+def test_as_the_transform_of_workers(tmp_path: Path) -> None:
+    """Where it runs in other processes."""
+    loader: Any = DataLoader(
+        TarDataset(write(tmp_path / "a.tar")),
+        batch_size=8,
+        num_workers=1,
+        transform=Decoder("torch"),
+    )
+    with loader:
+        (batch,) = loader
+    assert batch["png"].shape == (8, 3, 2, 2)
+    assert batch["cls"].tolist() == list(range(8))
 
 
 async def test_files_are_decoded(tmp_path: Path) -> None:

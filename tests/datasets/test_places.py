@@ -6,7 +6,7 @@ import ssl
 import tarfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
@@ -17,10 +17,17 @@ from aioloader.datasets import Requests, TarDataset, TextDataset
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Piece, Version
-from aioloader.errors import DatasetError, ObjectNotFoundError
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+)
 from beside import beside
 from datasets.shards import NAMES, name_of, names, rows, write_tar
 from object_server import Faults, ObjectServer
+
+if TYPE_CHECKING:
+    from datasets.conftest import Loopback
 
 # obstore's own retries off, so that those of the dataset are seen.
 AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
@@ -267,3 +274,16 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     assert (was_done, task.cancelled()) == (False, True)
     assert await file.read() == b""
     await file.aclose()
+
+
+async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
+    """As the store says; without another try."""
+    with pytest.raises(ObjectPermissionError):
+        await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
+    assert len(loopback.heads) == 1
+
+
+async def test_a_server_without_ranges(loopback: "Loopback") -> None:
+    """It is read all the same, from the front."""
+    found = await names(TextDataset(f"{loopback.url('norange')}/cats/z.bin"))
+    assert found == ["cats-z" * 5]

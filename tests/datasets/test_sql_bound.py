@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,28 @@ def fill(database: Database, small: int = 0) -> None:
     )
 
 
-async def lengths(reader: SQLReader) -> list[int]:
-    """Return how many rows each batch has, of which two are held at once."""
-    found: list[int] = []
+async def batches(reader: SQLReader) -> list[list[Any]]:
+    """Return the rows of each batch; one is held while the next one is read."""
+    found: list[list[Any]] = []
     while len(block := await reader.pull(10**9)):
-        found.append(len(block))
+        found.append(list(block))
     return found
+
+
+def check_held(found: list[list[Any]]) -> None:
+    """See that two batches in turn are within the budget, and have few rows."""
+    assert sum(map(len, found)) == COUNT
+    assert max(map(len, found)) <= 3
+    sizes = [
+        sum(
+            len(value)
+            for row in rows
+            for value in row.values()
+            if isinstance(value, (str, bytes))
+        )
+        for rows in found
+    ]
+    assert max(map(sum, pairwise([0, *sizes]))) <= BUDGET + 100 * COUNT
 
 
 @pytest.mark.parametrize("has_parameters", [False, True])
@@ -54,9 +71,7 @@ async def test_large_rows_are_bounded_by_their_bytes(
     parameters = (10**6,) if has_parameters else ()
     made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
     async with opened(made, BUDGET) as (reader,):
-        found = await lengths(reader)
-    assert sum(found) == COUNT
-    assert max(found) <= 3
+        check_held(await batches(reader))
 
 
 async def test_large_rows_after_small_ones(sqlite: Database) -> None:
@@ -64,9 +79,7 @@ async def test_large_rows_after_small_ones(sqlite: Database) -> None:
     fill(sqlite, small=2000)
     made = SQLFormat(sqlite.url, "t", key="id", partitions=[2000])
     async with opened(made, BUDGET) as (_, reader):
-        found = await lengths(reader)
-    assert sum(found) == COUNT
-    assert max(found) <= 3
+        check_held(await batches(reader))
 
 
 async def test_small_rows_are_read_in_few_batches(database: Database) -> None:
@@ -74,8 +87,8 @@ async def test_small_rows_are_read_in_few_batches(database: Database) -> None:
     database.fill("t", 20_000)
     made = SQLFormat(database.url, "t", key="id", partitions=1)
     async with opened(made) as (reader,):
-        found = await lengths(reader)
-    assert sum(found) == 20_000
+        found = await batches(reader)
+    assert sum(map(len, found)) == 20_000
     assert len(found) < 10
 
 

@@ -139,9 +139,16 @@ async def test_two_iterations_have_snapshots_of_their_own(database: Database) ->
 
 
 async def test_what_stops_reading_is_no_end(database: Database) -> None:
-    """As when the connections are closed below it."""
+    """A cancelled task below it, or connections that are closed."""
     database.fill("t", 2000)
     made = SQLFormat(database.url, "t", key="id", partitions=1)
+    async with opened(made) as readers:
+        before = asyncio.all_tasks()
+        readers[0].begin()
+        (task,) = asyncio.all_tasks() - before
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rest_of(readers[0])
     async with AsyncExitStack() as stack:
         shards = await made.shards(stack)
         reader = made.open(shards[0], {}, BUDGET)

@@ -37,7 +37,7 @@ from aioloader.datasets._sql.lookup import (
     import_asyncpg,
 )
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
-from aioloader.datasets._sql.source import Source
+from aioloader.datasets._sql.relation import Relation
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import ObjectNotFoundError
@@ -104,8 +104,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         infinity: Infinity = "error",
     ) -> None:
         check_at_least(connections, 1, "connections")
-        self._source = Source(table, key, columns)
-        if self._source.is_query:
+        self._relation = Relation(table, key, columns)
+        if self._relation.is_query:
             raise ValueError("table must be a table: name a query by creating a view")
         is_url = isinstance(url, (str, Sealed))
         self._pool: asyncpg.Pool | None = None if is_url else url
@@ -182,7 +182,8 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             missing = [key for key in dict.fromkeys(keys) if key not in found]
         more = f" (nor {len(missing) - 1:,} others)" if len(missing) > 1 else ""
         raise ObjectNotFoundError(
-            f"{self._label} has no row with {self._source.key} = {missing[0]!r}{more}",
+            f"{self._label} has no row with {self._relation.key} = {missing[0]!r}"
+            f"{more}",
             location=self._address.label,
         )
 
@@ -208,7 +209,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
 
     @property
     def _label(self) -> str:
-        return f"{self._source.label} of {self._address.label!r}"
+        return f"{self._relation.label} of {self._address.label!r}"
 
     def _key(self, index: SupportsIndex) -> Any:
         position = operator.index(index)
@@ -228,7 +229,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             await lookup.aclose()
 
     def _new_lookup(self) -> Lookup:
-        given = self._address, self._source, *self._options
+        given = self._address, self._relation, *self._options
         if self._address.is_sqlite:
             return SQLiteLookup(*given)
         return PostgresLookup(*given, pool=self._pool)

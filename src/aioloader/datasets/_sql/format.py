@@ -16,8 +16,8 @@ from aioloader.datasets._sql.address import Address, retried
 from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
+from aioloader.datasets._sql.relation import Relation, is_list
 from aioloader.datasets._sql.session import Key, Session, Span, SQLReader, encoded
-from aioloader.datasets._sql.source import Source, is_list
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._streams.shards import ShardFormat
 
@@ -61,7 +61,7 @@ class SQLFormat(ShardFormat):
         if deadline < 0:
             raise ValueError(f"deadline must not be negative, got {deadline}")
         self._address = Address(url)
-        self._source = Source(query, key, columns, parameters)
+        self._relation = Relation(query, key, columns, parameters)
         self._partitions = _checked(partitions)
         self._deadline = deadline
         self._values = Values(numeric, infinity)
@@ -78,7 +78,7 @@ class SQLFormat(ShardFormat):
         """
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
-        session = kind(self._address, self._source, self._values, self._deadline)
+        session = kind(self._address, self._relation, self._values, self._deadline)
         stack.push_async_callback(session.aclose)
         cuts = known.get("cuts", self._partitions)
 
@@ -88,7 +88,7 @@ class SQLFormat(ShardFormat):
             except ValueError as exc:
                 return ValueError(f"{self.label}: {exc}")
 
-        spans = await retried(begin, f"open {self._source.label}", self._address)
+        spans = await retried(begin, f"open {self._relation.label}", self._address)
         if isinstance(spans, ValueError):
             raise spans
         count = known.get("count", cuts if isinstance(cuts, int) else 0)
@@ -103,7 +103,7 @@ class SQLFormat(ShardFormat):
 
     def describe(self) -> dict[str, Any]:
         """Return what is selected; a digest of values and of long queries."""
-        return {**self._source.describe(), **dataclasses.asdict(self._values)}
+        return {**self._relation.describe(), **dataclasses.asdict(self._values)}
 
     async def plan(self) -> list[Key]:
         """Return the keys to cut at, for ``partitions`` of other ranks."""
@@ -119,14 +119,14 @@ class SQLFormat(ShardFormat):
     @property
     def label(self) -> str:
         """The table or query and the database, without secrets."""
-        return f"{self._source.label} of {self._address.label!r}"
+        return f"{self._relation.label} of {self._address.label!r}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         driver_of(self._address)  # an import reads files, so not on an event loop
 
     def __repr__(self) -> str:
-        return f"SQLFormat({self._address.label!r}, {self._source.label})"
+        return f"SQLFormat({self._address.label!r}, {self._relation.label})"
 
 
 def _checked(partitions: Any) -> int | list[Key]:

@@ -18,14 +18,14 @@ import numpy as np
 
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
-from aioloader.datasets._sql.source import column
+from aioloader.datasets._sql.relation import column
 
 if TYPE_CHECKING:
     import asyncpg
 
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.postgres_values import Values
-    from aioloader.datasets._sql.source import Source
+    from aioloader.datasets._sql.relation import Relation
 
 Row: TypeAlias = Mapping[str, Any]
 Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"
@@ -52,16 +52,16 @@ class Lookup(abc.ABC):
     def __init__(
         self,
         address: "Address",
-        source: "Source",
+        relation: "Relation",
         values: "Values",
         connections: int,
         deadline: float,
     ) -> None:
         self.users = 0
-        self._address, self._source, self._values = address, source, values
+        self._address, self._relation, self._values = address, relation, values
         self._connections, self._deadline = connections, deadline
-        self._key = source.key_column
-        wanted = ["q.*"] if source.columns is None else map(column, source.columns)
+        self._key = relation.key_column
+        wanted = ["q.*"] if relation.columns is None else map(column, relation.columns)
         self._selected = ", ".join((self._key, *wanted))
 
     async def list_keys(self) -> Keys:
@@ -69,15 +69,15 @@ class Lookup(abc.ABC):
 
         async def attempt() -> Keys:
             keys = await self._list()
-            await asyncio.to_thread(_check_unique, keys, self._source.key)
+            await asyncio.to_thread(_check_unique, keys, self._relation.key)
             return keys
 
-        doing = f"list the keys of {self._source.label}"
+        doing = f"list the keys of {self._relation.label}"
         return await retried(attempt, doing, self._address)
 
     async def find(self, keys: Sequence[Any]) -> dict[Any, Row]:
         """Return the rows that exist, by key, across lost connections."""
-        doing = f"read {len(keys)} rows of {self._source.label}"
+        doing = f"read {len(keys)} rows of {self._relation.label}"
         find = partial(self._find, keys)
         return await retried(find, doing, self._address, self._deadline)
 
@@ -94,7 +94,7 @@ class Lookup(abc.ABC):
     def _listed(self, key: str) -> str:
         """Return the query for all keys in order, with an expression for the key."""
         order = f"WHERE {self._key} IS NOT NULL ORDER BY {self._key}"
-        return self._source.select(key, order)
+        return self._relation.select(key, order)
 
 
 class SQLiteLookup(Lookup):
@@ -167,7 +167,7 @@ class SQLiteLookup(Lookup):
             for start in range(0, len(keys), limit):
                 some = keys[start : start + limit]
                 among = f"WHERE {self._key} IN ({', '.join('?' * len(some))})"
-                sql = self._source.select(self._selected, among)
+                sql = self._relation.select(self._selected, among)
                 cursor = connection.execute(sql, some)
                 _, *names = (entry[0] for entry in cursor.description)
                 for key, *values in cursor:
@@ -217,7 +217,7 @@ class PostgresLookup(Lookup):
             for key, *_, number in records:
                 if number is not None:
                     name, label = names[number], self._address.label
-                    raise infinite_error(self._source, key, name, label)
+                    raise infinite_error(self._relation, key, name, label)
             names.pop()
         return {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
 
@@ -234,13 +234,13 @@ class PostgresLookup(Lookup):
         """Find the types of the columns, and return the query for rows by key."""
         among = f"WHERE {self._key} = ANY($1)"
         async with pool.acquire() as connection, connection.transaction():
-            plain = self._source.select(self._selected, among)
+            plain = self._relation.select(self._selected, among)
             found = (await connection.prepare(plain)).get_attributes()[1:]
         exact = FLOATS if self._values.numeric == "float" else _DECIMALS
         types = {one.name: _short(one.type.name) for one in found}
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {self._values.selection(columns)}"
-        return self._source.select(selected, among)
+        return self._relation.select(selected, among)
 
     async def _copy(self, connection: Any) -> Keys:
         """Return integer keys, copied as one block of bytes."""

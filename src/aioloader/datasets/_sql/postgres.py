@@ -85,7 +85,7 @@ ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1
 
 
 class Postgres(Session):
-    """One iteration over a source in a PostgreSQL server."""
+    """One iteration over a relation in a PostgreSQL server."""
 
     _sign = "$"
 
@@ -98,7 +98,7 @@ class Postgres(Session):
         self._decimals: list[str] = []  # columns of exact numbers, read as text
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the source in it."""
+        """Take a snapshot, and divide the relation in it."""
         leader = await self._lead()
         # The first reader's connection is opened meanwhile: that takes as long.
         spare = asyncio.create_task(self._spare())
@@ -168,10 +168,10 @@ class Postgres(Session):
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range."""
-        check, rest = KeyCheck(self.source.key, last), span.since(last)
+        check, rest = KeyCheck(self.relation.key, last), span.since(last)
         connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
-        sql, parameters = self._statement(rest, bound), self.source.parameters
+        sql, parameters = self._statement(rest, bound), self.relation.parameters
         if parameters:
             batches = _fetched(connection, sql, parameters, batch_bytes)
         else:
@@ -187,26 +187,26 @@ class Postgres(Session):
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
             return rows
-        flags, keys = batch.column(FLAG), batch.column(self.source.key)
+        flags, keys = batch.column(FLAG), batch.column(self.relation.key)
         if flags.null_count < len(flags):
             rows = list(rows)
             for at, number in enumerate(flags.to_pylist()):
                 if number is not None:
                     key, name = keys[at].as_py(), self._read[number]
                     label = self.address.label
-                    rows[at] = Bad(infinite_error(self.source, key, name, label))
+                    rows[at] = Bad(infinite_error(self.relation, key, name, label))
         return rows
 
     def _bound(self, key: Key) -> str:
         return str(key)
 
     def _plan(self, connection: Connection) -> None:
-        source, key = self.source, self.source.key
+        relation, key = self.relation, self.relation.key
         with connection.cursor() as cursor:
-            sql = source.select("*")
-            schema = cursor.adbc_execute_schema(sql, source.parameters or None)
+            sql = relation.select("*")
+            schema = cursor.adbc_execute_schema(sql, relation.parameters or None)
         types = dict(zip(schema.names, _types(connection, schema), strict=True))
-        self.names = source.names(schema.names)
+        self.names = relation.names(schema.names)
         self._key_type = types[key]
         if self._key_type not in _KEYS:
             raise ValueError(
@@ -215,8 +215,10 @@ class Postgres(Session):
             )
         self._refuse_keys(connection, "IS NULL", "NULL")
         if self._key_type in _TEXTS:
-            named = source.select(f"pg_collation_for(max({self._key}))", "WHERE false")
-            if connection.fetch(_LOOSE.format(key=named), source.parameters):
+            named = relation.select(
+                f"pg_collation_for(max({self._key}))", "WHERE false"
+            )
+            if connection.fetch(_LOOSE.format(key=named), relation.parameters):
                 self._refuse_collation('"C"')
         if self._key_type in POINTS:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
@@ -236,8 +238,8 @@ class Postgres(Session):
         read.
         """
         sample = ""
-        if not self.source.is_query:
-            found = connection.fetch(_SIZE, (self.source.table(),))
+        if not self.relation.is_query:
+            found = connection.fetch(_SIZE, (self.relation.table(),))
             kind, size = found[0] if found else ("", 0)
             if kind in {"r", "m", "p"}:
                 share = min(100.0, 100.0 * _PAGES * _PAGE_BYTES / max(1, size or 0))

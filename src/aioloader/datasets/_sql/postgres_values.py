@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from aioloader.datasets._sql.source import Source, column, quoted
+from aioloader.datasets._sql.relation import Relation, column, quoted
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -75,12 +75,14 @@ class Values:
         return ", ".join(parts)
 
 
-def infinite_error(source: Source, key: Any, name: str, location: str) -> DatasetError:
+def infinite_error(
+    relation: Relation, key: Any, name: str, location: str
+) -> DatasetError:
     """Return the error for a row with an infinite date in a column."""
     return DatasetError(
-        f"the row of {source.label} with {source.key} = {key!r} has an infinite date "
-        f"in column {name!r}, which neither Arrow nor Python can represent; read it as "
-        "NULL (infinity='null'), or replace it in a query or a view",
+        f"the row of {relation.label} with {relation.key} = {key!r} has an infinite "
+        f"date in column {name!r}, which neither Arrow nor Python can represent; read "
+        "it as NULL (infinity='null'), or replace it in a query or a view",
         location=location,
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._sql.address import LostError, retried
-from aioloader.datasets._sql.source import Source, select
+from aioloader.datasets._sql.relation import Relation, select
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -94,30 +94,30 @@ class Session(abc.ABC):
 
     Attributes:
         address: The database.
-        source: The table or query.
+        relation: The table or query.
         deadline: Seconds in which a lost connection must be restored.
         names: The columns to deliver, after ``begin``.
     """
 
     address: "Address"
-    source: Source
+    relation: Relation
     deadline: float
     # The sign of a numbered parameter.
     _sign: str
 
     def __init__(
-        self, address: "Address", source: Source, values: "Values", deadline: float
+        self, address: "Address", relation: Relation, values: "Values", deadline: float
     ) -> None:
-        self.address, self.source, self.deadline = address, source, deadline
+        self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()
         self._values = values
-        self._key = source.key_column
+        self._key = relation.key_column
         self._key_type = ""  # as in SQL
         self._selected = ""  # the list after SELECT
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the source in it.
+        """Take a snapshot, and divide the relation in it.
 
         Raises:
             ValueError: If the key is unsuitable, or a column does not exist.
@@ -149,7 +149,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _cuts(self, connection: "Connection", partitions: int) -> list[Key]:
-        """Return keys that cut the source into parts with about equally many rows."""
+        """Return keys that cut the relation into parts with about equally many rows."""
 
     @abc.abstractmethod
     def _bound(self, key: Key) -> Any:
@@ -168,41 +168,41 @@ class Session(abc.ABC):
 
     def _risen(self, connection: "Connection", cuts: Sequence[Key]) -> list[Key]:
         # An empty part with the key itself provides its collation.
-        nothing = self.source.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
+        nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
             f"SELECT CAST({self._sign}{n} AS {self._key_type}), {n}"
-            for n, _ in enumerate(cuts, len(self.source.parameters) + 1)
+            for n, _ in enumerate(cuts, len(self.relation.parameters) + 1)
         ]
         bounds = " UNION ALL ".join((nothing, *given))
         pairs = select("k, lag(k) OVER (ORDER BY n) AS before", f"({bounds}) AS b")
         falls = select("count(*)", f"({pairs}) AS c", "WHERE k <= before")
-        parameters = (*self.source.parameters, *map(self._bound, cuts))
+        parameters = (*self.relation.parameters, *map(self._bound, cuts))
         if connection.fetch(falls, parameters) == [(0,)]:
             return list(cuts)
         raise ValueError("bounds in partitions must rise, in the order of the database")
 
     @property
     def _read(self) -> Sequence[str]:  # the columns to deliver, and the key
-        has_key = self.source.key in self.names
-        return self.names if has_key else (*self.names, self.source.key)
+        has_key = self.relation.key in self.names
+        return self.names if has_key else (*self.names, self.relation.key)
 
     def _ask(
         self, connection: "Connection", what: str, more: str = "", *values: Any
     ) -> Any:
-        """Return the first row of a SELECT from the source; None: there is none."""
-        sql = self.source.select(what, more)
-        rows = connection.fetch(sql, (*self.source.parameters, *values))
+        """Return the first row of a SELECT from the relation; None: there is none."""
+        sql = self.relation.select(what, more)
+        rows = connection.fetch(sql, (*self.relation.parameters, *values))
         return rows[0] if rows else None
 
     def _refuse_keys(self, connection: "Connection", rule: str, what: str) -> None:
         if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
             raise ValueError(
-                f"key {self.source.key!r} is {what} in some rows; it must not be"
+                f"key {self.relation.key!r} is {what} in some rows; it must not be"
             )
 
     def _refuse_collation(self, exact: str) -> None:
         # The order of equal texts is arbitrary: reading could not resume between them.
-        name = self.source.key
+        name = self.relation.key
         raise ValueError(
             f"the collation of key {name!r} equates different texts; make a key in a "
             f"query: SELECT {name} COLLATE {exact} AS id, ..."
@@ -215,14 +215,14 @@ class Session(abc.ABC):
             for name, sign, _ in span.bounds()
         ]
         where = f"WHERE {' AND '.join(bounds)}" if bounds else ""
-        return self.source.select(self._selected, where, "ORDER BY", self._key)
+        return self.relation.select(self._selected, where, "ORDER BY", self._key)
 
     def _passed(
         self, batch: "pa.RecordBatch", check: KeyCheck
     ) -> "tuple[pa.Array, Block] | None":
         """Return the keys and the rows of a batch that are new; None if none is."""
         new = check.passed(batch) if batch.num_rows else batch
-        found = new.column(self.source.key), self._rows(new)
+        found = new.column(self.relation.key), self._rows(new)
         return found if new.num_rows else None
 
     def _rows(self, batch: "pa.RecordBatch") -> "Block":
@@ -285,12 +285,12 @@ class SQLReader(Reader):
 
     async def make(self) -> Made:
         """Read a batch; what waiting cannot cure ends the range."""
-        session, key = self._session, self._session.source.key
+        session, key = self._session, self._session.relation.key
         bounds = [f"{key} {sign} {bound!r}" for _, sign, bound in self._span.bounds()]
         place = " and ".join(bounds) or f"every {key}"
         if self._last_read is not None:
             place += f", after {self._last_read!r}"
-        doing = f"read {session.source.label} ({place})"
+        doing = f"read {session.relation.label} ({place})"
         try:
             return await retried(
                 self._batch, doing, session.address, session.deadline, warns=True

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from aioloader.datasets._sql.connection import Connection, close_all
+from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
     GROWTH,
     Key,
@@ -24,7 +25,6 @@ from aioloader.datasets._sql.session import (
     encoded,
     fitting,
 )
-from aioloader.datasets._sql.source import column, quoted, select
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +54,7 @@ _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
 class SQLite(Session):
-    """One iteration over a source in an SQLite file."""
+    """One iteration over a relation in an SQLite file."""
 
     _sign = "?"
 
@@ -66,7 +66,7 @@ class SQLite(Session):
         self._sorts = False  # each query sorts all rows: the key has no index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the source in it."""
+        """Take a snapshot, and divide the relation in it."""
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
         for _ in range(min(count, _CONNECTIONS)):
             self._connections[connection := Connection(self.address)] = 0
@@ -120,7 +120,7 @@ class SQLite(Session):
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range; a query starts again with more rows a batch."""
-        check = KeyCheck(self.source.key, last)
+        check = KeyCheck(self.relation.key, last)
         # A query that sorts would sort again for each change.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
@@ -129,7 +129,7 @@ class SQLite(Session):
             bounds = [self._bound(key) for *_, key in rest.bounds()]
             batches = connection.batches(
                 self._statement(rest, "?"),
-                (*self.source.parameters, *bounds),
+                (*self.relation.parameters, *bounds),
                 {"adbc.sqlite.query.batch_rows": str(count)},
             )
             with closing(batches):
@@ -158,10 +158,10 @@ class SQLite(Session):
     def _plan(self, connection: Connection) -> None:
         ((page,),) = connection.fetch("PRAGMA page_size")
         self.address.check_pages(page)
-        source, key = self.source, self.source.key
+        relation, key = self.relation, self.relation.key
         declared = self._declared(connection)
-        is_row_id = not source.is_query and key.lower() in _ROW_IDS
-        self.names = source.names([*declared], {key} if is_row_id else ())
+        is_row_id = not relation.is_query and key.lower() in _ROW_IDS
+        self.names = relation.names([*declared], {key} if is_row_id else ())
         if is_row_id:
             declared.setdefault(key, "INTEGER")
         self._find_types(connection, {name: declared[name] for name in self._read})
@@ -170,14 +170,14 @@ class SQLite(Session):
         casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
         self._selected = self._values.selection({**casts, key: ("", "")})
         sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
-        self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, source.parameters))
+        self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
     def _declared(self, connection: Connection) -> dict[str, str]:
         """Return the columns and their declared types."""
-        rows = self.source.select("*")
-        if self.source.parameters:  # a view cannot have parameters
+        rows = self.relation.select("*")
+        if self.relation.parameters:  # a view cannot have parameters
             with connection.cursor() as cursor:
-                cursor.execute(f"{rows} LIMIT 0", self.source.parameters)
+                cursor.execute(f"{rows} LIMIT 0", self.relation.parameters)
                 return dict.fromkeys(cursor.fetch_record_batch().schema.names, "")
         connection.fetch(f"CREATE TEMP VIEW {_VIEW} AS {rows}")
         try:
@@ -196,9 +196,9 @@ class SQLite(Session):
         asked = ", ".join(
             f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(declared))
         )
-        rows = self.source.select(facts, f"LIMIT {_FIRST_ROWS}")
+        rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
         sql = select(asked, f"({rows})")
-        (row,) = connection.fetch(sql, self.source.parameters)
+        (row,) = connection.fetch(sql, self.relation.parameters)
         self._types = {
             name: _type_of(str(row[2 * at] or ""), declared[name])
             or self._later_type(connection, name, declared[name])
@@ -222,16 +222,16 @@ class SQLite(Session):
         found = {kind for (kind,) in ends} - {"null"} or {"integer"}
         if len(found) > 1 or not found <= _KEY_TYPES.keys():
             raise ValueError(
-                f"key {self.source.key!r} is {' and '.join(sorted(found))}; all must "
+                f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must "
                 "be integer, all text or all blob"
             )
         (self._key_type,) = found
         if self._key_type == "text":
             # An empty part with the key itself provides its collation.
-            nothing = self.source.select(f"{self._key} AS k", "WHERE 1 = 0")
+            nothing = self.relation.select(f"{self._key} AS k", "WHERE 1 = 0")
             texts = f"{nothing} UNION SELECT 'a' UNION SELECT 'A' UNION SELECT 'a '"
             distinct = select("count(*)", f"({texts})")
-            if connection.fetch(distinct, self.source.parameters) != [(3,)]:
+            if connection.fetch(distinct, self.relation.parameters) != [(3,)]:
                 self._refuse_collation("BINARY")
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
@@ -263,7 +263,7 @@ class SQLite(Session):
 
         For the former a few keys are looked at, for the latter all are read twice.
         """
-        is_simple = self._key_type == "integer" and not self.source.is_query
+        is_simple = self._key_type == "integer" and not self.relation.is_query
         if is_simple and (even := self._even_cuts(connection, partitions)):
             return even
         (rows,) = self._ask(connection, "count(*)")

@@ -146,10 +146,10 @@ class Readers:
 
     def take(self, limit: int) -> Block | None:
         """Return the samples at the next positions, if they are woven already."""
-        start = self._passed
-        if start >= self._length:
+        start, length = self._passed, self._length
+        if start >= length:
             return None
-        stop = min(self._length, start + limit)
+        stop = min(length, start + limit)  # as min() does
         self._passed = stop
         self.at += stop - start
         if self._alone is None:
@@ -173,8 +173,9 @@ class Readers:
 
     def take_one(self) -> Block | None:
         """Return a block of the next sample, if that is woven already."""
-        while (block := self.take(1)) is not None and not len(block):
-            pass
+        block = self.take(1)
+        while block is not None and not len(block):
+            block = self.take(1)
         return block
 
     async def one(self) -> Block | None:

@@ -18,7 +18,7 @@ _QUERY = re.compile(
 _PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
-class Source:
+class Relation:
     """A table or query, the key to order and divide by, and the wanted columns.
 
     Args:
@@ -75,7 +75,7 @@ class Source:
         self.key_column = column(key)
         # The bracket is on a separate line, because a query may end in a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
-        self._relation = f"{rows} AS q"
+        self._from = f"{rows} AS q"
 
     def describe(self) -> dict[str, Any]:
         """Return what determines the rows, JSON-serialisable; values as a digest."""
@@ -103,7 +103,7 @@ class Source:
 
     def select(self, what: str, *more: str) -> str:
         """Return a query of the rows, whose columns are those of ``q``."""
-        return select(what, self._relation, *more)
+        return select(what, self._from, *more)
 
     def names(
         self, found: Sequence[str], hidden: Collection[str] = ()
@@ -141,6 +141,6 @@ def column(name: str) -> str:
     return f"q.{quoted(name)}"
 
 
-def select(what: str, relation: str, *more: str) -> str:
+def select(what: str, rows: str, *more: str) -> str:
     """Return a statement; all names in it are quoted."""
-    return " ".join(("SELECT", what, "FROM", relation, *more))
+    return " ".join(("SELECT", what, "FROM", rows, *more))
