@@ -146,18 +146,19 @@ class Readers:
 
     def take(self, limit: int) -> Block | None:
         """Return the samples at the next positions, if they are woven already."""
-        start, length = self._passed, self._length
-        if start >= length:
+        start = self._passed
+        if start >= self._length:
             return None
-        stop = min(length, start + limit)  # as min() does
-        self._passed = stop
+        if self._alone is not None:  # by the sample, mostly: a slice needs no min()
+            part: Block = self._woven[start : start + limit]
+            self._passed += len(part)
+            self.at += len(part)
+            if self._leaves_out:
+                self._leave_out(part)
+            return part
+        stop = self._passed = min(self._length, start + limit)
         self.at += stop - start
-        if self._alone is None:
-            return cut(self._woven, self._samples(start), self._samples(stop))
-        part: Block = self._woven[start:stop]
-        if self._leaves_out:
-            self._leave_out(part)
-        return part
+        return cut(self._woven, self._samples(start), self._samples(stop))
 
     def _leave_out(self, block: Block) -> None:
         """Note that failed samples, which were counted, have no position."""
@@ -180,6 +181,8 @@ class Readers:
 
     async def one(self) -> Block | None:
         """Return a block of the next sample; None at the end."""
+        if self._alone is not None and self._most == 1:  # nothing is read ahead
+            return await self.pull(1)
         while (block := self.take_one()) is None:
             if not await self._weave(1):
                 return None
