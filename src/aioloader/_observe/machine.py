@@ -72,12 +72,16 @@ def run_times(thread: int | None = None) -> RunTimes:
     Args:
         thread: Its native number.
     """
-    folder = "thread-self" if thread is None else f"self/task/{thread}"
     cpu = delayed = 0.0
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
-        # One call: a Ctrl-C between opening and closing would leave a descriptor open.
-        times = np.fromfile(f"/proc/{folder}/schedstat", np.int64, sep=" ")
-        cpu, delayed, _ = times.tolist()
+        if thread is None:
+            # One call: a Ctrl-C after opening would leave a descriptor open.
+            path = "/proc/thread-self/schedstat"
+            times = np.fromfile(path, np.int64, sep=" ").tolist()
+        else:  # it may end meanwhile, and then `fromfile` leaves a file open
+            words = _read(Path(f"/proc/self/task/{thread}/schedstat")).split()
+            times = list(map(int, words))
+        cpu, delayed, _ = times
     return RunTimes(time.thread_time() if thread is None else cpu / 1e9, delayed / 1e9)
 
 
