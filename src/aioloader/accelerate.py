@@ -10,13 +10,13 @@ Example:
     >>> model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 """
 
-import contextlib
 import copy
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch.utils.data
 
@@ -79,14 +79,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if base is dataloader:
         skipped = theirs.skip_first_batches(_bare(base), num_batches)
     else:
-        dataloader.base_dataloader = _bare(base)
-        try:
+        with patch.object(dataloader, "base_dataloader", _bare(base)):
             skipped = theirs.skip_first_batches(dataloader, num_batches)
-        finally:
-            dataloader.base_dataloader = base
-    if isinstance(skipped, theirs.DataLoaderAdapter):
-        return _with_engine(skipped, type(base), _arguments(base))
-    return _engine(skipped, type(base), _arguments(base))
+    is_wrapped = isinstance(skipped, theirs.DataLoaderAdapter)
+    make = _with_engine if is_wrapped else _engine
+    return make(skipped, type(base), _arguments(base))
 
 
 class TrainerMixin:
@@ -116,7 +113,7 @@ class TrainerMixin:
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         trainer = importlib.import_module("transformers.trainer")
         parent: Any = super()
-        with _replaced(trainer, "skip_first_batches", skip_first_batches):
+        with patch.object(trainer, "skip_first_batches", skip_first_batches):
             return parent._run_epoch(*args, **kwargs)
 
 
@@ -231,13 +228,3 @@ def _load(prepared: Any, state: dict[str, Any]) -> None:
     """Load a state and its epoch number, which seeds accelerate's samplers."""
     prepared.base_dataloader.load_state_dict(state)
     prepared.iteration = state["epoch"]
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

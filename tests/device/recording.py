@@ -6,18 +6,15 @@ handed over without a wait, shows in the values.
 """
 
 import ctypes
-import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._device.mover import Mover
-from aioloader._device.opening import DeviceSide
+from aioloader._device.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from aioloader import DataLoader
-    from aioloader._device.accelerator import Mark as AnyMark
 
 
 class Mark:
@@ -32,8 +29,8 @@ class Mark:
         self.port.carry_out(self.number, "synchronize")
 
 
-class LatePort:
-    """The port of a device in the host's memory.
+class LatePort(Accelerator):
+    """A device in the host's memory.
 
     Attributes:
         log: What was called, in order.
@@ -41,10 +38,9 @@ class LatePort:
         failing: Numbers of the copies that fail for want of memory.
     """
 
-    device = torch.device("cpu")
-    is_async = True
-
     def __init__(self, *failing: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.is_async = True
         self.log: list[str] = []
         self.locked: dict[int, int] = {}
         self.failing = failing
@@ -52,9 +48,10 @@ class LatePort:
         self._copies: list[tuple[torch.Tensor, int]] = []
         self._begun = self._done = 0
         self._stagings: list[torch.Tensor] = []
-        self._lock = threading.Lock()
 
-    # -- as a port ----------------------------------------------------------------
+    def locker(self) -> "LatePort":
+        """Return itself."""
+        return self
 
     def enter_thread(self) -> None:
         """Be here already."""
@@ -88,13 +85,12 @@ class LatePort:
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have them already."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Any:
         """Return where the copies are."""
         return Mark(self, len(self._copies))
 
-    def hand_over(self, mark: "AnyMark", tensors: Iterable[Any]) -> Mark:
+    def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
         """Let the consumer see what has been copied."""
-        assert isinstance(mark, Mark)
         names = " ".join(str(getattr(each, "nbytes", "own")) for each in tensors)
         self.carry_out(mark.number, f"hand over {names}")
         return Mark(self, 0)
@@ -129,7 +125,6 @@ class LatePort:
 
 def on(port: LatePort, loader: "DataLoader[Any]", depth: int = 1) -> "DataLoader[Any]":
     """Have ``loader`` deliver its batches there."""
-    loader.device = torch.device("cuda", 0)
-    side = DeviceSide(Mover(port), port, depth)
-    loader._live.devices.open = lambda *_: side  # type: ignore[method-assign]
+    loader.device, loader.prefetch_device = torch.device("cuda", 0), depth
+    loader._live.accelerators[loader.device] = port
     return loader

@@ -161,7 +161,7 @@ def test_what_moves_itself() -> None:
 
 def moved_in_a_thread(batch: Any) -> Any:
     """Begin to move a batch, as the stage does."""
-    mover, found = Mover(accelerator_of(DEVICE)), []
+    mover, found = Mover(accelerator_of(DEVICE, {})), []
 
     def move() -> None:
         mover.enter_thread()

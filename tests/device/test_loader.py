@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader._device.opening import Devices
+from aioloader._device.stage import Staged
 from device.recording import LatePort, on
 
 KINDS: list[Any] = [(0, "process"), (2, "process"), (2, "thread")]
@@ -260,7 +260,7 @@ def test_what_is_shown_of_copies(tmp_path: Path) -> None:
 
 def test_the_hosts_memory_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing stands between: not a thread, not a call."""
-    monkeypatch.delattr(Devices, "open")
+    monkeypatch.delattr(Staged, "__init__")
     loader: Any = DataLoader(list(range(6)), 2, device="cpu", num_workers=1)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
     assert loader.device is None

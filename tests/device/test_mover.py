@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from aioloader import DataLoader
-from aioloader._device.leaves import map_leaves
-from aioloader._device.mover import HostCarrier, Mover
+from aioloader._device.leaves import leaves_of
+from aioloader._device.mover import Mover
 from device.recording import LatePort
 
 DTYPES = [
@@ -206,9 +206,10 @@ def test_what_moves_itself() -> None:
     result = delivery.hand_over()
     assert type(result[0]) is Movable
     assert result[1].steps == ("pin_memory", "to")
-    assert delivery.is_held()
     delivery.release()
-    assert not delivery.is_held()
+    assert delivery.sources is not None
+    delivery.end()
+    assert delivery.sources is None
 
 
 @pytest.mark.parametrize(
@@ -256,11 +257,10 @@ def test_keys(batch: Any, keys: Any) -> None:
     """Only what is named moves; the rest is passed on as it is."""
     found: Any = Mover(LatePort(), keys).move(batch).hand_over()
     assert type(found) is type(batch)
-    leaves: list[Any] = []
-    map_leaves(found, leaves.append)
-    originals: list[Any] = []
-    map_leaves(batch, originals.append)
-    assert [new is old for new, old in zip(leaves, originals, strict=True)] == [
+    originals = [*leaves_of(batch)]
+    assert [
+        new is old for new, old in zip(leaves_of(found), originals, strict=True)
+    ] == [
         (torch.is_tensor(old) and old.numel() == 3) or not torch.is_tensor(old)
         for old in originals
     ]
@@ -332,7 +332,7 @@ def test_misuse() -> None:
 def test_pinning_passes_on_what_cannot_be_pinned() -> None:
     """Numbers, text and containers stay as they are."""
     batch = {"a": [1, "b"], "c": Point(None, 2.5)}
-    assert HostCarrier().move(batch).hand_over() is batch
-    assert HostCarrier().move([Late(torch.ones(1))]).hand_over()[0].steps == (
-        "pin_memory",
-    )
+    mover = Mover(None, pins=True)
+    assert mover.move(batch).hand_over() is batch
+    (late,) = mover.move([Late(torch.ones(1))]).hand_over()
+    assert late.steps == ("pin_memory",)

@@ -1,13 +1,12 @@
 """The stage between the pipeline and the consumer, step by step."""
 
-import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
+from aioloader._device.mover import Mover
 from aioloader._device.stage import Staged
 from aioloader._observe.records import Copies
 from aioloader._pipeline.batch_task import BatchResult
@@ -18,8 +17,8 @@ from aioloader.errors import LoaderClosedError
 class Delivery:
     """A batch that arrives when the test says so."""
 
-    is_async = True
-    copied_bytes, held_bytes = 10, 20
+    copied_bytes, held_bytes, late = 10, 20, ()
+    mark = True
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -38,30 +37,25 @@ class Delivery:
         assert self.may_arrive.wait(20)
         self.is_released.set()
 
-    def is_held(self) -> bool:
-        """Tell that nothing is moved late."""
-        return False
+    def end(self) -> None:
+        """Wait until the device is there."""
+        self.taken.synchronize()
 
 
-class Carrier:
+class Carrier(Mover):
     """Moves batches, and tells how many are ahead whenever one is."""
 
-    device = torch.device("cpu")
     kind = Delivery
 
     def __init__(self, *, arrives: bool = True) -> None:
+        super().__init__(None)
         self.deliveries: list[Delivery] = []
         self.ahead: list[int] = []
         self.arrives = arrives
         self.moved = threading.Semaphore(0)
 
-    def enter_thread(self) -> None:
-        """Be here already."""
-
-    def move(self, batch: Any) -> Delivery:
+    def move(self, batch: Any) -> Any:
         """Begin."""
-        if isinstance(batch, Exception):
-            raise batch
         delivery = self.kind(batch)
         if self.arrives:
             delivery.may_arrive.set()
@@ -154,30 +148,6 @@ def test_copies_are_noted() -> None:
     for one in notes:
         assert 0 < one.asked <= one.began <= one.ended
     assert stage._copies.moved_bytes == stage._copies.taken_bytes == 60
-
-
-def test_host_memory_is_let_go_of_when_nothing_follows() -> None:
-    """The last copy is waited for, though nobody asks for more."""
-    carrier = Carrier()
-    stage = staged(carrier, [7])
-    assert take(stage).batch == 7
-    assert carrier.deliveries[0].is_released.wait(20)
-    stage.finish()
-    assert stage.join()
-
-
-def test_an_error_is_that_of_its_batch() -> None:
-    """It comes in its turn, with what was to be moved; the next batch comes too."""
-    failing: Any = torch.OutOfMemoryError("full")
-    carrier = Carrier()
-    stage = staged(carrier, [0, failing, 2], depth=2)
-    assert take(stage).batch == 0
-    outcome = take(stage)
-    assert isinstance(outcome.error, torch.OutOfMemoryError)
-    (note,) = outcome.error.__notes__
-    assert "in stage 'device' of epoch 3, batch 1: moving 0 tensors of 0 by" in note
-    assert take(stage).batch == 2
-    assert ended(stage)
 
 
 @pytest.mark.parametrize("batches", [[], [0]])
@@ -293,21 +263,3 @@ def test_a_timeout() -> None:
     assert take(stage).batch == 5
     stage.finish()
     assert stage.join()
-
-
-async def test_a_cancelled_wait_loses_nothing() -> None:
-    """The batch is there for the next one who asks."""
-    stage = staged(Carrier(), [])
-    stage.pop_nowait()
-    task = asyncio.ensure_future(stage.wait_async())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    stage._inner.put(0, BatchResult(6))
-    assert await stage.wait_async(20)
-    item = stage.pop_nowait()
-    assert item is not None
-    assert item[1].batch == 6
-    stage.finish()
-    assert await asyncio.to_thread(stage.join)

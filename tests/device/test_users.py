@@ -260,7 +260,7 @@ def test_a_device_without_streams(
     with caplog.at_level(logging.INFO, "aioloader"):
         for number, batch in enumerate(loader):
             check(batch, number)
-    assert not loader._live.devices._opened[DEVICE][0].is_async
+    assert not loader._live.accelerators[DEVICE].is_async
     assert "copies to fake:0 block: fake:0 has no streams" in caplog.text
 
 
@@ -275,7 +275,7 @@ def test_who_moves_batches_again_gets_the_same_tensors() -> None:
 @ON_FAKE
 def test_cudas_way_is_for_cuda() -> None:
     """Another device gets the port that is for all, and nothing locks its memory."""
-    assert accelerator_of(DEVICE).locker() is None
+    assert accelerator_of(DEVICE, {}).locker() is None
     assert Watched().locker() is not None
     assert IS_FAKE
 

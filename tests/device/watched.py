@@ -17,9 +17,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader._device.accelerator import CudaAccelerator, Mark
-from aioloader._device.mover import Mover
-from aioloader._device.opening import DeviceSide
+from aioloader._device.accelerator import CudaAccelerator
 from aioloader.testing import Resources
 from device import fake_accelerator
 
@@ -103,14 +101,13 @@ class Watched(CudaAccelerator):
         self.copied.release()
         return copy
 
-    def mark(self) -> Mark:
+    def mark(self) -> Any:
         mark: Any = super().mark()
         if self.forgets == "slot":
             mark.synchronize = lambda: None
-        found: Mark = mark
-        return found
+        return mark
 
-    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
+    def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
         if self.forgets == "event":
             mark = super().mark()  # of the consumer's own stream
         return super().hand_over(mark, () if self.forgets == "record" else tensors)
@@ -118,9 +115,8 @@ class Watched(CudaAccelerator):
 
 def on(port: CudaAccelerator, loader: "DataLoader[Any]", depth: int = 1) -> Any:
     """Have ``loader`` deliver its batches by ``port``, out of locked slots."""
-    loader.device = port.device
-    side = DeviceSide(Mover(port), port.locker(), depth)
-    loader._live.devices.open = lambda *_: side  # type: ignore[method-assign]
+    loader.device, loader.prefetch_device = port.device, depth
+    loader._live.accelerators[port.device] = port
     return loader
 
 

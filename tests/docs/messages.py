@@ -216,10 +216,6 @@ ELSEWHERE = {
         "",
         _NOT_COLLATED,
     ),
-    "_device/naming.py:_named": (
-        "_device/naming.py",
-        "device must name a torch device, got …; torch sees … here",
-    ),
     # Not raised there: a note, and what a function returns.
     "note": (
         "_workers/remote_error.py",

@@ -3,17 +3,20 @@
 0: done; 1: failed while running; 2: wrong arguments; 130: interrupted.
 """
 
-import argparse
 import math
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from aioloader._cli import bench, index, pack
-from aioloader._cli.usage import UsageError, UserCodeError
+from aioloader._cli import bench, pack
 from aioloader.errors import LoaderError
+
+Number = TypeVar("Number", int, float)
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -33,7 +36,6 @@ DST is a directory or a URL such as s3://bucket/train. Readers see whole shards 
 Run again after an interruption, the command resumes after the last whole shard.
 """
 _PACK_EXAMPLES = """\
-examples:
   aioloader pack photos/ shards/ --class-folders --shuffle 0 --name train
       then read with TarDataset("shards/train-*.tar").decode("torch")
   aioloader pack captions/ s3://bucket/captions --shard-size 128MB --jobs 64
@@ -56,7 +58,6 @@ verdict: what holds training back, and the one argument to change. A script guar
 other code with `if __name__ == "__main__":`, as for worker processes.
 """
 _BENCH_EXAMPLES = """\
-examples:
   aioloader bench train:loader
   aioloader bench my_package.data:make_loader --step 25 --page loader.html
 """
@@ -71,131 +72,98 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except UsageError as error:
+    except ArgumentTypeError as error:
         options.parser.error(str(error))
     except KeyboardInterrupt:
-        hint = "; the same command resumes from here" if options.resumes else ""
+        resumes = options.command != "bench"
+        hint = "; the same command resumes from here" if resumes else ""
         sys.stderr.write(f"\ninterrupted{hint}\n")
         return 130
-    except UserCodeError as error:
-        traceback.print_exception(error.__cause__)
-        sys.stderr.write(f"aioloader {options.command}: error: {error}\n")
-        return 1
     except (LoaderError, OSError, ValueError, TypeError, ImportError) as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         sys.stderr.write(f"aioloader {options.command}: error: {error}{notes}\n")
         return 1
+    except bench.UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        sys.stderr.write(f"aioloader bench: error: {error}\n")
+        return 1
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="aioloader",
         description="Write shards for aioloader's streams, and measure loaders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_pack(commands)
-    _add_index(commands)
-    _add_bench(commands)
+
+    def command(
+        name: str, run: Callable[[Any], None], summary: str, text: str, examples: str
+    ) -> Callable[..., Any]:
+        """Return the function that adds arguments to a new command."""
+        made = commands.add_parser(
+            name,
+            help=summary,
+            description=text,
+            epilog=f"examples:\n{examples}",
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run, parser=made)
+        return made.add_argument
+
+    summary = "write files or rows to shards"
+    _add_pack(command("pack", pack.run, summary, _PACK, _PACK_EXAMPLES))
+    summary = "let several readers share a tar"
+    examples = "  aioloader index shards/train-*.tar\n"
+    add = command("index", pack.run_index, summary, _INDEX, examples)
+    add("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+    summary = "compare a loader with torch's"
+    _add_bench(command("bench", bench.run, summary, _BENCH, _BENCH_EXAMPLES))
     return parser
 
 
-def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "pack",
-        help="write files or rows to shards",
-        description=_PACK,
-        epilog=_PACK_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=pack.run, parser=command, resumes=True)
-    add = command.add_argument
+def _add_pack(add: Callable[..., Any]) -> None:
     add("src", metavar="SRC", help="the samples to pack")
     add("dst", metavar="DST", help="directory or URL for the shards")
     add("--format", choices=["tar", "parquet"], default="tar", help="default: tar")
     add("--name", default="shard", help="shards are NAME-000000.tar...; default: shard")
-    add(
-        "--class-folders",
-        action="store_true",
-        help="SRC has a folder of pictures for each class: labels by folder, sorted",
+    words = "SRC has a folder of pictures for each class: labels by folder, sorted"
+    add("--class-folders", action="store_true", help=words)
+    words = (
+        "permute the samples by this number, the same way in each run: shards that are "
+        "sorted by class train badly; for directories"
     )
-    add(
-        "--shuffle",
-        type=int,
-        metavar="SEED",
-        help="permute the samples by this number, the same way in each run: shards "
-        "that are sorted by class train badly; for directories",
-    )
+    add("--shuffle", type=int, metavar="SEED", help=words)
     add("--glob", metavar="PATTERN", help="files of a directory; default: **/*")
-    add(
-        "--shard-size",
-        type=_size,
-        metavar="SIZE",
-        default=256 << 20,
-        help="such as 64MB or 1G (powers of 1024); default: 256MB",
-    )
+    words = "such as 64MB or 1G (powers of 1024); default: 256MB"
+    add("--shard-size", type=_size, metavar="SIZE", default=256 << 20, help=words)
     add("--shard-samples", type=_count, metavar="N", help="most samples of a shard")
-    add(
-        "--jobs",
-        type=_count,
-        metavar="N",
-        default=16,
-        help="files read at a time; default: 16",
-    )
+    words = "files read at a time; default: 16"
+    add("--jobs", type=_count, metavar="N", default=16, help=words)
     for side in ("src", "dst"):
-        add(
-            f"--{side}-option",
-            action="append",
-            type=_pair,
-            default=[],
-            metavar="KEY=VALUE",
-            help=f"option of the store of {side.upper()}, such as region=eu-west-1; "
-            f"may be repeated; secrets belong in the environment",
+        words = (
+            f"option of the store of {side.upper()}, such as region=eu-west-1; may be "
+            "repeated; secrets belong in the environment"
         )
+        given: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
+        add(f"--{side}-option", metavar="KEY=VALUE", help=words, **given)
     add("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
-def _add_index(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "index",
-        help="let several readers share a tar",
-        description=_INDEX,
-        epilog="example:\n  aioloader index shards/train-*.tar\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=index.run, parser=command, resumes=True)
-    command.add_argument("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
-    command.add_argument(
-        "-q", "--quiet", action="store_true", help="print nothing but errors"
-    )
-
-
-def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "bench",
-        help="compare a loader with torch's",
-        description=_BENCH,
-        epilog=_BENCH_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=bench.run, parser=command, resumes=False)
-    add = command.add_argument
+def _add_bench(add: Callable[..., Any]) -> None:
     add("loader", metavar="MODULE:NAME", help="a loader, or a function returning one")
-    counts = {"batches": (200, "per round at most"), "rounds": (3, "of both loaders")}
-    for name, (count, what) in counts.items():
-        help_ = f"{name} {what}; default: {count}"
-        add(f"--{name}", type=_count, metavar="N", default=count, help=help_)
-    times = {
-        "seconds": ("S", 10, "seconds per round at most, from the first batch on"),
-        "step": ("MS", 0, "milliseconds of a simulated training step per batch"),
-    }
-    for name, (unit, amount, what) in times.items():
-        help_ = f"{what}; default: {amount}"
-        add(f"--{name}", type=_amount, metavar=unit, default=amount, help=help_)
+    words = "batches per round at most; default: 200"
+    add("--batches", type=_count, metavar="N", default=200, help=words)
+    words = "rounds of both loaders; default: 3"
+    add("--rounds", type=_count, metavar="N", default=3, help=words)
+    words = "seconds per round at most, from the first batch on; default: 10"
+    add("--seconds", type=_amount, metavar="S", default=10, help=words)
+    words = "milliseconds of a simulated training step per batch; default: 0"
+    add("--step", type=_amount, metavar="MS", default=0, help=words)
     add("--page", type=Path, metavar="FILE.html", help="save figures and verdict")
 
 
@@ -206,28 +174,26 @@ def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * (1 << _UNITS[match[2].upper()])) if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"a size must be like 64MB, got {text!r}")
+        raise ArgumentTypeError(f"a size must be like 64MB, got {text!r}")
     return size
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r}")
-    return int(text)
-
-
-def _amount(text: str) -> float:
+def _at_least(least: int, kind: type[Number], text: str) -> Number:
     try:
-        amount = float(text)
+        number = kind(text)
     except ValueError:
-        amount = -1.0
-    if not 0 <= amount < math.inf:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
-    return amount
+        number = kind(-1)
+    if not least <= number < math.inf:
+        raise ArgumentTypeError(f"must be at least {least}, got {text!r}")
+    return number
+
+
+_count = partial(_at_least, 1, int)
+_amount = partial(_at_least, 0, float)
 
 
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise argparse.ArgumentTypeError("must be KEY=VALUE")
+        raise ArgumentTypeError("must be KEY=VALUE")
     return key, value

@@ -1,21 +1,25 @@
-"""``aioloader pack``: samples of any kind to shards."""
+"""``aioloader pack`` and ``index``: samples of any kind to shards, and indices."""
 
-import argparse
 import asyncio
 import sys
+import time
+from argparse import ArgumentTypeError, Namespace
 from contextlib import aclosing
 from typing import Any
 
 from aioloader._cli.sources import Source, find_source
-from aioloader._cli.usage import Progress, UsageError
+from aioloader.datasets.tar import write_index
 from aioloader.datasets.writers import ParquetWriter, ShardWriter, TarWriter
 
+# Seconds between two updates of the progress on a terminal.
+_SHOWN_EVERY = 0.2
 
-def run(options: argparse.Namespace) -> None:
+
+def run(options: Namespace) -> None:
     """Pack the samples that the arguments name.
 
     Raises:
-        UsageError: If the arguments are wrong.
+        ArgumentTypeError: If the arguments are wrong.
         DatasetError: If something cannot be read or written.
         ValueError: If a sample does not fit the format.
     """
@@ -23,15 +27,31 @@ def run(options: argparse.Namespace) -> None:
         source = find_source(options)
         writer = _make_writer(source, options)
     except (ValueError, TypeError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from error
+        raise ArgumentTypeError(str(error)) from error
     first = asyncio.run(_pack(source, writer, options))
     if not options.quiet:
-        sys.stdout.write(_summary(writer, first, options))
-        for note in source.notes:
-            sys.stdout.write(f"{note}\n")
+        sys.stdout.write(
+            "\n".join([_summary(writer, first, options), *source.notes, ""])
+        )
 
 
-def _make_writer(source: Source, options: argparse.Namespace) -> ShardWriter:
+def run_index(options: Namespace) -> None:
+    """Write an index next to each tar: where its samples start.
+
+    Raises:
+        ArgumentTypeError: If a tar does not exist.
+        DatasetError: If one is damaged.
+    """
+    for path in options.tars:
+        if not path.is_file():
+            raise ArgumentTypeError(f"there is no file {str(path)!r}")
+    for path in options.tars:
+        count = write_index(str(path))
+        if not options.quiet:
+            sys.stdout.write(f"{path}.idx: {count:,} samples\n")
+
+
+def _make_writer(source: Source, options: Namespace) -> ShardWriter:
     given: dict[str, Any] = {
         "shard_bytes": options.shard_size,
         "shard_samples": options.shard_samples,
@@ -42,28 +62,41 @@ def _make_writer(source: Source, options: argparse.Namespace) -> ShardWriter:
     return kind(options.dst, options.name, **given)
 
 
-async def _pack(
-    source: Source, writer: ShardWriter, options: argparse.Namespace
-) -> int:
-    """Write the missing samples; return how many were there."""
-    async with writer:
-        first = writer.next_sample
-        with Progress(first, source.count, is_quiet=options.quiet) as progress:
-            async with aclosing(source.samples(first)) as samples:
+async def _pack(source: Source, writer: ShardWriter, options: Namespace) -> int:
+    """Write the missing samples; return how many were there.
+
+    Their number is shown on stderr, if that is a terminal.
+    """
+    is_seen = sys.stderr.isatty() and not options.quiet
+    of = "" if source.count is None else f" of {source.count:,}"
+    shown = 0.0
+    try:
+        async with writer, source.lifespan:
+            first, began = writer.next_sample, time.monotonic()
+            async with aclosing(aiter(source.stream(first))) as samples:
                 async for sample in samples:
-                    await writer.write(sample)
-                    progress.add()
+                    await writer.write(source.fitted(sample))
+                    now = time.monotonic()
+                    if is_seen and now - shown >= _SHOWN_EVERY:
+                        done, shown = writer.next_sample, now
+                        rate = (done - first) / max(now - began, 1e-9)
+                        line = f"{done:,}{of} samples, {rate:,.0f}/s"
+                        sys.stderr.write(f"\r{line}\x1b[K")
+                        sys.stderr.flush()
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
     return first
 
 
-def _summary(writer: ShardWriter, first: int, options: argparse.Namespace) -> str:
+def _summary(writer: ShardWriter, first: int, options: Namespace) -> str:
     shards = writer.shards
-    there = f" ({first:,} already written)" if first else ""
     if not shards:
-        return "0 samples\n"
+        return "0 samples"
     names = shards[0]
     if len(shards) > 1:
         last = len(shards) - 1
         names = f"{options.name}-{{{0:06d}..{last:06d}}}.{options.format}"
+    there = f" ({first:,} already written)" if first else ""
     count = f"{len(shards):,} shard{'s' * (len(shards) > 1)}"
-    return f"{writer.next_sample:,} samples{there} in {count}: {names}\n"
+    return f"{writer.next_sample:,} samples{there} in {count}: {names}"

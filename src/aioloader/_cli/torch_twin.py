@@ -4,12 +4,9 @@ Features that torch lacks are left out, or replaced, and listed in notes.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import IterableDataset
 
 from aioloader._loader.loader import DataLoader
 from aioloader._loader.options import argument
@@ -17,7 +14,6 @@ from aioloader._loader.torch_compat import TORCH_LOADER
 from aioloader.protocols import (
     HasLifespan,
     Kind,
-    batch_getter,
     is_async_function,
     kind_of,
     reads_async,
@@ -41,43 +37,15 @@ _WITHOUT = {
 }
 
 
-@dataclass
-class Twin:
-    """Torch's loader.
+def twin_of(
+    loader: DataLoader[Any],
+) -> "tuple[torch.utils.data.DataLoader[Any] | None, list[str]]":
+    """Return torch's loader for the same batches, and what is not compared, in words.
 
-    Attributes:
-        loader: None if torch cannot run this.
-        notes: What is not compared, in words.
+    None if torch cannot run this.
     """
-
-    loader: "torch.utils.data.DataLoader[Any] | None"
-    notes: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def iterating(self) -> Iterator[Iterator[Any]]:
-        """Iterate; only persistent workers are left, until ``close``."""
-        loader = self.loader
-        assert loader is not None
-        iterator: Any = iter(loader)
-        try:
-            yield iterator
-        finally:
-            if loader.num_workers and not loader.persistent_workers:
-                iterator._shutdown_workers()  # noqa: SLF001  (torch has no other way)
-
-    def close(self) -> None:
-        """End persistent workers."""
-        loader = self.loader
-        if loader is not None and loader._iterator is not None:  # noqa: SLF001
-            kept: Any = loader._iterator  # noqa: SLF001
-            loader._iterator = None  # noqa: SLF001
-            kept._shutdown_workers()  # noqa: SLF001
-
-
-def twin_of(loader: DataLoader[Any]) -> Twin:
-    """Return torch's loader for the same batches, as far as possible."""
     if reason := _obstacle(loader):
-        return Twin(None, [f"Not compared with torch's DataLoader: {reason}."])
+        return None, [f"Not compared with torch's DataLoader: {reason}."]
     arguments, left_out = _arguments(loader)
     notes = [
         f"Not in torch's DataLoader: {name}={_shown(argument(loader, name))}; "
@@ -86,12 +54,15 @@ def twin_of(loader: DataLoader[Any]) -> Twin:
     ]
     transform = argument(loader, "transform")
     if transform is not None:
-        arguments["dataset"] = _transformed(loader.dataset, transform)
+        is_batched = loader.batch_sampler is not None or loader.batch_size is not None
+        arguments["collate_fn"] = partial(
+            _collate_transformed, transform, loader.collate_fn, is_batched
+        )
         notes.append(
-            "Not in torch's DataLoader: transform; its dataset applies it to each "
+            "Not in torch's DataLoader: transform; its collate_fn applies it to each "
             "sample."
         )
-    return Twin(TORCH_LOADER(**arguments), notes)
+    return TORCH_LOADER(**arguments), notes
 
 
 def _obstacle(loader: DataLoader[Any]) -> str:
@@ -163,38 +134,12 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
 
 
-def _transformed(dataset: Any, transform: Callable[[Any], Any]) -> Any:
-    if kind_of(dataset) is not Kind.MAP:
-        return TransformedStream(dataset, transform)
-    kind = Transformed if batch_getter(dataset) is None else TransformedBatches
-    return kind(dataset, transform)
-
-
-class Transformed:
-    """A map-style dataset that applies a transform itself."""
-
-    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
-        self.dataset, self.transform = dataset, transform
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.transform(self.dataset[index])
-
-
-class TransformedBatches(Transformed):
-    """Like ``Transformed``, but reads the samples of a batch together."""
-
-    def __getitems__(self, indices: Any) -> list[Any]:
-        return [self.transform(one) for one in self.dataset.__getitems__(indices)]
-
-
-class TransformedStream(IterableDataset[Any]):
-    """An iterable that applies a transform itself."""
-
-    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
-        self.dataset, self.transform = dataset, transform
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.transform, self.dataset)
+def _collate_transformed(
+    transform: Callable[[Any], Any],
+    collate: Callable[[Any], Any],
+    is_batched: bool,  # noqa: FBT001  (of a partial)
+    samples: Any,
+) -> Any:
+    """Transform, then collate; workers get it pickled."""
+    made = [transform(one) for one in samples] if is_batched else transform(samples)
+    return collate(made)

@@ -31,8 +31,6 @@ from torch.utils.data._utils import collate as torch_rules
 
 from aioloader._transport.slots import MIN_BYTES, Lender
 
-__all__ = ["collates_as_torch", "default_collate", "default_convert", "lending"]
-
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
@@ -113,7 +111,7 @@ def _collate(samples: Sequence[Any]) -> Any:
 def _collate_mapping(samples: Sequence[Mapping[Any, Any]]) -> Any:
     first = samples[0]
     columns = {key: _collate([sample[key] for sample in samples]) for key in first}
-    return like_mapping(first, columns)
+    return like(first, columns)
 
 
 def _collate_namedtuple(samples: Sequence[Any]) -> Any:
@@ -125,37 +123,31 @@ def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
     if len(set(map(len, samples))) > 1:
         raise RuntimeError("each element in list of batch should be of equal size")
     columns = list(map(_collate, zip(*samples, strict=True)))
-    return columns if isinstance(first, tuple) else like_sequence(first, columns)
+    return columns if isinstance(first, tuple) else like(first, columns)
 
 
-def like_mapping(model: Mapping[Any, Any], columns: dict[Any, Any]) -> Any:
-    """Return ``columns`` as a mapping of ``model``'s type if it can be constructed."""
-    if type(model) is dict:
+def like(model: Any, columns: dict[Any, Any] | list[Any]) -> Any:
+    """Return ``columns`` as a container of ``model``'s type if one can be constructed.
+
+    Args:
+        model: A mapping or a sequence.
+        columns: A dict for a mapping, a list for a sequence.
+    """
+    if type(model) is type(columns):
         return columns
     try:
-        if isinstance(model, MutableMapping):
-            # A copy keeps the mapping's other attributes, such as a default factory.
-            clone = copy.copy(model)
+        if not isinstance(model, (MutableMapping, MutableSequence)):
+            return type(model)(columns)
+        # A copy keeps the container's other attributes, such as a default factory.
+        clone: Any = copy.copy(model)
+        if isinstance(columns, dict):
             clone.update(columns)
-            return clone
-        return type(model)(columns)  # type: ignore[call-arg]
-    except TypeError:
-        return columns
-
-
-def like_sequence(model: Sequence[Any], columns: list[Any]) -> Any:
-    """Return ``columns`` as a sequence of ``model``'s type if it can be constructed."""
-    if type(model) is list:
-        return columns
-    try:
-        if isinstance(model, MutableSequence):
-            clone = copy.copy(model)
+        else:
             for place, column in enumerate(columns):
                 clone[place] = column
-            return clone
-        return type(model)(columns)  # type: ignore[call-arg]
     except TypeError:
         return columns
+    return clone
 
 
 def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -242,27 +234,18 @@ def _has_default_device() -> bool:
     return _len_torch_function_stack() > 0 and get_worker_info() is None
 
 
-def _floats(samples: Sequence[float]) -> torch.Tensor:
-    return _numbers(samples, np.float64, torch.float64)
-
-
-def _ints(samples: Sequence[int]) -> torch.Tensor:
-    return _numbers(samples, np.int64, None)
-
-
-def _numbers(
-    samples: Sequence[float], exact: type[np.generic], dtype: torch.dtype | None
-) -> torch.Tensor:
+def _numbers(samples: Sequence[float]) -> torch.Tensor:
     """Return a tensor of numbers, made through an array: three times as fast.
 
     Torch handles mixed types and integers of more than 64 bits, for its error messages.
     """
+    is_float = isinstance(samples[0], float)
     if {*map(type, samples)} <= {int, float} and not _has_default_device():
         with contextlib.suppress(OverflowError):
             array = np.array(samples)
-            if array.dtype == exact:
+            if array.dtype == (np.float64 if is_float else np.int64):
                 return torch.from_numpy(array)
-    return torch.tensor(samples, dtype=dtype)
+    return torch.tensor(samples, dtype=torch.float64 if is_float else None)
 
 
 def _scalars(samples: Sequence[Any]) -> torch.Tensor:
@@ -280,28 +263,23 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
     return samples
 
 
-# Rules by exact type; other types are looked up by their bases.
-_RULES: dict[type, Collate] = {
-    torch.Tensor: _stack_tensors,
-    np.ndarray: _stack_arrays,
-    float: _floats,
-    int: _ints,
-    str: _strings,
-    bytes: _strings,
-    tuple: _collate_sequence,
-    list: _collate_sequence,
-    dict: _collate_mapping,
-}
 # In torch's order: numpy's float64 is a float, but a numpy scalar first.
 _BY_BASE: tuple[tuple[Any, Collate], ...] = (
     (torch.Tensor, _stack_tensors),
     (np.ndarray, _stack_arrays),
     (_SCALARS, _scalars),
-    (float, _floats),
-    (int, _ints),
-    ((str, bytes), _strings),
+    (float, _numbers),
+    (int, _numbers),
+    (str, _strings),
+    (bytes, _strings),
     (Mapping, _collate_mapping),
 )
+# Looked up first, by exact type.
+_RULES: dict[Any, Collate] = dict(_BY_BASE) | {
+    dict: _collate_mapping,
+    list: _collate_sequence,
+    tuple: _collate_sequence,
+}
 
 
 def _rule_for(value: object) -> Collate:

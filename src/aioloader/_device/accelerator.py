@@ -1,84 +1,28 @@
-"""The calls on streams, events and device memory; nothing else makes them.
+"""The calls on streams, events and page-locked memory; nothing else makes them.
 
 One copy stream per loader. A copy is queued there and followed by an event; the
 consumer's own stream waits for the event on the device, and the allocator records that
-it uses the memory. No call here blocks, except ``Mark.synchronize`` and copies to a
-device without streams.
+it uses the memory. No call here blocks, except ``adopt`` and copies to a device without
+streams.
 """
 
+import contextlib
 import ctypes
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
-from aioloader._device.locking import PageLocker
 from aioloader._order.forks import fork_safe
 from aioloader._transport.slots import Locker
 
 _CAPTURE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: for every context of the process
 _LOG = logging.getLogger("aioloader")
-
-
-class Mark(Protocol):
-    """A point on a stream."""
-
-    def synchronize(self) -> None:
-        """Block this thread until the device has reached it."""
-
-
-class Port(Protocol):
-    """The stage's view of a device.
-
-    Attributes:
-        device: The device, with its index.
-        is_async: Whether copies run while this thread does other work.
-    """
-
-    device: torch.device
-    is_async: bool
-
-    def enter_thread(self) -> None:
-        """Prepare this thread, the stage's own, for copies to the device."""
-
-    def is_locked(self, host: torch.Tensor) -> bool:
-        """Tell whether a tensor is in page-locked memory."""
-
-    def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return page-locked memory for a copy of ``like``; recycled when free.
-
-        It has the strides of ``like`` if these are dense.
-        """
-
-    def copy(self, host: torch.Tensor) -> torch.Tensor:
-        """Start copying page-locked memory to the device."""
-
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Block until tensors of other streams are ready; use them in this one."""
-
-    def mark(self) -> Mark:
-        """Mark the end of the work queued on this thread's current stream."""
-
-    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
-        """Make the consumer's stream wait for ``mark`` and use ``tensors``.
-
-        Args:
-            mark: The end of the copies.
-            tensors: The copies; when they are dropped, their memory is not reused
-                before the consumer's kernels that were queued by then have ended.
-
-        Returns:
-            A mark on the consumer's stream.
-        """
-
-
-class _Reached:
-    """The mark of a copy that has ended."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 class Accelerator:
@@ -89,7 +33,12 @@ class Accelerator:
 
     Args:
         device: The device, with its index.
+
+    Attributes:
+        is_async: Whether copies run while the stage's thread does other work.
     """
+
+    _module: Any = torch.accelerator
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,21 +51,21 @@ class Accelerator:
         return None
 
     def enter_thread(self) -> None:
-        """Make the copy stream current in this thread."""
+        """Make the copy stream current in this thread, the stage's own."""
         torch.set_num_threads(1)  # only for this thread, as torch's pinning does
         with self._lock:
             if self._stream is None:
                 self._stream = self._new_stream()
                 self.is_async = self._stream is not None
         if self.is_async:
-            self._set_stream(self._stream)
+            self._module.set_stream(self._stream)  # and its device
 
     def is_locked(self, host: torch.Tensor) -> bool:
         """Tell whether a tensor need not be staged: the user may have locked it."""
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return page-locked memory from torch's own pool."""
+        """Return memory of torch's page-locked pool, with dense strides of ``like``."""
         # The pool is notified of each copy from its memory.
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
@@ -126,29 +75,38 @@ class Accelerator:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Block until tensors of other streams are made; use them in this one."""
-        self._synchronize()
+        self._module.synchronize(self.device)
         for tensor in tensors if self.is_async else ():
-            tensor.record_stream(self._current_stream())
+            tensor.record_stream(self._module.current_stream(self.device))
 
-    def mark(self) -> Mark:
-        """Mark the stream that is current in this thread."""
+    def mark(self) -> torch.Event | None:
+        """Return an event at the end of this thread's stream; None without streams."""
         if not self.is_async:
-            return _Reached()
-        mark = self._new_event()
-        mark.record(self._current_stream())
-        found: Mark = mark
-        return found
+            return None
+        mark: torch.Event = self._new_event()
+        mark.record(self._module.current_stream(self.device))
+        return mark
 
-    def hand_over(self, mark: Mark, tensors: Iterable[Any]) -> Mark:
-        """Hand over to this thread's current stream; mark it.
+    def hand_over(
+        self, mark: torch.Event | None, tensors: Iterable[Any]
+    ) -> torch.Event | None:
+        """Make this thread's current stream, the consumer's, wait for ``mark``.
+
+        Args:
+            mark: The end of the copies.
+            tensors: The copies; when they are dropped, their memory is not reused
+                before the consumer's kernels that were queued by then have ended.
+
+        Returns:
+            A mark on the consumer's stream.
 
         Raises:
             RuntimeError: If a graph is being captured: a copy that is already queued
                 cannot become part of it.
         """
-        if not self.is_async:
-            return mark
-        stream = self._current_stream()
+        if mark is None:
+            return None
+        stream = self._module.current_stream(self.device)
         if self._is_capturing(stream):
             raise RuntimeError(
                 "a batch cannot be taken from the loader while a graph is being "
@@ -169,7 +127,7 @@ class Accelerator:
             return None
         try:
             stream: Any = torch.Stream(device=self.device)
-            self._set_stream(stream)
+            torch.accelerator.set_stream(stream)
             torch.empty(1, device=self.device).record_stream(stream)
             torch.empty(1, pin_memory=True)
         except RuntimeError as error:  # torch raises it for a missing call
@@ -177,17 +135,8 @@ class Accelerator:
             return None
         return stream
 
-    def _set_stream(self, stream: Any) -> None:
-        torch.accelerator.set_stream(stream)  # and its device
-
-    def _current_stream(self) -> Any:
-        return torch.accelerator.current_stream(self.device)
-
     def _new_event(self) -> Any:
         return torch.Event(device=self.device)
-
-    def _synchronize(self) -> None:
-        torch.accelerator.synchronize(self.device)
 
     def _is_capturing(self, stream: Any) -> bool:
         is_capturing = getattr(stream, "is_capturing", None)  # not in older versions
@@ -197,50 +146,88 @@ class Accelerator:
 class CudaAccelerator(Accelerator):
     """A CUDA (or ROCm) device, even if the process has another current accelerator.
 
-    Waiting threads sleep, memory is page-locked in place, and copies continue while a
-    graph is captured elsewhere.
+    Waiting threads sleep, copies continue while a graph is captured elsewhere, and the
+    memory that batches are written to is page-locked in place: the device copies from
+    it directly. Each slot is locked once. If locking is refused (by a limit, in a
+    container), batches are staged, and this is logged once.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._module: Any = torch.get_device_module(device)
-
-    def locker(self) -> Locker | None:
-        """Return a locker that uses the CUDA runtime."""
-        return PageLocker(self.device)
+        self._module = torch.get_device_module(device)
+        self._pid = os.getpid()
+        self._is_refused = False
 
     def enter_thread(self) -> None:
         """Prepare the thread; its allocations must not end captures elsewhere.
 
         By torch's default they would.
         """
+        self._module.set_device(self.device)
         super().enter_thread()
         if self.device.type == "cuda" and torch.version.cuda:
             mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
             driver = ctypes.CDLL("libcuda.so.1")
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
+    def locker(self) -> Locker | None:
+        """Return itself."""
+        return self
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        """Lock whole pages; return whether they are locked."""
+        if self._is_refused:
+            return False
+        with self._module.device(self.device):
+            runtime = self._module.cudart()
+            status = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+            if int(status) == 0:
+                return True
+            with self._lock:
+                was_refused, self._is_refused = self._is_refused, True
+            if not was_refused:
+                _LOG.warning(
+                    "page-locking %s bytes for %s was refused (%s): batches are copied "
+                    "through staging memory",
+                    f"{nbytes:,}",
+                    self.device,
+                    runtime.cudaGetErrorString(status),
+                )
+            # Clear the error, or the runtime would report it to an unrelated call.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+        return False
+
+    def unlock(self, address: int) -> None:
+        """Unlock memory; does nothing in a forked child, which has no locks."""
+        if os.getpid() == self._pid and not sys.is_finalizing():
+            with self._module.device(self.device):
+                self._module.cudart().cudaHostUnregister(address)
+
     def _new_stream(self) -> Any:
-        self._module.set_device(self.device)
         return self._module.Stream(device=self.device)
-
-    def _set_stream(self, stream: Any) -> None:
-        self._module.set_device(self.device)
-        self._module.set_stream(stream)
-
-    def _current_stream(self) -> Any:
-        return self._module.current_stream(self.device)
 
     def _new_event(self) -> Any:
         return self._module.Event(blocking=True)
-
-    def _synchronize(self) -> None:
-        self._module.synchronize(self.device)
 
     def _is_capturing(self, stream: Any) -> bool:  # noqa: ARG002
         return bool(self._module.is_current_stream_capturing())
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the port of a device that has an index."""
-    return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)
+def accelerator_of(
+    device: torch.device, opened: dict[torch.device, Accelerator]
+) -> Accelerator:
+    """Return the accelerator for ``device``, opened once and kept in ``opened``.
+
+    Without an index, it is this thread's current device of that kind.
+    """
+    if device.index is None:
+        module: Any = torch.get_device_module(device)
+        # Do not initialise it for this: that takes long, and may be on an event loop.
+        is_begun = getattr(module, "is_initialized", module.is_available)()
+        current = getattr(module, "current_device", None)  # not of MPS, which has one
+        device = torch.device(device.type, current() if current and is_begun else 0)
+    if device not in opened:
+        is_cuda = device.type == "cuda"
+        opened[device] = CudaAccelerator(device) if is_cuda else Accelerator(device)
+    return opened[device]

@@ -8,18 +8,18 @@ itself (with a method ``to``) is a leaf, whatever it contains.
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from aioloader._collate.collate import like_mapping, like_sequence
+from aioloader._collate.collate import like
 from aioloader._device.naming import Choose
 
-Convert: TypeAlias = Callable[[Any], Any]
 
-
-def map_leaves(value: Any, convert: Convert, chosen: Choose | None = None) -> Any:
+def map_leaves(
+    value: Any, convert: Callable[[Any], Any], chosen: Choose | None = None
+) -> Any:
     """Return ``value`` with each leaf replaced by ``convert(leaf)``.
 
     A leaf is a tensor, an object that moves itself, or anything that is not a
@@ -33,14 +33,34 @@ def map_leaves(value: Any, convert: Convert, chosen: Choose | None = None) -> An
     """
     if is_leaf(value):
         return convert(value)
+    entries = entries_of(value)
+    parts = {
+        key: map_leaves(part, convert) if chosen is None or chosen(key) else part
+        for key, part in entries.items()
+    }
+    if all(parts[key] is part for key, part in entries.items()):
+        return value
     if isinstance(value, Mapping):
-        return _map_mapping(value, convert, chosen)
-    if isinstance(value, tuple):
-        return _map_tuple(value, convert, chosen)
-    if isinstance(value, Sequence):
-        parts = _parts(value, convert, range(len(value)), chosen)
-        return value if parts is None else like_sequence(value, parts)
-    return _map_record(value, convert, chosen)
+        return like(value, parts)
+    if not isinstance(value, Sequence):
+        clone = copy.copy(value)
+        for name, part in parts.items():
+            object.__setattr__(clone, name, part)  # of a frozen dataclass too
+        return clone
+    if hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    made = [*parts.values()]
+    return tuple(made) if type(value) is tuple else like(value, made)
+
+
+def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
+    """Yield the leaves that ``map_leaves`` would convert."""
+    if is_leaf(value):
+        yield value
+        return
+    for key, part in entries_of(value).items():
+        if chosen is None or chosen(key):
+            yield from leaves_of(part)
 
 
 def is_leaf(value: Any) -> bool:
@@ -52,13 +72,15 @@ def is_leaf(value: Any) -> bool:
     return not dataclasses.is_dataclass(value) or isinstance(value, type)
 
 
-def keys_of(value: Any) -> list[Any]:
-    """Return the keys of a container's entries: names, or positions."""
+def entries_of(value: Any) -> dict[Any, Any]:
+    """Return a container's entries by key, field or position."""
     if isinstance(value, Mapping):
-        return list(value)
+        return dict(value)
     if isinstance(value, Sequence):
-        return list(getattr(value, "_fields", range(len(value))))
-    return _fields(value)
+        names = getattr(value, "_fields", range(len(value)))
+        return dict(zip(names, value, strict=True))
+    names = [each.name for each in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def moves_itself(value: Any) -> bool:
@@ -68,52 +90,3 @@ def moves_itself(value: Any) -> bool:
     """
     is_dict = isinstance(value, (torch.Tensor, UserDict))
     return not is_dict and callable(getattr(type(value), "to", None))
-
-
-def _map_mapping(
-    value: Mapping[Any, Any], convert: Convert, chosen: Choose | None
-) -> Any:
-    parts = _parts(list(value.values()), convert, list(value), chosen)
-    if parts is None:
-        return value
-    return like_mapping(value, dict(zip(value, parts, strict=True)))
-
-
-def _map_tuple(value: tuple[Any, ...], convert: Convert, chosen: Choose | None) -> Any:
-    parts = _parts(value, convert, keys_of(value), chosen)
-    if parts is None:
-        return value
-    if hasattr(value, "_fields"):
-        return type(value)(*parts)
-    return tuple(parts) if type(value) is tuple else like_sequence(value, parts)
-
-
-def _map_record(value: Any, convert: Convert, chosen: Choose | None) -> Any:
-    names = _fields(value)
-    parts = _parts([getattr(value, name) for name in names], convert, names, chosen)
-    if parts is None:
-        return value
-    clone = copy.copy(value)
-    for name, part in zip(names, parts, strict=True):
-        object.__setattr__(clone, name, part)  # a frozen one too
-    return clone
-
-
-def _fields(value: Any) -> list[Any]:
-    names = [each.name for each in dataclasses.fields(value)]
-    return [name for name in names if hasattr(value, name)]
-
-
-def _parts(
-    values: Sequence[Any],
-    convert: Convert,
-    keys: Sequence[Any],
-    chosen: Choose | None,
-) -> list[Any] | None:
-    """Return the converted values, or None if none has changed."""
-    parts = [
-        map_leaves(value, convert) if chosen is None or chosen(key) else value
-        for value, key in zip(values, keys, strict=True)
-    ]
-    changed = any(new is not old for new, old in zip(parts, values, strict=True))
-    return parts if changed else None

@@ -8,17 +8,26 @@ themselves, and tensors that are not a plain block of memory, are moved by their
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from aioloader._device.accelerator import Mark, Port
-from aioloader._device.leaves import is_leaf, keys_of, map_leaves, moves_itself
+from aioloader._device.accelerator import Accelerator
+from aioloader._device.leaves import (
+    entries_of,
+    is_leaf,
+    leaves_of,
+    map_leaves,
+    moves_itself,
+)
 from aioloader._device.naming import Choose, Keys, Transform
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
+from aioloader._transport.slots import Locker
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16
@@ -26,304 +35,220 @@ _ALIGN: Final = 512
 _DLPACK_CPU: Final = 1  # kDLCPU
 
 
+@dataclass(eq=False)
 class Moved:
     """A batch whose copies have started.
 
-    Args:
-        port: The device.
+    Attributes:
         batch: The batch; ``late`` leaves are still on the host.
+        port: The device; None if the batch stays on the host.
         mark: The end of the copies.
         arrived: The copies, for the allocator: objects with ``record_stream``.
         late: The leaves that are moved at delivery.
         sources: The host memory that is copied from.
-
-    Attributes:
-        taken: A mark on the consumer's stream when the batch was handed over.
-        is_async: Whether it may not have arrived yet.
         copied_bytes: Bytes that are copied ahead.
         held_bytes: Its memory on the device, in bytes.
+        taken: A mark on the consumer's stream when the batch was handed over.
     """
 
-    def __init__(
-        self,
-        port: Port,
-        batch: Any,
-        mark: Mark,
-        *,
-        arrived: Sequence[Any],
-        late: Sequence[Any],
-        sources: Any,
-    ) -> None:
-        self._port = port
-        self._batch = batch
-        self._marks = [mark]
-        self._arrived = arrived
-        self._late = late
-        self._sources = sources
-        self.taken: Mark | None = None
-        self.is_async = port.is_async
-        self.copied_bytes = 0
-        self.held_bytes = _storage_bytes(arrived)
+    batch: Any
+    port: Accelerator | None = None
+    mark: torch.Event | None = None
+    arrived: Sequence[Any] = ()
+    late: Sequence[Any] = ()
+    sources: Any = None
+    copied_bytes: int = 0
+    held_bytes: int = 0
+    taken: torch.Event | None = None
 
     def hand_over(self) -> Any:
         """Return the batch, for this thread's current stream; called once."""
-        self.taken = self._port.hand_over(self._marks[0], self._arrived)
-        batch, self._batch, self._arrived = self._batch, None, ()
-        if self._late:
-            batch = self._move_late(batch)
+        batch, port = self.batch, self.port
+        if port is not None:
+            self.taken = port.hand_over(self.mark, self.arrived)
+            if self.late:
+                copies = {id(one): _sent(one, port) for one in self.late}
+                batch = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf))
+                self.taken = port.mark()
+        self.batch, self.arrived = None, ()
         return batch
 
     def release(self) -> None:
-        """Block until the sources are no longer read, and release them."""
-        is_last = not self._late  # read first: the consumer may add a mark meanwhile
-        for mark in self._marks:
-            mark.synchronize()
-        if is_last:
-            self._sources = None
+        """Block until the copies have ended; release the sources.
 
-    def is_held(self) -> bool:
-        """Tell whether some of it was or will be moved at delivery."""
-        return self._sources is not None and len(self._marks) > 1
+        Late leaves keep them until ``end``.
+        """
+        if self.mark is not None:
+            self.mark.synchronize()
+        if not self.late:
+            self.sources = None
 
-    def _move_late(self, batch: Any) -> Any:
-        port, late = self._port, {id(leaf) for leaf in self._late}
-
-        def convert(leaf: Any) -> Any:
-            if id(leaf) not in late:
-                return leaf
-            return leaf.to(port.device, non_blocking=port.is_async)
-
-        batch = map_leaves(batch, convert)
-        self._marks.append(port.mark())
-        self._late = ()
-        return batch
+    def end(self) -> None:
+        """Block until the consumer's stream has reached the hand-over; release all."""
+        if self.taken is not None:
+            self.taken.synchronize()
+        self.sources, self.late = None, ()
 
 
 class Mover:
     """Start the copies of batches to one device, in the stage's thread.
 
     Args:
-        port: The device.
+        port: The device; None if batches stay in host memory.
         keys: Which entries of a batch move: their keys, or a function of a key; None:
             all.
         transform: The ``device_transform``, run on the stream of the copies, or None.
+        pins: Whether batches that stay on the host are page-locked, for consumers that
+            move them themselves.
     """
 
     def __init__(
-        self, port: Port, keys: Keys | None = None, transform: Transform | None = None
+        self,
+        port: Accelerator | None,
+        keys: Keys | None = None,
+        transform: Transform | None = None,
+        *,
+        pins: bool = False,
     ) -> None:
-        self._port = port
+        self.port = port
+        self.device = torch.device("cpu") if port is None else port.device
         self._keys = keys
         self._transform = transform
-        self.device = port.device
-        self.enter_thread = port.enter_thread
+        self._pins = pins
+
+    def locker(self) -> Locker | None:
+        """Return the locker of the memory that batches are written to, or None."""
+        return None if self.port is None else self.port.locker()
+
+    def enter_thread(self) -> None:
+        """Prepare this thread, the stage's own."""
+        if self.port is not None:
+            self.port.enter_thread()
+        else:  # one thread for a copy, as torch's own pinning does
+            torch.set_num_threads(1)
 
     def move(self, batch: Any) -> Moved:
         """Start copying a batch.
 
         Tensors that are already on a device stay where they are; one that occurs twice
-        is copied once.
+        is copied once. A batch that stays on the host is copied to torch's page-locked
+        memory, not left in a locked slot: a consumer may drop a batch during its copy
+        to the device, and torch waits for the copy only before it reuses its own pinned
+        memory.
 
         Raises:
             torch.OutOfMemoryError: If the device has no room for it.
             ValueError: If it lacks an entry that must move.
         """
-        found = _Sorted()
-        chosen = None if self._keys is None else _chooser(self._keys, batch)
-        map_leaves(batch, found.add, chosen)
-        with self._settled_on_error():
-            results, arrived = self._send(found)
-            late = [results[id(leaf)] for leaf in found.late]
-            moved = map_leaves(batch, lambda leaf: results.get(id(leaf), leaf), chosen)
-            if self._transform is not None:
-                moved, arrived = self._transformed(self._transform, moved, found)
-            mark = self._port.mark()
-        delivery = Moved(
-            self._port,
-            moved,
-            mark,
-            arrived=arrived,
-            late=late,
-            sources=(batch, late),
-        )
-        ahead = (*found.small, *found.large, *found.movable)
-        delivery.copied_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in ahead)
-        return delivery
-
-    @contextlib.contextmanager
-    def _settled_on_error(self) -> Iterator[None]:
-        """On an error, wait until no copy reads the memory that it releases."""
+        port = self.port
+        if port is None:
+            batch = self._transformed(batch)
+            return Moved(map_leaves(batch, _pinned) if self._pins else batch)
         try:
-            yield
+            return self._begin(batch, port)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the device is lost
-                self._port.mark().synchronize()
+                # No copy may read the memory that the error releases.
+                Moved(None, port, port.mark()).release()
             raise
 
-    def _transformed(
-        self, transform: Transform, batch: Any, found: "_Sorted"
-    ) -> tuple[Any, list[Any]]:
-        """Return the transformed batch and its tensors that are on a device."""
-        if found.resident:
-            self._port.adopt(found.resident)
+    def _begin(self, batch: Any, port: Accelerator) -> Moved:
+        chosen = None if self._keys is None else _chooser(self._keys, batch)
+        found = _by_way(batch, chosen)
+        copies = {id(leaf): _copied(leaf, port) for leaf in found["large"]}
+        for leaf in found["movable"]:
+            copies[id(leaf)] = _sent(_sendable(leaf, port), port)
+        arrived = [*copies.values()]
+        if found["small"]:
+            block, parts = _copy_packed(found["small"], port)
+            arrived.append(block)
+            copies.update(zip(map(id, found["small"]), parts, strict=True))
+        late = [_sendable(leaf, port) for leaf in found["late"]]
+        copies.update(zip(map(id, found["late"]), late, strict=True))
+        moved = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf), chosen)
+        if self._transform is not None:
+            if found["resident"]:
+                port.adopt(found["resident"])
+            moved = self._transformed(moved)
+            made = _by_way(moved)
+            _check_dense(made["resident"])
+            arrived = [*made["resident"], *made["movable"]]
+        ahead = [*found["small"], *found["large"], *found["movable"]]
+        return Moved(
+            moved,
+            port,
+            port.mark(),
+            arrived,
+            late,
+            sources=(batch, late),
+            copied_bytes=sum(getattr(leaf, "nbytes", 0) for leaf in ahead),
+            held_bytes=_storage_bytes(arrived),
+        )
+
+    def _transformed(self, batch: Any) -> Any:
+        if self._transform is None:
+            return batch
         try:
-            batch = transform(batch)
-            owned = _Sorted()
-            map_leaves(batch, owned.add)
-            for tensor in owned.resident:
-                _check_dense(tensor)
+            return self._transform(batch)
         except BaseException as error:
             error = raisable(error, "device_transform")
             raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
-        return batch, [*owned.resident, *owned.movable]
-
-    def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
-        """Return the copy of each leaf, by identity, and all copied tensors."""
-        results: dict[int, Any] = {}
-        arrived: list[Any] = []
-        if found.small:
-            packed = self._copy_packed(found.small)
-            arrived.append(packed[0])
-            results.update(zip(map(id, found.small), packed[1], strict=True))
-        for tensor in found.large:
-            results[id(tensor)] = self._copy(tensor)
-            arrived.append(results[id(tensor)])
-        for leaf in found.movable:
-            results[id(leaf)] = self._sendable(leaf).to(
-                self.device, non_blocking=self._port.is_async
-            )
-            arrived.append(results[id(leaf)])
-        for leaf in found.late:
-            results[id(leaf)] = self._sendable(leaf)
-        return results, arrived
-
-    def _sendable(self, leaf: Any) -> Any:
-        return _pinned(leaf) if self._port.is_async else leaf
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._port.is_locked(tensor):
-            tensor = self._port.staging(tensor).copy_(tensor)
-        return self._port.copy(tensor)
-
-    def _copy_packed(
-        self, tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Copy small tensors as one; return its bytes and the tensors in them."""
-        sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
-        places = list(itertools.accumulate(sizes, initial=0))
-        staged = self._port.staging(
-            torch.empty(places.pop(), dtype=torch.uint8, device="meta")
-        )
-        views = [
-            (tensor.dtype, tensor.shape, place, place + tensor.nbytes)
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
-        for tensor, (dtype, shape, start, stop) in zip(tensors, views, strict=True):
-            staged[start:stop].view(dtype).view(shape).copy_(tensor)
-        block = self._port.copy(staged)
-        # ``data``: for autograd each must be a separate tensor, not a view.
-        return block, [
-            block[start:stop].view(dtype).view(shape).data
-            for dtype, shape, start, stop in views
-        ]
 
 
-class HostCarrier:
-    """Batches that stay in host memory: transformed, pinned, or both.
-
-    Args:
-        pins: Whether to pin batches, for consumers that move them themselves.
-        transform: The ``device_transform``, run in the stage's thread, or None.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(
-        self, *, pins: bool = True, transform: Transform | None = None
-    ) -> None:
-        self._pins = pins
-        self._transform = transform
-
-    def enter_thread(self) -> None:
-        """Use one thread for a copy, as torch's own pinning does."""
-        torch.set_num_threads(1)
-
-    def move(self, batch: Any) -> "Pinned":
-        """Transform, and copy other tensors to torch's page-locked memory.
-
-        Workers' slots are not page-locked in these loaders: a consumer may drop a batch
-        during its copy to the device, and torch waits for the copy only before it
-        reuses its own pinned memory.
-
-        Raises:
-            RuntimeError: If there is no page-locked memory.
-        """
-        if self._transform is not None:
-            try:
-                batch = self._transform(batch)
-            except BaseException as error:
-                error = raisable(error, "device_transform")
-                raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
-        return Pinned(map_leaves(batch, _pinned) if self._pins else batch)
+def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[Any]]:
+    """Return the leaves of a batch by how they are moved, each once."""
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for leaf in {id(leaf): leaf for leaf in leaves_of(batch, chosen)}.values():
+        found[_way_of(leaf)].append(leaf)
+    return found
 
 
-class Pinned:
-    """A batch that need not be moved."""
-
-    taken: Mark | None = None
-    is_async = False
-    copied_bytes = held_bytes = 0
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def hand_over(self) -> Any:
-        """Return the batch; once."""
-        batch, self._batch = self._batch, None
-        return batch
-
-    def release(self) -> None:
-        """Do nothing: the batch owns its memory."""
-
-    def is_held(self) -> bool:
-        """Tell that there is nothing to release."""
-        return False
+def _way_of(leaf: Any) -> str:
+    """Return how a leaf is moved; empty if it is passed on as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        if not (moves_itself(leaf) and _is_on_host(leaf)):
+            return ""
+        # Moved at once if the allocator can record its stream.
+        return "movable" if callable(getattr(leaf, "record_stream", None)) else "late"
+    if leaf.device.type != "cpu":
+        return "resident"
+    if not _is_plain(leaf):
+        return "late"
+    return "small" if leaf.nbytes <= _SMALL and leaf.is_contiguous() else "large"
 
 
-class _Sorted:
-    """The leaves of a batch by how they are moved, each once."""
+def _copied(tensor: torch.Tensor, port: Accelerator) -> torch.Tensor:
+    if not port.is_locked(tensor):
+        tensor = port.staging(tensor).copy_(tensor)
+    return port.copy(tensor)
 
-    def __init__(self) -> None:
-        self.small: list[torch.Tensor] = []
-        self.large: list[torch.Tensor] = []
-        # With ``to`` and ``record_stream``: objects that can be moved ahead.
-        self.movable: list[Any] = []
-        self.late: list[Any] = []
-        self.resident: list[torch.Tensor] = []  # already on a device
-        self._seen: set[int] = set()
 
-    def add(self, leaf: Any) -> Any:
-        """Add a leaf and return it."""
-        is_tensor = isinstance(leaf, torch.Tensor)
-        is_movable = is_tensor or (moves_itself(leaf) and _is_on_host(leaf))
-        if is_movable and id(leaf) not in self._seen:
-            self._seen.add(id(leaf))
-            if is_tensor:
-                self._add_tensor(leaf)
-            else:
-                has_record = callable(getattr(leaf, "record_stream", None))
-                (self.movable if has_record else self.late).append(leaf)
-        return leaf
+def _sendable(leaf: Any, port: Accelerator) -> Any:
+    return _pinned(leaf) if port.is_async else leaf
 
-    def _add_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            self.resident.append(tensor)
-        elif not _is_plain(tensor):
-            self.late.append(tensor)
-        elif tensor.nbytes <= _SMALL and tensor.is_contiguous():
-            self.small.append(tensor)
-        else:
-            self.large.append(tensor)
+
+def _sent(leaf: Any, port: Accelerator) -> Any:
+    return leaf.to(port.device, non_blocking=port.is_async)
+
+
+def _copy_packed(
+    tensors: Sequence[torch.Tensor], port: Accelerator
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copy small tensors as one; return its bytes and the tensors in them."""
+    sizes = [-(-tensor.nbytes // _ALIGN) * _ALIGN for tensor in tensors]
+    *starts, size = itertools.accumulate(sizes, initial=0)
+    staged = port.staging(torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    def parts(block: torch.Tensor) -> Iterator[torch.Tensor]:
+        for tensor, at in zip(tensors, starts, strict=True):
+            bits = block[at : at + tensor.nbytes]
+            yield bits.view(tensor.dtype).view(tensor.shape)
+
+    for tensor, part in zip(tensors, parts(staged), strict=True):
+        part.copy_(tensor)
+    block = port.copy(staged)
+    # ``data``: for autograd each must be a separate tensor, not a view.
+    return block, [part.data for part in parts(block)]
 
 
 def _chooser(keys: Keys, batch: Any) -> Choose:
@@ -340,7 +265,7 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
         )
     if callable(keys):
         return keys
-    known = keys_of(batch)
+    known = list(entries_of(batch))
     missing = [key for key in keys if key not in known]
     if missing:
         raise ValueError(
@@ -349,13 +274,14 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
     return keys.__contains__
 
 
-def _check_dense(tensor: torch.Tensor) -> None:
+def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
     """Refuse tensors without ``record_stream``: they could be reused too early."""
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-        raise TypeError(
-            f"device_transform returned a {type(tensor).__name__} of layout "
-            f"{tensor.layout}: only dense tensors can be prefetched"
-        )
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"device_transform returned a {type(tensor).__name__} of layout "
+                f"{tensor.layout}: only dense tensors can be prefetched"
+            )
 
 
 def _is_on_host(leaf: Any) -> bool:

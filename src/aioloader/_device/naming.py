@@ -65,28 +65,24 @@ def seen() -> str:
 
 
 def _named(device: Any) -> torch.device:
-    is_number = hasattr(device, "__index__") and not isinstance(device, bool)
-    if is_number and current_accelerator() is None:
-        raise ValueError(
-            f"device={device}: torch sees {seen()} here; pass 'auto' or 'cpu' to keep "
-            "batches in host memory where there is no accelerator"
-        )
+    if hasattr(device, "__index__") and not isinstance(device, bool):
+        kind = current_accelerator()
+        if kind is None:
+            raise ValueError(
+                f"device={device}: torch sees {seen()} here; pass 'auto' or 'cpu' to "
+                "keep batches in host memory where there is no accelerator"
+            )
+        device = f"{kind.type}:{operator.index(device)}"
+    cause = None
     try:
-        if is_number:
-            kind = torch.accelerator.current_accelerator()
-            return torch.device(kind.type if kind else "cpu", operator.index(device))
         if isinstance(device, (str, torch.device)):
             return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise TypeError(_unnamed(device)) from error
-    raise TypeError(_unnamed(device))
-
-
-def _unnamed(device: Any) -> str:
-    return (
+    except RuntimeError as error:
+        cause = error
+    raise TypeError(
         f"device must name a torch device, got {device!r}; torch sees {seen()} here "
         "(import the package of any other device first)"
-    )
+    ) from cause
 
 
 def _of_mesh(mesh: Any) -> torch.device | None:

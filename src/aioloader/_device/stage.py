@@ -3,19 +3,20 @@
 A thread takes ready batches, starts their copies and passes them on at once; the
 consumer's stream waits for the copy on the device. A batch's host memory is held until
 its copy has ended, for at most two batches: the second is queued while the first is
-copied, so that there is no gap. The thread sleeps when nothing is requested, and when
-the device is several batches late: memory in use by the device cannot be reused.
+copied, so that there is no gap. (Leaves that are moved at delivery hold it longer.) The
+thread sleeps when nothing is requested, and when the device is several batches late:
+memory in use by the device cannot be reused.
 """
 
 import contextlib
 import time
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
-from aioloader._device.accelerator import Mark
-from aioloader._device.leaves import map_leaves
+from aioloader._device.leaves import leaves_of
+from aioloader._device.mover import Moved, Mover
 from aioloader._observe.records import Copies, Copy
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
@@ -23,55 +24,7 @@ from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.waiting import Latch, Waiters
-from aioloader.errors import LoaderClosedError
-
-
-class Delivery(Protocol):
-    """A batch in transit.
-
-    Attributes:
-        taken: A mark on the consumer's stream at the hand-over; None before, or if
-            there is no stream.
-        is_async: Whether it may not have arrived when ``move`` returns.
-        copied_bytes: Bytes that are copied ahead.
-        held_bytes: Its memory on the device, in bytes.
-    """
-
-    taken: Mark | None
-    is_async: bool
-    copied_bytes: int
-    held_bytes: int
-
-    def hand_over(self) -> Any:
-        """Return the batch; called once, in the consumer's thread."""
-
-    def release(self) -> None:
-        """Block until its host memory is no longer read, and release it."""
-
-    def is_held(self) -> bool:
-        """Tell whether ``release`` must be called (again)."""
-
-
-class Carrier(Protocol):
-    """Moves batches."""
-
-    device: torch.device
-
-    def enter_thread(self) -> None:
-        """Prepare the stage's thread."""
-
-    def move(self, batch: Any) -> Delivery:
-        """Start moving a batch."""
-
-
-class _Flight(NamedTuple):
-    """A delivery whose sources are held, and the record of its copy."""
-
-    delivery: Delivery
-    number: int
-    asked: float
-    began: float
+from aioloader._pipeline.waiting import Waiters
 
 
 class Staged:
@@ -82,7 +35,7 @@ class Staged:
 
     Args:
         inner: The queue that batches come from.
-        carrier: Moves them.
+        mover: Moves them.
         depth: How many are moved ahead, at least 1.
         epoch: Epoch number, for notes on errors.
         copies: The record of copies.
@@ -91,29 +44,26 @@ class Staged:
     def __init__(
         self,
         inner: ReadyQueue,
-        carrier: Carrier,
+        mover: Mover,
         depth: int,
         epoch: int,
         copies: Copies,
     ) -> None:
         self._inner = inner
-        self._carrier = carrier
+        self._mover = mover
         self._depth = depth
         self._epoch = epoch
         self._copies = copies
+        self._ready = ReadyQueue(in_order=False)
+        self.wait, self.wait_async = self._ready.wait, self._ready.wait_async
         self._asked = 0.0  # when there was room for the next batch
-        self._items: deque[tuple[int, BatchResult]] = deque()
-        self._in_flight: deque[_Flight] = deque()
-        self._late: deque[Delivery] = deque()  # until their late leaves have arrived
-        self._taken: deque[Mark] = deque()
-        self._broken: BaseException | None = None
-        self._is_finished = self._is_stopped = False
-        self._asking = 0
-        self._waiters = Waiters(self._is_settled)
+        # Number, when there was room, when the copy began.
+        self._in_flight: deque[tuple[Moved, int, float, float]] = deque()
+        self._taken: deque[Moved] = deque()
+        self._has_started = self._is_stopped = False
+        self._is_requested = False  # whether the consumer waits for the next item
         self._room = Waiters(self._may_go_on)
         self._thread = CpuThread("aioloader-device")
-        self._ended = Latch()
-        self._has_started = False
 
     # -- for the consumer ---------------------------------------------------------
 
@@ -123,37 +73,20 @@ class Staged:
         Raises:
             BaseException: The error that ended the pipeline, when nothing is left.
         """
-        self._begin()
-        try:
-            number, result = self._items.popleft()
-        except IndexError:
-            self._raise_broken()
-            return None
-        self._room.wake()
-        if result.batch is not None:
-            self._hand_over(number, result)
-        return number, result
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until there is an item or the end; return False on timeout."""
-        self._ask(1)
-        try:
-            return self._waiters.wait(timeout)
-        finally:
-            self._ask(-1)
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until there is an item or the end; return False on timeout."""
-        self._ask(1)
-        try:
-            return await self._waiters.wait_async(timeout)
-        finally:
-            self._ask(-1)
+        if not self._has_started:
+            self._has_started = True
+            self._thread.post(self._serve)
+        item = self._ready.pop_nowait()
+        self._is_requested = item is None
+        if item is not None:
+            self._room.wake()
+            if item[1].batch is not None:
+                self._hand_over(*item)
+        return item
 
     def finish(self) -> None:
         """End every wait: there will be no more items."""
-        self._is_finished = True
-        self._waiters.wake()
+        self._ready.finish()
         self._inner.finish()
         self.stop()
 
@@ -162,32 +95,39 @@ class Staged:
         if not self._is_stopped:
             self._is_stopped = True
             self._room.wake()
-            self._thread.stop(self._ended.set)
+            self._thread.stop(self._thread.ident)
 
     def join(self) -> bool:
         """Wait, bounded, until it has ended; return whether it has.
 
         A forked child does not have the thread.
         """
-        is_over = not self._thread.is_alive() or self._ended.wait(GRACE)
-        self._thread.join(GRACE if is_over else 0)
-        return is_over
+        self._thread.join(GRACE)
+        return not self._thread.is_alive()
+
+    def _hand_over(self, number: int, result: BatchResult) -> None:
+        moved: Moved = result.batch
+        self._copies.taken_bytes += moved.held_bytes
+        try:
+            result.batch = moved.hand_over()
+        except BaseException as error:  # raised by the step
+            result.batch = None
+            error = raisable(error, "the batch's move")
+            result.error = noted(error, f"in stage 'device', batch {number}")
+        if moved.taken is not None:
+            self._taken.append(moved)
+            if self._is_stopped and moved.late:  # the thread may not look again
+                moved.end()
 
     # -- in the stage's thread ----------------------------------------------------
 
-    def _begin(self) -> None:
-        if not self._has_started:
-            self._has_started = True
-            self._thread.post(self._serve)
-
     def _serve(self) -> None:
         try:
-            self._carrier.enter_thread()
+            self._mover.enter_thread()
             while not self._is_stopped:
                 self._step()
         except BaseException as error:  # handed to the consumer
-            self._broken = error
-            self._waiters.wake()
+            self._ready.fail(error)
         finally:
             self._wind_up()
 
@@ -198,119 +138,68 @@ class Staged:
             self._asked = time.perf_counter()
         item = self._inner.pop_nowait() if has_room else None
         if item is not None:
-            self._pass_on(*item)
+            number, result = item
+            if result.batch is not None:
+                self._move(number, result)
+            self._ready.put(number, result)
+            while len(self._in_flight) > 1:
+                self._release()
         elif self._in_flight:
             self._release()
-        elif self._late:
-            self._late.popleft().release()
         elif has_room:
             self._inner.wait()
         else:
             self._room.wait()
 
-    def _pass_on(self, number: int, result: BatchResult) -> None:
-        if result.batch is not None:
-            self._move(number, result)
-        self._items.append((number, result))
-        self._waiters.wake(1)
-        while len(self._in_flight) > 1:
-            self._release()
-        while len(self._late) > 1:
-            self._late.popleft().release()
-
-    def _release(self) -> None:
-        """Wait for the oldest copy, record it and release its sources."""
-        delivery, number, asked, began = self._in_flight.popleft()
-        delivery.release()
-        ended, nbytes = time.perf_counter(), delivery.copied_bytes
-        self._copies.append(Copy(number, asked, began, ended, nbytes))
-
     def _move(self, number: int, result: BatchResult) -> None:
-        """Replace a batch in its result with its delivery, or with an error."""
+        """Replace a batch in its result with its copy, or with an error."""
         while len(self._taken) > self._depth + 1:
-            self._taken.popleft().synchronize()
+            self._taken.popleft().end()
         began, asked = time.perf_counter(), self._asked
         self._asked = 0.0
         try:
-            delivery = self._carrier.move(result.batch)
+            moved = self._mover.move(result.batch)
         except BaseException as error:  # handed to the consumer, in order
             batch, result.batch = result.batch, None
             where = self._place(number, batch)
             result.error = noted(raisable(error, "the batch's move"), where)
-        else:
-            result.batch = delivery
-            self._copies.moved_bytes += delivery.held_bytes
-            self._in_flight.append(_Flight(delivery, number, asked, began))
-            if not delivery.is_async:
-                self._release()
+            return
+        result.batch = moved
+        self._copies.moved_bytes += moved.held_bytes
+        self._in_flight.append((moved, number, asked, began))
+        if moved.mark is None:
+            self._release()
+
+    def _release(self) -> None:
+        """Wait for the oldest copy, record it and release its sources."""
+        moved, number, asked, began = self._in_flight.popleft()
+        moved.release()
+        ended, nbytes = time.perf_counter(), moved.copied_bytes
+        self._copies.append(Copy(number, asked, began, ended, nbytes))
 
     def _place(self, number: int, batch: Any) -> str:
         """Return the error note for a batch, with what was to be moved."""
-        sizes: list[int] = []
-
-        def measure(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                sizes.append(leaf.nbytes)
-            return leaf
-
-        map_leaves(batch, measure)
+        leaves = leaves_of(batch)
+        sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return (
             f"in stage 'device' of epoch {self._epoch}, batch {number}: moving "
-            f"{len(sizes)} tensors of {sum(sizes):,} bytes to {self._carrier.device}"
+            f"{len(sizes)} tensors of {sum(sizes):,} bytes to {self._mover.device}"
         )
 
     def _wind_up(self) -> None:
         """Release everything that will not be requested."""
         if self._is_stopped:
-            self._items.clear()
-        while self._in_flight or self._late:
+            self._ready.close()
+        while self._in_flight:
             with contextlib.suppress(RuntimeError):  # the device is lost
-                if self._in_flight:
-                    self._release()
-                else:
-                    self._late.popleft().release()
-
-    # -- within -------------------------------------------------------------------
-
-    def _hand_over(self, number: int, result: BatchResult) -> None:
-        delivery = result.batch
-        self._copies.taken_bytes += delivery.held_bytes
-        try:
-            result.batch = delivery.hand_over()
-        except BaseException as error:  # raised by the step
-            result.batch = None
-            error = raisable(error, "the batch's move")
-            result.error = noted(error, f"in stage 'device', batch {number}")
-        if delivery.taken is not None:
-            self._taken.append(delivery.taken)
-        if delivery.is_held():
-            self._late.append(delivery)
-            self._room.wake()
-            if self._is_stopped:  # the thread may not look again
-                delivery.release()
-
-    def _ask(self, change: int) -> None:
-        with self._room.lock:
-            self._asking += change
-        if change > 0:
-            self._room.wake()
+                self._release()
+        for moved in list(self._taken):
+            if moved.late:  # they are copied from memory that is still held
+                with contextlib.suppress(RuntimeError):
+                    moved.end()
 
     def _has_room(self) -> bool:
-        return len(self._items) < self._depth + self._asking
+        return len(self._ready) < self._depth + self._is_requested
 
     def _may_go_on(self) -> bool:
-        is_held = bool(self._in_flight or self._late)
-        return self._is_stopped or is_held or self._has_room()
-
-    def _is_settled(self) -> bool:
-        return bool(self._items) or self._is_finished or self._broken is not None
-
-    def _raise_broken(self) -> None:
-        error = self._broken
-        if error is not None:
-            # Raised once: keeping the error would keep the frames of its traceback.
-            self._broken = LoaderClosedError("the iterator has failed before")
-            try:
-                raise error
-            finally:
-                del error
+        return self._is_stopped or bool(self._in_flight) or self._has_room()

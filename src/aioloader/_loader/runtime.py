@@ -43,7 +43,7 @@ from aioloader.protocols import Kind, refuse_again
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioloader._device.opening import Devices
+    from aioloader._device.accelerator import Accelerator
     from aioloader._loader.ahead import Ahead
     from aioloader._loader.sources import Source
     from aioloader._order.ranks import Part
@@ -85,6 +85,7 @@ class Runtime:
         self.pools = Pools()
         self.servers = Servers()
         self.tally = Tally()
+        self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Follower] = []
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
         self.open = weakref.WeakKeyDictionary()
@@ -100,13 +101,6 @@ class Runtime:
         self._claim: Callable[[], Start | None] = _nothing
         self._lock = fork_safe(threading.Lock())
         self._guesses_wrong = False
-
-    @cached_property
-    def devices(self) -> "Devices":
-        """The devices that batches were moved to."""
-        from aioloader._device.opening import Devices
-
-        return Devices()
 
     @cached_property
     def cores(self) -> int:

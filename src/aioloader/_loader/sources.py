@@ -51,7 +51,8 @@ from aioloader._workers.rng_streams import seed_batch
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._device.opening import Devices, DeviceSide
+    from aioloader._device.accelerator import Accelerator
+    from aioloader._device.mover import Mover
     from aioloader._pipeline.inline import GatherIterator, InlineIterator
     from aioloader._pipeline.plain import PlainIterator
     from aioloader._pipeline.tuner import Tuning
@@ -69,10 +70,7 @@ class Resources(Protocol):
     pools: Pools
     servers: Servers
     tally: Tally
-
-    @property
-    def devices(self) -> "Devices":
-        """The devices that batches were moved to."""
+    accelerators: "dict[torch.device, Accelerator]"
 
     @property
     def tuning(self) -> "Tuning":
@@ -104,9 +102,9 @@ def make_source(
     maker = make_maker(options, epoch, resources)
     if is_async and options.loop == "caller":
         maker.side_loop = SideLoop(asyncio.get_running_loop())
-    side = _device_side(options, resources)
-    locker = resources.slots.locker = side.locker if side else None
-    if options.is_inline and side is None and not is_async:
+    mover = _mover(options, resources)
+    locker = resources.slots.locker = mover.locker() if mover else None
+    if options.is_inline and mover is None and not is_async:
         from aioloader._pipeline.inline import InlineIterator
 
         host = hosts.lease("inline") if options.lifespan else None
@@ -132,10 +130,12 @@ def make_source(
         head_start=_follows_concurrency(options),
         tuner=tuner,
     )
-    if side is not None:
+    on_device = options.prefetch_device if mover else 0
+    if mover is not None:
+        from aioloader._device.stage import Staged
+
         copies = epoch.counters.copies = Copies()
-        pipeline.stage = side.stage(pipeline.ready, epoch.number, copies)
-    on_device = side.depth if side else 0
+        pipeline.stage = Staged(pipeline.ready, mover, on_device, epoch.number, copies)
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
@@ -309,21 +309,21 @@ def _fixed(window: Window) -> int | None:
     return None if window.samples or window.per_hop else window.batches
 
 
-def _device_side(options: Options, resources: Resources) -> "DeviceSide | None":
+def _mover(options: Options, resources: Resources) -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
-    depth, transform = options.prefetch_device, options.device_transform
-    if options.device is not None:
-        keys = options.device_keys
-        return resources.devices.open(options.device, depth, keys, transform)
-    if transform is None and not (options.num_workers and options.pins):
+    pins = options.num_workers > 0 and options.pins
+    if not (options.is_moved or pins):
         return None
-    from aioloader._device.mover import HostCarrier
-    from aioloader._device.opening import DeviceSide
+    from aioloader._device.accelerator import accelerator_of
+    from aioloader._device.mover import Mover
 
-    return DeviceSide(HostCarrier(pins=options.pins, transform=transform), None, depth)
+    device, port = options.device, None
+    if device is not None:
+        port = accelerator_of(device, resources.accelerators)
+    return Mover(port, options.device_keys, options.device_transform, pins=options.pins)
 
 
 # -- what makes one batch -------------------------------------------------------------
