@@ -15,12 +15,13 @@ import json
 import statistics
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from aioloader._loader.state import sealed, unsealed
+from aioloader._loader.state import unsealed
 from harness import Contender, Figures, Limit, Metric, Options, Question, Target, main
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def state_of_middle(make: Callable[[int], Any], n: int) -> dict[str, Any]:
     iterator = iter(loader)
     if n == SIZES["1e9"]:
         next(iterator)
-        return sealed({**unsealed(loader.state_dict()), "done": half})
+        return replace(unsealed(loader.state_dict()), done=half).sealed()
     for _ in range(half):
         next(iterator)
     return dict(loader.state_dict())

@@ -18,7 +18,7 @@ from aioloader._workers.info import WorkerInfo, get_worker_info
 
 if TYPE_CHECKING:
     from aioloader import datasets
-    from aioloader._loader.merge_states import merge_states
+    from aioloader._loader.state_check import merge_states
     from aioloader._observe.metrics import (
         PrometheusCollector,
         observe_with_opentelemetry,
@@ -35,7 +35,7 @@ _LATER = {
     "LoaderStats": "aioloader._observe.stats",
     "PrometheusCollector": "aioloader._observe.metrics",
     "RayWorkers": "aioloader._workers.ray.workers",
-    "merge_states": "aioloader._loader.merge_states",
+    "merge_states": "aioloader._loader.state_check",
     "merge_traces": "aioloader._observe.trace",
     "observe_with_opentelemetry": "aioloader._observe.metrics",
     "progress": "aioloader._observe.progress",

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from aioloader._order.blocks import Bad, Block, weave
-from aioloader._order.shares import Share
+from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams import lane
 from aioloader.datasets._streams import weave as weaving

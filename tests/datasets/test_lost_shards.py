@@ -15,7 +15,7 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
-from aioloader._order.shares import Share
+from aioloader._order.ranks import Share
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.datasets._streams.cursors import Reading
 from aioloader.errors import DatasetError, ShardChangedError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader, merge_states
-from aioloader._order.shares import Share
+from aioloader._order.ranks import Share
 from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.cursors import Reading
 from aioloader.datasets._streams.steps import Repeated
@@ -281,7 +281,7 @@ async def test_failed_samples_do_not_count(
         assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
         for at in range(0, len(both[0]), 5):
             for rank in range(2):
-                asked = {**options, "rank": rank, "snapshot_every_n_steps": 3}
+                asked = {**options, "rank": rank}
                 first: Any = DataLoader(stream, world_size=2, **asked)
                 with first:
                     iterator = iter(first)

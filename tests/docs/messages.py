@@ -177,8 +177,8 @@ _NOT_COLLATED = "default_collate: batch must contain tensors, numpy arrays, numb
 # Messages that are put together elsewhere: the place that raises them, the module that
 # has their words, and the headings.
 ELSEWHERE = {
-    "_loader/state_check.py:check": (
-        "_loader/state_check.py",
+    "_loader/state_check.py:_check": (
+        "_loader/state.py",
         "the state was saved for a dataset of kind …, but this one's is …",
         "the state was saved for … samples, but the dataset has …",
         "the state was saved with batches of … samples (of all ranks together)",

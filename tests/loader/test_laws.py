@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader, testing
-from aioloader._loader.state import sealed, unsealed
+from aioloader._loader.state import unsealed
 from aioloader.datasets import from_iterable
 from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
@@ -27,7 +28,9 @@ class Forgetful(DataLoader[Any]):
 
     def state_dict(self) -> Any:
         state = super().state_dict()
-        return sealed(unsealed(state) | {"done": 2}) if state["done"] == 3 else state
+        if state["done"] != 3:
+            return state
+        return replace(unsealed(state), done=2).sealed()
 
 
 def test_a_wrong_position_is_named() -> None:
@@ -68,7 +71,7 @@ class Unplaced(DataLoader[Any]):
     """Saves no position of the generator."""
 
     def state_dict(self) -> Any:
-        return sealed(unsealed(super().state_dict()) | {"generators": {}})
+        return replace(unsealed(super().state_dict()), generators={}).sealed()
 
 
 def test_orders_that_restart_are_found() -> None:

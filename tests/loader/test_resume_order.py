@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import (
 )
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._loader.state import sealed, unsealed
+from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
 from resuming import assert_resumes_exactly
 from samples import AsyncMap
@@ -281,7 +282,7 @@ def test_a_billion(shuffle: bool) -> None:
     assert len(json.dumps(state)) < 4096
     dataset = Recorded(n)
     resumed = loader_of(dataset)
-    resumed.load_state_dict(sealed(unsealed(state) | {"done": half}))
+    resumed.load_state_dict(replace(unsealed(state), done=half).sealed())
     iterator = iter(resumed)
     next(iterator)
     expected = ShuffledIndices(n, 5).take(n // 2, n // 2 + 10).tolist()

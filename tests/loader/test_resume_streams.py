@@ -131,7 +131,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"batch_size": 3},
     {"batch_size": 3, "drop_last": True},
     {"batch_size": None},
-    {"batch_size": 2, "snapshot_every_n_steps": 3},
     {"batch_size": 2, "prefetch_factor": 4},
 ]
 
@@ -149,21 +148,20 @@ async def test_states_for_tasks(name: str) -> None:
     await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](), 2))
 
 
-@pytest.mark.parametrize(("every", "again"), [(1, 0), (2, 0), (3, 4)])
 @pytest.mark.parametrize("name", ["iterator", "dataset"])
-def test_what_a_state_saves(name: str, every: int, again: int) -> None:
-    """Only what is behind the latest state is read again."""
-    loader: Any = DataLoader(STATEFUL[name](), 2, snapshot_every_n_steps=every)
+def test_what_a_state_saves(name: str) -> None:
+    """Nothing that was delivered is read again."""
+    loader: Any = DataLoader(STATEFUL[name](), 2)
     iterator = iter(loader)
     delivered = [next(iterator).tolist() for _ in range(3)]
     assert delivered[-1] == [4, 5]
     state = json.loads(json.dumps(loader.state_dict()))
     iterator.close()
     dataset = STATEFUL[name]()
-    resumed: Any = DataLoader(dataset, 2, snapshot_every_n_steps=every)
+    resumed: Any = DataLoader(dataset, 2)
     resumed.load_state_dict(state)
     assert next(iter(resumed)).tolist() == [6, 7]
-    assert dataset.read == list(range(6 - again, 8))
+    assert dataset.read == [6, 7]
 
 
 # -- without a state --------------------------------------------------------------
@@ -282,12 +280,11 @@ async def test_streams_for_tasks(loop: Any, streams: Any) -> None:
     size=st.one_of(st.none(), st.integers(1, 6)),
     kind=st.sampled_from(["iterator", "dataset", "stream", "plain"]),
     drop_last=st.booleans(),
-    every=st.integers(1, 4),
     stops=st.sets(st.integers(0, 21), max_size=3),
 )
 @pytest.mark.filterwarnings(READ_AGAIN)
 def test_any_k(
-    n: int, size: int | None, kind: str, drop_last: bool, every: int, stops: set[int]
+    n: int, size: int | None, kind: str, drop_last: bool, stops: set[int]
 ) -> None:
     """Whatever the sizes."""
     datasets: dict[str, Callable[[], Any]] = {
@@ -301,7 +298,6 @@ def test_any_k(
             datasets[kind](),
             batch_size=size,
             drop_last=drop_last and size is not None,
-            snapshot_every_n_steps=every,
         ),
         stops=stops,
     )

@@ -68,7 +68,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"batch_size": 5},
     {"batch_size": None},
     {"batch_size": 3, "drop_last": True},
-    {"batch_size": 2, "snapshot_every_n_steps": 3},
     {"batch_size": 3, "prefetch_factor": 2},
 ]
 

@@ -75,7 +75,7 @@ MAKERS: dict[str, Make] = {
     "copies": lambda: Loader(Counted(), 1, num_workers=2),
     "iterable": lambda: Loader(SyncStream(12), 2),
     "dataset": lambda: Loader(Kept(12), 2),
-    "iterator": lambda: Loader(Cursors(12), 2, snapshot_every_n_steps=2),
+    "iterator": lambda: Loader(Cursors(12), 2),
     "workers": lambda: Loader(
         from_iterable(range(30)), 2, num_workers=2, fetch="workers"
     ),

@@ -52,11 +52,3 @@ def test_no_state_keeps_the_latest() -> None:
     progress.take(0, "known")
     progress.take(1)
     assert progress.bookmark() == Bookmark(2, states={0: "known"})
-
-
-def test_the_end_is_told() -> None:
-    """Being over is no matter of numbers."""
-    progress = Progress(Bookmark())
-    assert not progress.is_over
-    progress.finish()
-    assert progress.is_over

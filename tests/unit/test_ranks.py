@@ -5,12 +5,18 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SequentialSampler
 
-from aioloader._order.indices import Cutting, cut
+from aioloader._order.epoch import order_of
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 
 TAILS = ["wrap", "pad", "drop", "uneven"]
+
+
+def order(sampler: Any, size: int, part: Part, *, drop_last: bool = False) -> Any:
+    """Return the order of one rank's batches."""
+    return order_of(None, BatchSampler(sampler, size, drop_last), part)
 
 
 @given(
@@ -23,8 +29,10 @@ TAILS = ["wrap", "pad", "drop", "uneven"]
 def test_cut(n: int, size: int, world_size: int, tail: Any, drop_last: bool) -> None:
     """Parts are disjoint and cover; what stands in comes last and is counted."""
     parts = [Part(rank, world_size, tail) for rank in range(world_size)]
-    cuttings = [Cutting(size, part, drop_last) for part in parts]
-    found = [list(cut(range(n), cutting)) for cutting in cuttings]
+    places = SequentialSampler(range(n))
+    found = [
+        list(order(places, size, part, drop_last=drop_last).batches()) for part in parts
+    ]
     for part, batches in zip(parts, found, strict=True):
         assert len(batches) == part.batches(n, size, drop_last=drop_last)
         assert all(len(batch.indices) <= size for batch in batches)
@@ -51,10 +59,10 @@ def test_cut(n: int, size: int, world_size: int, tail: Any, drop_last: bool) -> 
 @given(st.integers(0, 300_000), st.integers(1, 64))
 def test_only_the_rest_is_computed(start: int, size: int) -> None:
     """The middle of a long order is found by its place."""
-    order = ShuffledIndices(10**12, 3)
-    batch = next(cut(order, Cutting(size), start))
+    shuffled = ShuffledIndices(10**12, 3)
+    batch = next(order(shuffled, size, WHOLE).batches(start, as_lists=False))
     assert isinstance(batch.indices, torch.Tensor)
-    expected = order.take(start * size, (start + 1) * size)
+    expected = shuffled.take(start * size, (start + 1) * size)
     assert batch.indices.tolist() == expected.tolist()
     assert (batch.number, batch.first) == (start, start * size)
 

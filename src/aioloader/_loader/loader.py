@@ -88,10 +88,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, or else as they complete.
-        snapshot_every_n_steps: Batches between two states of a stateful iterable; on
-            resuming, samples since the last one are read again. 0 or ``None``: only
-            the first state. Positions are exact in any case. The state of a map-style
-            dataset is taken after each batch.
+        snapshot_every_n_steps: Accepted for torchdata's sake: the state of a dataset
+            or its iterator is taken after each batch, so positions are exact.
         transform: Turns a sample into another, before collating; may be async.
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
             many as gain, up to 1,024; in workers that read, 64. The logger
@@ -409,7 +407,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, here and in sampler and dataset."""
         loaded = self._live.loaded
-        if loaded is not None and loaded["epoch"] != epoch:
+        if loaded is not None and loaded.epoch != epoch:
             self._live.loaded = None  # another epoch is requested, from its start
         self._epochs.choose(epoch)
         tell_epoch((self.sampler, self.batch_sampler), self.dataset, epoch)
@@ -425,7 +423,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             options = self._options()
         self._ranks.end_together(options)  # or refuse
         check_batches(options)
-        seed, epoch = (live.loaded or {}).get("seed"), None
+        epoch, seed = None, None if live.loaded is None else live.loaded.seed
         if seed is None:
             epoch = live.draw(options, live.loaded)
             seed = epoch.base_seed
@@ -471,8 +469,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         """
         if state == {}:
             return
-        state = unsealed(state)
-        self._live.load_state_dict(self._options(settles=True), state, strict=strict)
+        found, options = unsealed(state), self._options(settles=True)
+        self._live.load_state_dict(options, found, strict=strict)
 
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__

@@ -24,9 +24,8 @@ from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError
 from aioloader._order.indices import State
 from aioloader._order.orders import Order, StreamOrder
-from aioloader._order.ranks import Part
+from aioloader._order.ranks import Deal, Part, evened
 from aioloader._order.retry import Retry
-from aioloader._order.shares import Deal, evened
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (
@@ -180,17 +179,6 @@ class Options:
         """How many readers the batches come from, in turn."""
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
-
-    @cached_property
-    def snapshot_every(self) -> int:
-        """Batches between two states of a stream; 0: only the first state.
-
-        Our streams give it after each batch: it is cheap, and needed for other ranks.
-        Without workers, torchdata asks for it whenever the loader's is asked for.
-        """
-        every = self.snapshot_every_n_steps or 0
-        is_each = self.is_own_stream or not (every or self.num_workers)
-        return 1 if is_each else every
 
     def shared_out(self, stream: OwnStream) -> OwnStream:
         """Return the part of one of our streams that this rank reads."""

@@ -14,17 +14,15 @@ from torch.utils.data import IterDataPipe
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.state import (
+    LoaderState,
     State,
     continued,
     loaded_again,
     note_first,
     numbers_of,
-    restore_dataset,
-    restore_epochs,
-    restore_positions,
+    restore,
     restore_sampler,
     resume,
-    sealed,
     state_of,
 )
 from aioloader._observe.records import Copies, Counters, Records, Setting
@@ -76,7 +74,7 @@ class Runtime:
     """
 
     def __init__(
-        self, dataset: Any, numbers: EpochNumbers, loaded: State | None = None
+        self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
     ) -> None:
         self._dataset = dataset
         self.hosts = Hosts(dataset)
@@ -122,7 +120,7 @@ class Runtime:
         """Refuse another epoch of a dataset that can be read once only."""
         refuse_again(self._dataset, is_begun=self.epoch is not None)
 
-    def draw(self, options: Options, saved: State | None) -> Epoch:
+    def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
         """Draw when torch draws, so that the generators stay in step with torch's.
 
         Args:
@@ -218,7 +216,7 @@ class Runtime:
             claim.is_held = False
             raise
         is_inline = epoch.bookmark.read() and not epoch.reads_ahead
-        positions = (epoch.saved or {}).get("generators") or {}
+        positions = {} if epoch.saved is None else epoch.saved.generators
         self.loads.keeps_generator = bool(is_inline and "default" in positions)
         return epoch, source
 
@@ -230,8 +228,8 @@ class Runtime:
         if saved is None:
             return None
         epoch = drawn
-        if "seed" in saved:
-            epoch = Epoch(saved["seed"], options.order_of(saved.get("order") or {}))
+        if saved.seed is not None:
+            epoch = Epoch(saved.seed, options.order_of(saved.order))
         elif epoch is None or epoch.saved is not saved:
             epoch = self.draw(options, saved)
         with self._lock:
@@ -241,7 +239,7 @@ class Runtime:
             self.numbers.reserve_again(epoch, saved)
         return epoch
 
-    def _saved(self, claim: "Start") -> State | None:
+    def _saved(self, claim: "Start") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
         other = self._claim()
         if other is not None and other is not claim and other.is_held:
@@ -323,7 +321,7 @@ class Runtime:
     def epoch_number(self) -> int:
         """Return the number of the epoch under way, or else of the next one."""
         if self.loaded is not None:
-            return int(self.loaded["epoch"])
+            return self.loaded.epoch
         epoch = self._newer() or self.epoch
         is_next = epoch is None or epoch.progress.is_over or epoch.number < 0
         return self.numbers.next if is_next or epoch is None else epoch.number
@@ -372,7 +370,7 @@ class Runtime:
         if loaded is not None:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
-            return sealed(loaded_again(now, loaded, drawn))
+            return loaded_again(now, loaded, drawn)
         kept = self._base_seed if self.pools.has_kept() else None
         parts = now, self.numbers, self.epoch
         return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
@@ -385,20 +383,19 @@ class Runtime:
         first = self._first_numbers
         return next((k for k, one in now.items() if first.get(k, one) != one), None)
 
-    def load_state_dict(self, options: Options, state: State, *, strict: bool) -> None:
+    def load_state_dict(
+        self, options: Options, state: LoaderState, *, strict: bool
+    ) -> None:
         """Let the next iteration start where ``state`` was saved."""
-        from aioloader._loader.state_check import check, fitted
+        from aioloader._loader.state_check import fitted
 
-        check(options, state)
         state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
         self.forget_ahead()
         self._moved(options)
-        restore_epochs(options, state)
-        restore_dataset(options, state, self.loads)
+        restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
-        restore_positions(options, state)
 
     # -- the next epoch of persistent workers -------------------------------------
 

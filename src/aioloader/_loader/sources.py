@@ -20,7 +20,7 @@ from aioloader._loader.ranks import Ranks
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
-from aioloader._order.indices import IndexOrder
+from aioloader._order.orders import IndexOrder
 from aioloader._order.turns import Turns
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
@@ -359,7 +359,6 @@ def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMak
         seed=use_sample_rng if num_workers else seed_sample,
         keys=keys if is_keyed else None,
         part=part,
-        snapshot_every=options.snapshot_every,
         keeps_step=options.part.world_size > 1,
         is_even=is_even and options.tail != "uneven",
         concurrency=options.concurrency,

@@ -1,118 +1,29 @@
-"""Whether a state fits a loader."""
+"""Whether a state fits a loader, and the states of all ranks as one.
+
+Over a map-style dataset all unfinished ranks have the same state, and any of them will
+do. Streams are split between ranks, so each rank has a part of their state.
+"""
 
 import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
-from aioloader._loader.state import State, generators_of, identity
+from aioloader._loader.state import (
+    ALIKE,
+    LoaderState,
+    State,
+    generators_of,
+    unsealed,
+)
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
 from aioloader._order.stream_states import are_in_step, merged
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind, is_own_stream
-
-
-def check(options: Options, state: State) -> None:
-    """Check that ``state`` was saved by a loader like this one.
-
-    Raises:
-        StateMismatchError: If it was not; names both.
-    """
-    mine = identity(options)
-    for name, message in _MESSAGES.items():
-        saved, found = state.get(name), mine[name]
-        is_known = name not in _UNKNOWN or not (saved is None or found is None)
-        is_known &= name != "readers" or not options.is_own_stream
-        if is_known and saved != found:
-            raise StateMismatchError(
-                message.format(saved=_counted(saved), found=_counted(found)),
-                expected=saved,
-                found=found,
-            )
-    if options.kind is not Kind.MAP:
-        return
-    if state.get("order"):
-        _check_order(options, state, state["order"])
-    with contextlib.suppress(TypeError, NotImplementedError):
-        delivered = max((state["done"], *(one + 1 for one in state["beyond"])))
-        if delivered > options.length():
-            _refuse("an epoch of {} batches or more", delivered, options.length())
-
-
-def fitted(options: Options, state: State, *, strict: bool) -> State:
-    """Return a state with its stream states converted for this loader's stream.
-
-    Raises:
-        StateMismatchError: If they belong to another stream.
-    """
-    dataset = options.dataset
-    if not is_own_stream(dataset):
-        return state
-    state = {**state, "states": shared(state, options.readers)}
-    for key in {"states", "last"} & state.keys():
-        state[key] = {
-            reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
-            if "dataset" in one
-            else one
-            for reader, one in state[key].items()
-        }
-    return {**state, "readers": options.readers}
-
-
-def shared(state: State, readers: int, *, is_part: bool = True) -> State:
-    """Return the states of one of our streams, for another number of workers.
-
-    After whole rounds, all workers are in step, as ranks are: their states are one, and
-    any number of workers continues from it. Otherwise some are a batch ahead.
-
-    Args:
-        state: The state.
-        readers: Number of workers that each read a part; or 1.
-        is_part: Whether other ranks may have other parts.
-
-    Raises:
-        StateMismatchError: If they are not in step, and their number differs.
-    """
-    states: State = state["states"]
-    saved = state["readers"]
-    parts = [one["dataset"] for one in states.values()]
-    if len(parts) == saved and not state["beyond"] and are_in_step(parts):
-        whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
-        one = {**states["0"], "dataset": whole}
-        return {str(reader): one for reader in range(readers)}
-    if saved == readers or not parts:
-        return states
-    raise StateMismatchError(
-        f"the state was saved with {saved} workers that each read a part of the "
-        f"stream, after {state['done']:,} batches: some had delivered one more than "
-        f"others; load it with num_workers={saved}, or save after a multiple of "
-        f"{saved} batches, in order",
-        expected=saved,
-        found=readers,
-    )
-
-
-# Keys that may be None, in the state or in the loader.
-_UNKNOWN = {"length", "tail"}
-_MESSAGES = {
-    "kind": "the state was saved for a dataset of kind {saved}, but this one's is "
-    "{found}; load it with the same dataset",
-    "length": "the state was saved for {saved} samples, but the dataset has "
-    "{found}; load it with the same dataset",
-    "batch_size": "the state was saved with batches of {saved} samples (of all ranks "
-    "together), but the loader makes {found}; load it with the same batch_size x "
-    "world_size",
-    "ranks": "the state was saved on {saved} ranks, but there are {found}; with a "
-    "custom batch_sampler a run cannot be resumed on another number of ranks",
-    "tail": "the state was saved with tail={saved}, but the loader has tail={found}; "
-    "load it with the same tail, or restart the epoch",
-    "readers": "the state was saved with {saved} readers of the iterable (workers that "
-    "each read a part of it), but the loader has {found}; load it with the same "
-    "num_workers and fetch",
-}
-
+from aioloader.protocols import Kind
 
 _ORDER = {
     "sampler": "the sampler {!r}",
@@ -121,42 +32,92 @@ _ORDER = {
     "replacement": "replacement={!r} of the sampler",
     "contents": "indices or weights of the sampler with checksum {!r}",
 }
-_NEWER = {"replacement", "contents"}
+_OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
+_SAVE = (
+    "save all ranks after the same batch (with in_order=True, if there are batches "
+    "beyond it)"
+)
+_READ = (
+    _SAVE + "; once a worker that reads has ended, its rank is ahead of the others: "
+    "load the own state of each rank, on as many ranks and workers"
+)
+_SEED = "give the loaders of all ranks the same sampler, seeded alike"
 
 
-def _check_order(options: Options, state: State, saved: State) -> None:
-    """Check the sampler, and the seed of its generator."""
-    mine = described(options.index_sampler)
+# -- one loader ---------------------------------------------------------------------
+
+
+def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState:
+    """Return a state for a loader, with the states of its stream converted.
+
+    Raises:
+        StateMismatchError: If another loader, or another stream, saved it; names both.
+    """
+    _check(options, state)
+    if not options.is_own_stream:
+        return state
+    dataset, states = options.dataset, shared(state, options.readers)
+    parts = [
+        {
+            reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
+            if "dataset" in one
+            else one
+            for reader, one in part.items()
+        }
+        for part in (states, state.last)
+    ]
+    return replace(state, states=parts[0], last=parts[1], readers=options.readers)
+
+
+def _check(options: Options, state: LoaderState) -> None:
+    mine = LoaderState.of(options)
+    for one in ALIKE:
+        saved, found = getattr(state, one.name), getattr(mine, one.name)
+        is_known = not (one.metadata["if_known"] and None in (saved, found))
+        is_fixed = one.name != "readers" or not options.is_own_stream
+        if is_known and is_fixed and saved != found:
+            what = one.metadata["differs"]
+            raise StateMismatchError(
+                what.format(saved=_counted(saved), found=_counted(found)),
+                expected=saved,
+                found=found,
+            )
+    if options.kind is not Kind.MAP:
+        return
+    if state.order:
+        _check_order(options, state)
+    with contextlib.suppress(TypeError, NotImplementedError):
+        delivered = max((state.done, *(one + 1 for one in state.beyond)))
+        if delivered > options.length():
+            _refuse("an epoch of {} batches or more", delivered, options.length())
+
+
+def _counted(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else repr(value)
+
+
+def _check_order(options: Options, state: LoaderState) -> None:
+    """Check the sampler, and the seed of the generator that it draws from."""
+    saved, mine = state.order, described(options.index_sampler)
     if "contents" in saved:  # not between epochs
         mine |= contents_of(options.index_sampler)
     for name, what in _ORDER.items():
-        # States of older versions lack some keys.
-        is_known = name in mine and (name in saved or name not in _NEWER)
-        if is_known and saved.get(name) != mine[name]:
+        if name in mine and saved.get(name) != mine[name]:
             _refuse(what, saved.get(name), mine[name])
-    _check_generator(options, state, saved)
-
-
-def _check_generator(options: Options, state: State, saved: State) -> None:
-    """Check the seed of the generator that the order is drawn from."""
     what = "a generator of seed {!r} for the order"
-    between = dict(state.get("generators") or {})
+    between = {} if state.done or state.beyond else {**state.generators}
     between.pop("default", None)
-    if state["done"] or state["beyond"]:  # the order has its own generator
-        between = {}
-    for name in set(between) - set(generators_of(options)):
+    for name in between.keys() - generators_of(options):
         _refuse(what, between[name]["seed"], None)
     part = drawing_part_of(options.index_sampler)
-    generator = None if part is None else part.generator
     is_random = isinstance(options.index_sampler, RandomSampler)
-    if generator is None and not (is_random and "generator" in saved):
+    if part is None and not (is_random and "generator" in saved):
         return
-    drawn = (
-        saved.get("generator") or between.get("sampler") or between.get("loader") or {}
-    )
-    found = None if generator is None else generator.initial_seed()
-    if drawn.get("seed") != found:
-        _refuse(what, drawn.get("seed"), found)
+    drawn = saved.get("generator") or between.get("sampler") or between.get("loader")
+    seed = (drawn or {}).get("seed")
+    found = None if part is None else part.generator.initial_seed()
+    if seed != found:
+        _refuse(what, seed, found)
 
 
 def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
@@ -175,5 +136,123 @@ def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
     )
 
 
-def _counted(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else repr(value)
+def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
+    """Return the states of one of our streams, for another number of workers.
+
+    After whole rounds, all workers are in step, as ranks are: their states are one, and
+    any number of workers continues from it. Otherwise some are a batch ahead. Other
+    ranks may have other parts.
+
+    Raises:
+        StateMismatchError: If they are not in step, and their number differs.
+    """
+    states, saved = state.states, state.readers
+    parts = [one["dataset"] for one in states.values()]
+    if len(parts) == saved and not state.beyond and are_in_step(parts):
+        whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
+        one = {**states["0"], "dataset": whole}
+        return {str(reader): one for reader in range(readers)}
+    if saved == readers or not parts:
+        return states
+    raise StateMismatchError(
+        f"the state was saved with {saved} workers that each read a part of the "
+        f"stream, after {state.done:,} batches: some had delivered one more than "
+        f"others; load it with num_workers={saved}, or save after a multiple of "
+        f"{saved} batches, in order",
+        expected=saved,
+        found=readers,
+    )
+
+
+# -- all ranks ----------------------------------------------------------------------
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """Return one state for all ranks, from the state of each.
+
+    All must be saved after the same number of batches; a rank that had fewer is
+    included with its state between epochs.
+
+    Args:
+        states: What ``state_dict`` of each rank's loader returned, in any order.
+
+    Raises:
+        StateMismatchError: If they are not of one run and one moment, or parts of the
+            streams are missing.
+        ValueError: If there are no states.
+    """
+    found = [*map(unsealed, states)]
+    if not found:
+        raise ValueError("there are no states to merge")
+    _check_alike(found, [one.name for one in ALIKE])
+    epoch = min(state.epoch for state in found)
+    going = [state for state in found if state.epoch == epoch]
+    over = [state for state in found if state.epoch != epoch]
+    for state in over:
+        if state.epoch != epoch + 1 or state.done:
+            _refuse_merge("epoch", epoch, state.epoch)
+    first = going[0]
+    _check_alike(going, ["done", "beyond"], _READ if first.readers > 1 else _SAVE)
+    _check_orders(going)
+    states = {reader: _merged(reader, going, over) for reader in first.states}
+    whole = replace(first, states=states, generators={**first.generators})
+    default = [state.generators.get("default") for state in found]
+    if default != default[:1] * len(found):  # each rank has its own, and keeps it
+        whole.generators.pop("default", None)
+    if whole.readers > 1 and _is_of_ours(whole.states.get("0")):
+        whole.states = shared(whole, whole.readers, is_part=False)
+    return whole.sealed()
+
+
+def _merged(
+    reader: str, going: Sequence[LoaderState], over: Sequence[LoaderState]
+) -> Any:
+    parts = [state.states.get(reader) for state in going]
+    first = parts[0]
+    if not _is_of_ours(first):
+        for part in parts:
+            if part != first:
+                _refuse_merge(f"the state of reader {reader}", first, part)
+        return first
+    streams = [part["dataset"] for part in parts]
+    for state in over:
+        last = state.last.get(reader, {})
+        if "dataset" in last:
+            streams.append({**last["dataset"], "ended": True})
+    whole = {key: one for key, one in first.items() if key != "again"}
+    is_part = going[0].readers > 1  # of the workers of this number
+    return {**whole, "dataset": merged(streams, is_part=is_part)}
+
+
+def _is_of_ours(one: Any) -> bool:
+    state = one.get("dataset") if isinstance(one, dict) else None
+    return isinstance(state, dict) and "streams" in state
+
+
+def _check_alike(
+    states: Sequence[LoaderState], names: Iterable[str], hint: str = _SAVE
+) -> None:
+    for name in names:
+        first, *others = (getattr(state, name) for state in states)
+        for other in others:
+            if other != first:
+                _refuse_merge(name, first, other, hint)
+
+
+def _check_orders(states: Sequence[LoaderState]) -> None:
+    """Check that all draw from one order; before an epoch, not all may have drawn."""
+    first = states[0].order
+    for state in states:
+        for key, one in state.order.items():
+            if key not in _OF_ONE and first.get(key, one) != one:
+                _refuse_merge(f"{key} of the order", first[key], one, _SEED)
+
+
+def _refuse_merge(key: str, one: Any, other: Any, hint: str = _SAVE) -> NoReturn:
+    # The state of a generator is long; its seed comes first.
+    raise StateMismatchError(
+        f"the states are not of one run and one moment: {key} is {one!r:.80} in one of "
+        f"them and {other!r:.80} in another; {hint}",
+        expected=one,
+        found=other,
+    )

@@ -17,17 +17,11 @@ from aioloader._order.raising import ends_task, raisable
 class Columns(Protocol):
     """A block that is not a list; as a sequence it gives rows."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: Any, /) -> Any:
-        """Return one row, or for a slice a block."""
-        ...
+    def __getitem__(self, index: Any, /) -> Any: ...
 
-    def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the rows."""
-        ...
+    def __iter__(self) -> Iterator[Any]: ...
 
     def pick(self, indices: Sequence[int]) -> "Columns":
         """Return the rows at ``indices``, in that order."""
@@ -127,12 +121,7 @@ class SameErrors:
 
 
 def failed(error: BaseException, what: str = "the dataset") -> Bad:
-    """Return the placeholder for a sample whose code raised an error.
-
-    Args:
-        error: The error.
-        what: What raised it.
-    """
+    """Return the placeholder for a sample whose code, ``what``, raised an error."""
     return Bad(raisable(error, what), is_users=True)
 
 
@@ -143,14 +132,7 @@ def unreadable(block: Block) -> list[int]:
     return [k for k, one in enumerate(block) if type(one) is Bad and not one.is_users]
 
 
-def cut(block: Block, start: int, stop: int | None = None) -> Block:
-    """Return a part of ``block``."""
-    part: Block = block[start:stop]
-    return part
-
-
 def pick(block: Block, indices: Sequence[int]) -> Block:
-    """Return the samples at ``indices``, in that order."""
     if isinstance(block, list):
         return [block[index] for index in indices]
     return block.pick(indices)
@@ -158,28 +140,24 @@ def pick(block: Block, indices: Sequence[int]) -> Block:
 
 def join(blocks: Sequence[Block]) -> Block:
     """Concatenate ``blocks``, as columns if all have the same."""
-    blocks = [block for block in blocks if len(block)] or list(blocks[:1])
-    if not blocks:
-        return []
-    if len(blocks) == 1:
-        return blocks[0]
-    first, *others = blocks
-    if not isinstance(first, list) and not any(isinstance(b, list) for b in others):
-        columns: Any = others
-        joined = first.joined(columns)
-        if joined is not None:
-            return joined
-    return list(chain.from_iterable(blocks))
+    blocks = [block for block in blocks if len(block)] or blocks[:1]
+    joined = _together(blocks, "joined")
+    return list(chain.from_iterable(blocks)) if joined is None else joined
 
 
 def weave(blocks: Sequence[Block]) -> Block:
     """Interleave ``blocks`` of equal length: the first of each, the second of each."""
+    woven = _together(blocks, "woven")
+    if woven is not None:
+        return woven
+    return list(chain.from_iterable(zip(*blocks, strict=True)))
+
+
+def _together(blocks: Sequence[Block], how: str) -> Block | None:
+    """Return one block, or None if rows must be taken from several."""
     if len(blocks) < 2:
         return blocks[0] if blocks else []
-    first, *others = blocks
-    if not isinstance(first, list) and not any(isinstance(b, list) for b in others):
-        columns: Any = others
-        woven = first.woven(columns)
-        if woven is not None:
-            return woven
-    return list(chain.from_iterable(zip(*blocks, strict=True)))
+    if isinstance(blocks[0], list) or any(isinstance(b, list) for b in blocks):
+        return None
+    columns: Columns | None = getattr(blocks[0], how)(blocks[1:])
+    return columns

@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler
 from aioloader._observe.records import Counters
 from aioloader._order.failures import FailurePolicy, OnError
 from aioloader._order.forks import fork_safe
-from aioloader._order.indices import IndexBatch, IndexOrder, State, is_known_by_place
-from aioloader._order.orders import IteratedOrder, Order, StreamOrder
+from aioloader._order.indices import IndexBatch, State
+from aioloader._order.orders import IndexOrder, IteratedOrder, Order, StreamOrder
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.turns import Turns
@@ -55,13 +55,9 @@ _LOCK = fork_safe(threading.Lock())
 
 
 class Progress:
-    """The position of one iteration.
+    """The position of one iteration, whose batches come from readers in turn.
 
     A batch that raised counts as soon as another one is delivered after it.
-
-    Args:
-        bookmark: Where it started.
-        readers: How many readers the batches come from, in turn.
 
     Attributes:
         is_over: Whether every batch of the epoch was delivered.
@@ -82,14 +78,10 @@ class Progress:
         self._is_plain = not self._before  # ``_done`` is the whole position
 
     def take(self, number: int, state: Any = None) -> None:
-        """Note that a batch was delivered, or was empty.
+        """Note that a batch was delivered, or was empty, and its reader's state.
 
         Called last. An interrupt (Ctrl-C) comes only at function calls, so it finds the
         batch either delivered or not: this method is one assignment.
-
-        Args:
-            number: The batch's number.
-            state: The state of its reader after it, if known.
         """
         if not self._is_plain or number != self._done or state is not None:
             with _LOCK:
@@ -107,7 +99,6 @@ class Progress:
             self._note(number, state)
 
     def fail(self, number: int, state: Any = None) -> None:
-        """Note that a batch raised."""
         with _LOCK:
             self._settle()
             self._is_plain = False
@@ -129,22 +120,17 @@ class Progress:
 
     def leave(self, worker: int, state: Any) -> None:
         """Note the state of a worker's dataset after a delivered batch."""
-        with _LOCK:
-            self._datasets[worker] = state
+        self._datasets[worker] = state
 
     def finish(self) -> None:
-        """Note that the epoch is over."""
         self.is_over = True
 
     def bookmark(self) -> Bookmark:
         """Return the current position, from any thread."""
         with _LOCK:
             self._settle()
-            beyond = _NOTHING
-            if self._before or self._beyond:
-                beyond = frozenset(self._before.union(self._beyond))
-            states, datasets = dict(self._states), dict(self._datasets)
-            return Bookmark(self._done, beyond, states, datasets)
+            beyond = frozenset(self._before.union(self._beyond))
+            return Bookmark(self._done, beyond, {**self._states}, {**self._datasets})
 
     def _settle(self) -> None:
         """Note the latest batch; harmless if repeated after an interrupt."""
@@ -183,23 +169,20 @@ class Progress:
 class Epoch:
     """One pass over the dataset: drawn when an iterator is made, started by its use.
 
-    Args:
+    Attributes:
         base_seed: The seed that random draws are keyed with.
         order: The order of the samples.
-
-    Attributes:
         number: Its number, from 0; -1 before it starts.
         shuffled: The epoch of the loader's ``ShuffledIndices``, if it has one.
-        seen: The state of ``EpochNumbers`` when it was made, for the latter's use.
+        seen: The epoch that these had when it was made.
         bookmark: Where this iteration starts.
         progress: The position of its consumer.
         counters: Figures of this iteration.
         turns: Chooses the requests if their numbers do not ascend.
         dataset_epoch: The dataset's own number for it, if it has one.
-        moved: As in the state.
-        saved: The state that it resumes from, if any.
+        moved: As in ``LoaderState``.
+        saved: The ``LoaderState`` that it resumes from, if any.
         first: The first states of an iterable's readers, if it has a state.
-        first_datasets: The first states of copies of a stateful map-style dataset.
         reads_ahead: Whether samples are read before their batch is requested.
         head: The constant part of its state, once needed.
     """
@@ -208,14 +191,14 @@ class Epoch:
     max_failures: float | None = None
     number: int = -1
     shuffled: int | None = None
-    seen: tuple[int, int | None] = (0, None)
+    seen: int | None = None
     bookmark: Bookmark = BEGINNING
     turns: Turns | None = None
     dataset_epoch: int | None = None
     moved: str | None = None
-    saved: State | None = None
+    saved: Any = None
     reads_ahead: bool = False
-    head: State | None = None
+    head: Any = None
 
     def __init__(self, base_seed: int, order: Order) -> None:
         self.base_seed = base_seed
@@ -223,18 +206,11 @@ class Epoch:
         self.progress: Progress = Progress()
         self.counters: Counters = Counters()
         self.first: dict[int, Any] = {}
-        self.first_datasets: dict[int, Any] = {}
 
     def begin(
         self, number: int, bookmark: Bookmark = BEGINNING, *, readers: int = 1
     ) -> None:
-        """Start it: its order is drawn from now on.
-
-        Args:
-            number: Its number.
-            bookmark: Where it starts.
-            readers: How many readers the batches come from, in turn.
-        """
+        """Start it, from a position: its order is drawn from now on."""
         self.number = self.counters.epoch = number
         self.order.prepare(self.shuffled)
         if bookmark is not BEGINNING or readers > 1:
@@ -254,7 +230,7 @@ class Epoch:
     def is_untouched(self) -> bool:
         """Tell whether nothing was delivered yet."""
         now, then = self.progress.bookmark(), self.bookmark
-        is_there = (now.done, now.beyond) == (then.done, then.beyond)
+        is_there = now.done == then.done and now.beyond == then.beyond
         return is_there and not self.progress.is_over
 
     # -- what is to be delivered --------------------------------------------------
@@ -262,9 +238,7 @@ class Epoch:
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
         """Return the remaining requests, drawn as they are pulled; called once.
 
-        Args:
-            as_lists: Whether indices are lists; otherwise an ``IndexOrder`` gives
-                tensors and ranges.
+        Their indices are lists, or else an ``IndexOrder`` gives tensors and ranges.
         """
         order, start = self.order, self.bookmark
         if isinstance(order, IndexOrder):
@@ -273,10 +247,9 @@ class Epoch:
             batches = order.batches_of(self.turns)
         else:
             batches = order.batches(start.done, start.states.get(0))
-        return self._without_delivered(batches) if start.beyond else batches
+        return self._undelivered(batches) if start.beyond else batches
 
-    def _without_delivered(self, batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-        """Yield the batches that must still be made."""
+    def _undelivered(self, batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         beyond = self.bookmark.beyond - self.dropped()
         for batch in batches:
             if batch.number in beyond:
@@ -292,14 +265,7 @@ class Epoch:
         return self.bookmark.beyond if isinstance(self.order, StreamOrder) else _NOTHING
 
     def draws_long(self, number: int) -> bool:
-        """Tell whether it may take milliseconds to draw a request.
-
-        True for permuting more than 65,536 indices (before the first batch, and like
-        torch's sampler again after the last one), and for a user's sampler.
-
-        Args:
-            number: The request's number.
-        """
+        """Tell whether it may take milliseconds to draw the request of a number."""
         return self.order.draws_long(number, self.bookmark.done)
 
     def begins_quickly(self) -> bool:
@@ -312,60 +278,48 @@ class EpochNumbers:
 
     Args:
         sampler: The loader's sampler; only a ``ShuffledIndices`` is used.
-
-    Attributes:
-        next: The number of the next epoch.
+        number: The number of the next epoch.
+        shuffled: The epoch of the sampler, if it was set here.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self.next = 0
+    def __init__(
+        self, sampler: Any, number: int = 0, shuffled: int | None = None
+    ) -> None:
+        self.next = number
         self._order = sampler if isinstance(sampler, ShuffledIndices) else None
-        self._shuffled: int | None = None  # its epoch, if set here
-        self._choices = 0
-        # Epochs of iterators that have not started.
+        self._shuffled = shuffled
+        # Epochs of iterators that have not started, since an epoch was last chosen.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reserved": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _reserved=weakref.WeakSet())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochNumbers, (self._order, self.next, self._shuffled)
 
     def copy(self, sampler: Any) -> "EpochNumbers":
-        """Return the numbers for a copy of the loader, which has this sampler."""
-        numbers = EpochNumbers(sampler)
-        numbers.next, numbers._shuffled = self.next, self._shuffled
-        return numbers
+        return EpochNumbers(sampler, self.next, self._shuffled)
 
     def reserve(self, epoch: Epoch) -> int:
         """Return the number for a new epoch, and note its order.
 
         No other iterator has this number; it is free again if one is dropped unused.
         """
-        number, order = self.next, self._order
-        if order is not None:
-            epoch.shuffled = self.upcoming()
-        epoch.seen = self._choices, None if order is None else order.epoch
+        number, epoch.shuffled = self.next, self.upcoming()
+        self._reserved.discard(epoch)
         for one in self._reserved:
-            if one is not epoch:
-                number = max(number, one.number + 1)
-                if epoch.shuffled is not None and one.shuffled is not None:
-                    epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
-        self._reserved.add(epoch)
+            number = max(number, one.number + 1)
+            if epoch.shuffled is not None and one.shuffled is not None:
+                epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
+        self._reserve(epoch)
         return number
 
-    def reserve_again(self, epoch: Epoch, saved: State) -> None:
-        """Note the number and the order of an epoch that resumes from a state.
-
-        Args:
-            epoch: The epoch.
-            saved: The state.
-        """
-        epoch.saved, epoch.number = saved, saved["epoch"]
-        epoch.shuffled = (saved.get("order") or {}).get("epoch")
+    def reserve_again(self, epoch: Epoch, saved: Any) -> None:
+        """Note the number and the order of an epoch that resumes from a state."""
+        epoch.saved, epoch.number = saved, saved.epoch
+        epoch.shuffled = saved.order.get("epoch")
         self.next = epoch.number + 1
-        seen = None if self._order is None else self._order.epoch
-        epoch.seen = self._choices, seen
+        self._reserve(epoch)
+
+    def _reserve(self, epoch: Epoch) -> None:
+        epoch.seen = None if self._order is None else self._order.epoch
         self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
@@ -378,10 +332,9 @@ class EpochNumbers:
 
     def begin(self, epoch: Epoch) -> None:
         """Count an epoch as started, unless another was chosen since it was made."""
-        self._reserved.discard(epoch)
-        choices, order_epoch = epoch.seen
-        if choices != self._choices:
+        if epoch not in self._reserved:
             return
+        self._reserved.remove(epoch)
         following = epoch.number + 1
         # Of two threads, one resumes, and the next epoch may have started before.
         is_again = epoch.saved is not None and self.next <= following
@@ -389,7 +342,7 @@ class EpochNumbers:
         order, shuffled = self._order, epoch.shuffled
         if order is None or shuffled is None:
             return
-        if order.epoch in {order_epoch, self._shuffled}:  # the user has not set another
+        if order.epoch in {epoch.seen, self._shuffled}:  # the user has not set another
             if order.epoch == self._shuffled and not is_again:
                 shuffled = max(shuffled, order.epoch)
             order.set_epoch(shuffled)
@@ -407,7 +360,6 @@ class EpochNumbers:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         self.next = epoch
         self._shuffled = None
-        self._choices += 1
         self._reserved.clear()
 
     def upcoming(self) -> int | None:
@@ -420,7 +372,6 @@ class EpochNumbers:
         return self._order.epoch + (self._order.epoch == self._shuffled)
 
     def state(self) -> tuple[int, int | None, int | None]:
-        """Return what determines the next epoch."""
         return self.next, self._shuffled, self.upcoming()
 
 
@@ -437,25 +388,17 @@ def order_of(
     part: Part = WHOLE,
     saved: State | None = None,
 ) -> IndexOrder | IteratedOrder:
-    """Return the order of the next epoch of a map-style dataset.
-
-    Args:
-        sampler: The sampler of indices.
-        batch_sampler: The sampler of lists of indices, or None.
-        part: The rank's part.
-        saved: The state of an order to restore; or empty.
-    """
-    saved = saved or {}
-    size, drop_last = 1, False
-    begins = batch_sampler is None
-    if type(batch_sampler) is BatchSampler:
+    """Return the next epoch's order of a map-style dataset, or a saved one again."""
+    saved, size, drop_last = saved or {}, None, False
+    begins = type(batch_sampler) is not BatchSampler
+    if not begins:
         sampler = batch_sampler.sampler
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-    elif batch_sampler is not None:
-        return IteratedOrder(
-            batch_sampler, None, part, saved, drop_last=False, begins=True
-        )
+    elif batch_sampler is None:
+        size = 1
+    else:
+        sampler = batch_sampler
     sampler = () if sampler is None else sampler
-    if is_known_by_place(sampler):
+    if size and IndexOrder.suits(sampler):
         return IndexOrder(sampler, size, part, saved, drop_last=drop_last)
     return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)

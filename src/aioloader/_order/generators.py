@@ -35,7 +35,6 @@ def packed(state: torch.Tensor) -> State:
 
 
 def unpacked(saved: State) -> torch.Tensor:
-    """Undo ``packed``."""
     data = base64.b64decode(saved["state"])
     half = torch.default_generator.get_state().numel() // 2
     data = data[:half] + zlib.decompress(data[half:])
@@ -47,24 +46,25 @@ class Draws:
     """The random draws of one order.
 
     Args:
-        sampler: A sampler that draws from its ``generator``, or else from the default
-            generator.
+        sampler: What draws, from its ``generator`` or else from the default one; None:
+            nothing does.
         saved: The result of ``state`` in another process, or empty.
     """
 
     def __init__(self, sampler: Any, saved: State) -> None:
-        self._own: torch.Generator | None = getattr(sampler, "generator", None)
-        self._draws_seed = self._own is None and type(sampler) is RandomSampler
+        own: torch.Generator | None = getattr(sampler, "generator", None)
+        self._source = torch.default_generator if own is None else own
+        self._is_drawn = sampler is not None
+        self._draws_seed = own is None and type(sampler) is RandomSampler
+        self._seed: int | None = saved.get("seed") if self._draws_seed else None
         # Only of a user's sampler is it unknown whether it draws.
         is_torchs = type(sampler) in WITH_GENERATOR
-        self._key = "generator" if self._own or is_torchs else "before"
-        self._seed: int | None = saved.get("seed")
-        self._before: torch.Tensor | None = None
-        self._saved: State | None = saved.get(self._key)
+        self._key = "generator" if own is not None or is_torchs else "before"
+        self._saved: State | None = saved.get(self._key) if self._is_drawn else None
         self._packed = self._saved
+        self._before: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Draw the seed, if the order is drawn from one."""
         if self._draws_seed and self._seed is None:
             drawn = torch.empty((), dtype=torch.int64).random_()
             self._seed = int(drawn.item())
@@ -81,7 +81,7 @@ class Draws:
             copied = torch.Generator()
             copied.set_state(unpacked(self._saved))
             return copied
-        if self._before is None:
+        if self._is_drawn and self._before is None:
             self._before = self._source.get_state()
         return self._source
 
@@ -90,13 +90,9 @@ class Draws:
 
         A generator function draws at its first step, and not when ``iter`` is called.
         """
-        before, now = self._before, self._source.get_state()
-        if before is not None and torch.equal(before, now):
+        before = self._before
+        if before is not None and torch.equal(before, self._source.get_state()):
             self._before = None
-
-    @property
-    def _source(self) -> torch.Generator:
-        return torch.default_generator if self._own is None else self._own
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

@@ -1,16 +1,17 @@
 """The order of one epoch: index batches from any position, and the state to restore it.
 
 An order is made for one iteration, draws when torch draws (with the first batch), and
-has a state from which another process restores it. Torch's samplers are drawn again
-from a seed; the state of a sampler with ``state_dict`` is taken after each batch; any
-other sampler is iterated again up to the position.
+has a state from which another process restores it. The exact classes of torch that are
+known, and ours, are cut from one index tensor or computed in blocks: nothing before the
+start is computed. Torch's other samplers are drawn again from a seed; the state of a
+sampler with ``state_dict`` is taken after each batch; any other is iterated again up to
+the position.
 """
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +39,15 @@ from aioloader._order.raising import raisable
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
+Chunk: TypeAlias = torch.Tensor | range
+Indices: TypeAlias = Chunk | ShuffledIndices
+
+# Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
+_BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
+# Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
+_VIEWS = 256
+# Indices up to which a permutation is drawn in about a millisecond.
+_QUICK = 1 << 16
 _WITHOUT_DRAWS = {
     BatchSampler,
     DistributedSampler,  # it seeds a generator with its epoch
@@ -49,92 +59,192 @@ _WITHOUT_DRAWS = {
 }
 
 
-class Order(Protocol):
-    """The index batches of one epoch.
+class Order:
+    """The index batches of one epoch, of one rank.
 
     Attributes:
         end: The final state of the sampler, if it has one.
         pulled: How far it was drawn, perhaps ahead of what was delivered.
     """
 
-    end: State | None
-    pulled: int
+    def __init__(self, size: int | None, part: Part, pulled: int = 0) -> None:
+        self._size = size
+        self._part = part
+        self._whole = (size or 1) * part.world_size  # units of a global batch
+        self.end: State | None = None
+        self.pulled = pulled
 
-    def prepare(self, epoch: int | None = None) -> None:
+    def prepare(self, epoch: int | None = None, /) -> None:
         """Draw the contents of the state, once: a seed, but no permutation yet.
 
-        Args:
-            epoch: The epoch of ``ShuffledIndices``; None: its current one.
+        ``ShuffledIndices`` are those of ``epoch``; None: of its current one.
         """
 
-    def batches(self, start: int = 0, after: Any = None, /) -> Iterator[IndexBatch]:
+    def draws_long(self, _number: int, _start: int, /) -> bool:
+        """Tell whether it may take milliseconds to draw a request, of all from one."""
+        return False
+
+    def batches(
+        self, start: int = 0, after: State | None = None, /
+    ) -> Iterator[IndexBatch]:
         """Yield the batches from number ``start`` on; called once.
 
         Args:
             start: Number of the first batch.
             after: The ``state`` of the batch before it.
         """
-
-    def draws_long(self, number: int, start: int) -> bool:
-        """Tell whether it may take milliseconds to draw a request.
-
-        Args:
-            number: The request's number.
-            start: Number of the first request.
-        """
+        raise NotImplementedError
 
     def state(self) -> State:
-        """Return what makes the order again, ready for JSON."""
-
-
-class StreamOrder:
-    """Positions in a stream, without an end: only the stream knows its end.
-
-    Args:
-        size: Samples per batch, or None for single ones.
-        part: The rank's part.
-    """
-
-    end: State | None = None
-    pulled = 0
-
-    def __init__(self, size: int | None, part: Part) -> None:
-        self._size = size or 1
-        self._part = part
-
-    def prepare(self, _epoch: int | None = None) -> None:
-        """Draw nothing."""
-
-    def draws_long(self, _number: int, _start: int) -> bool:
-        """Return False: there is nothing to draw."""
-        return False
-
-    def batches(self, start: int = 0, _after: Any = None) -> Iterator[IndexBatch]:
-        """Yield the batches from number ``start`` on."""
-        yield from self.batches_of(itertools.count(start))
-
-    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
-        """Yield the batches of these numbers."""
-        whole = self._size * self._part.world_size
-        for number in numbers:
-            first = number * whole
-            places = self._part.places(first, first + whole)
-            yield IndexBatch(number, places.start, places)
-
-    def state(self) -> State:
-        """Return an empty state: the stream has its own."""
+        """Return what makes the order again, ready for JSON; a stream has its own."""
         return {}
 
+    def _own(self, found: Any) -> tuple[Any, int, int]:
+        """Return our part of a global batch, how many are added, and what place has it.
 
-class IteratedOrder:
+        As in torch, the order wraps around at its end.
+        """
+        part = self._part
+        mine, padding = part.share(len(found))
+        units = found[part.rank :: part.world_size][:mine]
+        return units, padding, part.rank + mine * part.world_size - len(found)
+
+
+class StreamOrder(Order):
+    """Positions in a stream, without an end: only the stream knows its end."""
+
+    def batches(self, start: int = 0, _after: Any = None, /) -> Iterator[IndexBatch]:
+        return self.batches_of(itertools.count(start))
+
+    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
+        whole, part = self._whole, self._part
+        for number in numbers:
+            first = number * whole
+            places = part.places(first, first + whole)
+            yield IndexBatch(number, places.start, places)
+
+
+class IndexOrder(Order):
+    """Batches cut from an order with random access.
+
+    Torch's samplers yield Python integers one by one, from a list of the whole
+    permutation. Here ``pulled`` is 1 once the end was drawn.
+    """
+
+    def __init__(
+        self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
+    ) -> None:
+        super().__init__(size, part, saved.get("pulled", 0))
+        self._sampler = sampler
+        self._drop_last = drop_last
+        is_random = isinstance(sampler, RandomSampler)
+        self._draws = Draws(sampler, saved) if is_random else None
+        self._shuffled: ShuffledIndices | None = None
+
+    @staticmethod
+    def suits(sampler: Any) -> bool:
+        """Tell whether the order can be cut: torch's exact classes, and ours."""
+        if type(sampler) is RandomSampler:
+            is_whole = sampler.num_samples == len(sampler.data_source)
+            return is_whole and not sampler.replacement
+        return type(sampler) in {SequentialSampler, ShuffledIndices}
+
+    def prepare(self, epoch: int | None = None, /) -> None:
+        if self._draws is not None:
+            self._draws.prepare()
+        if type(self._sampler) is ShuffledIndices and self._shuffled is None:
+            self._shuffled = self._sampler.copy()  # a later set_epoch is for the next
+            if epoch is not None:
+                self._shuffled.set_epoch(epoch)
+
+    def draws_long(self, number: int, start: int, /) -> bool:
+        """Tell whether a permutation is drawn: before the first one, and at the end."""
+        if self._draws is None or len(self._sampler) <= _QUICK:
+            return False
+        return number == start or number >= len(self._sampler) // self._whole
+
+    def batches(
+        self, start: int = 0, _after: Any = None, /, *, as_lists: bool = True
+    ) -> Iterator[IndexBatch]:
+        """Yield the batches; indices are lists, or else tensors and ranges."""
+        n, whole, rank = len(self._sampler), self._whole, self._part.rank
+        is_alone = self._part.world_size == 1
+        self.prepare()
+        indices: Indices = self._shuffled or range(n)
+        if self._draws is not None:
+            indices = _permutation(n, self._draws.begin())
+        # Torch's sampler draws another, unused permutation at its end: with a short
+        # last batch, which runs into the end, or else after the last one.
+        short = n // whole if n % whole and not self._drop_last else None
+        stop = n - n % whole if self._drop_last else n
+        size = _BLOCK if self._shuffled is None else _SHUFFLED_BLOCK
+        step = max(1, size // whole) * whole
+        for at in range(start * whole, stop, step):
+            block: Any = _taken(indices, at, min(at + step, stop))
+            if as_lists and is_alone:
+                block = _listed(block)
+            if isinstance(block, torch.Tensor):
+                pieces = _views(block, whole)
+            else:
+                pieces = (block[i : i + whole] for i in range(0, len(block), whole))
+            for number, found in enumerate(pieces, at // whole):
+                if number == short:
+                    self._end()
+                if is_alone:
+                    yield IndexBatch(number, number * whole, found)
+                    continue
+                own, padding, place = self._own(found)
+                if padding:
+                    again = _taken(indices, place % n, place % n + 1)
+                    own = torch.tensor([*_listed(own), *_listed(again)], device="cpu")
+                if len(own):
+                    own = _listed(own) if as_lists else own
+                    yield IndexBatch(number, number * whole + rank, own, padding)
+        self._end()
+
+    def _end(self) -> None:
+        """Draw the unused permutation, once, from the user's generator."""
+        own = None if self._draws is None else self._sampler.generator
+        if own is not None and not self.pulled:
+            _permutation(len(self._sampler), own)
+        self.pulled = 1
+
+    def state(self) -> State:
+        known = self._sampler if self._shuffled is None else self._shuffled
+        return described(known) | ({} if self._draws is None else self._draws.state())
+
+
+def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw on the generator's device, whatever torch's default; return on the CPU."""
+    return torch.randperm(n, generator=generator, device=generator.device).cpu()
+
+
+def _taken(indices: Indices, start: int, stop: int) -> Chunk:
+    if type(indices) is ShuffledIndices:
+        return torch.from_numpy(indices.take(start, stop))
+    chunk: Any = indices
+    part: Chunk = chunk[start:stop]
+    return part
+
+
+def _views(block: torch.Tensor, size: int) -> Iterator[Any]:
+    for at in range(0, len(block), size * _VIEWS):
+        yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
+
+
+def _listed(chunk: Chunk) -> list[int]:
+    return list(chunk) if type(chunk) is range else chunk.tolist()
+
+
+class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
     Args:
         sampler: Yields indices if ``size`` is set, or else batches of them.
         size: Samples per batch, or None.
-        drop_last: Whether to drop a short last batch.
         part: The rank's part.
         saved: The result of ``state``, or empty.
+        drop_last: Whether to drop a short last batch.
         begins: Whether torch calls ``iter`` on it with the loader's, not at the first
             batch.
     """
@@ -149,53 +259,54 @@ class IteratedOrder:
         drop_last: bool,
         begins: bool,
     ) -> None:
+        super().__init__(size, part, saved.get("pulled", 0))
         self._sampler = sampler
-        self._size = size
         self._drop_last = drop_last
-        self._part = part
-        self._draws: Draws | None = None
         self._name = described(sampler)
         self._contents: State | None = None  # as the order is drawn
         self._is_again = bool(saved)
-        self.pulled: int = saved.get("pulled", 0)
         self._epoch = saved.get("epoch", epoch_of(sampler))
-        owner = drawing_part_of(sampler)
-        if owner is not None or draws_from_default(sampler):
-            self._draws = Draws(owner or sampler, saved)
-        self.end: State | None = None  # the sampler's final state
+        drawing = drawing_part_of(sampler)
+        if drawing is None and draws_from_default(sampler):
+            drawing = sampler
+        self._draws = Draws(drawing, saved)
         self._iterator: Iterator[Any] | None = None
         if begins and not saved and type(sampler) not in WITH_GENERATOR:
-            self._iterator = self._begin(None)
-            if self._draws is not None:
-                self._draws.begin_later()
+            self._iterator = self._begin({})
+            self._draws.begin_later()
 
-    def prepare(self, _epoch: int | None = None) -> None:
-        """Draw a seed, if the order has one, and note what is drawn from."""
+    def prepare(self, _epoch: int | None = None, /) -> None:
         if self._contents is None:
             self._contents = contents_of(self._sampler)
-        if self._draws is not None:
-            self._draws.prepare()
+        self._draws.prepare()
 
-    def draws_long(self, _number: int, _start: int) -> bool:
-        """Tell whether user code runs for each request."""
+    def draws_long(self, _number: int, _start: int, /) -> bool:
         return type(self._sampler) not in {list, tuple, range}
 
-    def batches(self, start: int = 0, after: Any = None) -> Iterator[IndexBatch]:
-        """Yield the batches from number ``start`` on."""
-        is_whole, ranks = bool(self._size), self._part.world_size
-        whole = (self._size or 1) * ranks
-        with self._draws.replayed() if self._draws else contextlib.nullcontext():
-            if self._draws is not None:
-                self._draws.begin()
+    def batches(
+        self, start: int = 0, after: State | None = None, /
+    ) -> Iterator[IndexBatch]:
+        after, whole = after or {}, self._whole
+        rank, ranks = self._part.rank, self._part.world_size
+        with self._draws.replayed():
+            self._draws.begin()
             iterator = self._begin(after) if self._iterator is None else self._iterator
-            number, first, beginning = self._place(start, after)
-            if after is not None and after.get("ended"):
-                iterator = iter(())
+            number, first = 0, 0
+            beginning: list[Any] = []
+            if after and "is_over" not in after:
+                number, first = start, after["first"]
+                beginning = after.get("beginning", [])
+            elif start and self._is_again and not is_repeatable(self._sampler):
+                warn(
+                    f"{type(self._sampler).__name__} has no state_dict(): it is "
+                    f"iterated again and its first {start} batches are dropped, which "
+                    "is correct only if it gives the same order again"
+                )
             pulled, self.pulled = self.pulled, number
-            groups = self._groups(iterator, whole)
+            groups = self._groups(iter(()) if after.get("ended") else iterator)
             for found in itertools.islice(groups, start - number):
                 beginning = beginning or found[:ranks]
-                first += len(found) if is_whole else sum(map(len, found))
+                first += self._count(found)
             # What had been drawn ahead is drawn again, as it was.
             has_state = is_stateful(iterator) or is_stateful(self._sampler)
             ahead = 0 if has_state else max(0, pulled - start)
@@ -204,119 +315,83 @@ class IteratedOrder:
             if self._drop_last and len(found) < whole:
                 break
             beginning = beginning or found[:ranks]
-            end = first + (len(found) if is_whole else sum(map(len, found)))
-            for batch in self._own_part(found, beginning, number, first):
-                state = self._state_of(iterator, end)
-                if state is not None:
-                    state |= {"beginning": beginning} if ranks > 1 else {}
-                    # At its end it may have restarted.
-                    state |= {"ended": True} if len(found) < whole else {}
-                yield batch if state is None else batch._replace(state=state)
-            first = end
+            units, padding, place = self._own(found)
+            units += [beginning[place % len(beginning)]] * padding
+            before = first + (rank if self._size else self._count(found[:rank]))
+            first += self._count(found)
+            if not units:
+                continue
+            state = self._state_of(iterator, first)
+            if state is not None:
+                state |= {"beginning": beginning} if ranks > 1 else {}
+                # At its end it may have restarted.
+                state |= {"ended": True} if len(found) < whole else {}
+            if not self._size:
+                units, padding = units[0], padding and len(units[0])
+            yield IndexBatch(number, before, units, padding, state)
         self.end = self._state_of(iterator, first)
         if self.end is not None and iterator is self._sampler:
             self.end["sampler"] = self.end.pop("iterator")
 
-    def _groups(self, iterator: Iterator[Any], whole: int) -> Iterator[list[Any]]:
-        """Yield the units of each global batch."""
-        steps = _stepped(iterator)
-        if not self._size:
-            steps = (_as_sequence(indices) for indices in steps)
-        while found := _taken(steps, whole, self.pulled):
-            self.pulled += 1
-            yield found
-        self.pulled += 1  # its end
-
-    def _place(self, start: int, after: Any) -> tuple[int, int, list[Any]]:
-        """Return the numbers of the first batch and sample, and the first units."""
-        if after is not None and "is_over" not in after:
-            return start, after["first"], after.get("beginning", [])
-        if start:
-            self._warn(start)
-        return 0, 0, []
-
-    def _own_part(
-        self, found: list[Any], beginning: list[Any], number: int, first: int
-    ) -> Iterator[IndexBatch]:
-        """Yield our part of a global batch, if we have one."""
-        part = self._part
-        mine, padding = part.share(len(found))
-        units = found[part.rank :: part.world_size][:mine]
-        # As in torch, the order wraps around at its end.
-        place = part.rank + mine * part.world_size - len(found)
-        units += [beginning[place % len(beginning)]] * padding
-        if not units:
-            return
-        indices = units
-        if self._size is None:
-            indices = units[0]
-            first += sum(map(len, found[: part.rank]))
-            padding = padding and len(indices)
-        else:
-            first += part.rank
-        yield IndexBatch(number, first, indices, padding)
-
-    def state(self) -> State:
-        """Return what makes the order again, ready for JSON."""
-        drawn = {} if self._draws is None else self._draws.state()
-        state = self._name | (self._contents or {}) | drawn
-        if self._epoch is not None:
-            state["epoch"] = self._epoch
-        return state
-
-    def _begin(self, after: Any) -> Iterator[Any]:
+    def _begin(self, after: State) -> Iterator[Any]:
         """Return an iterator, restored from the saved state if there is one."""
         self.prepare()
-        generator = None if self._draws is None else self._draws.begin()
+        sampler, generator = self._sampler, self._draws.begin()
         try:
-            return self._iterator_of(self._sampler, after, generator)
+            if type(sampler) is RandomSampler and sampler.generator is None:
+                sampler = copy.copy(sampler)
+                sampler.generator = generator
+            if self._is_again:
+                set_epoch(sampler, self._epoch)
+            if "sampler" in after:
+                sampler.load_state_dict(after["sampler"])
+            iterator: Any = iter(sampler)
+            # The iterator's state at an epoch's end does not apply to the next epoch.
+            if "iterator" in after and "is_over" not in after:
+                iterator.load_state_dict(after["iterator"])
         except BaseException as error:  # noqa: BLE001  (raised)
-            error = raisable(error, "the sampler")
-            raise noted(error, "in the sampler's __iter__")  # noqa: B904  (it keeps its cause)
-
-    def _iterator_of(
-        self, sampler: Any, after: Any, generator: torch.Generator | None
-    ) -> Iterator[Any]:
-        if type(sampler) is RandomSampler and sampler.generator is None:
-            sampler = copy.copy(sampler)
-            sampler.generator = generator
-        if self._is_again:
-            set_epoch(sampler, self._epoch)
-        if after is not None and "sampler" in after:
-            sampler.load_state_dict(after["sampler"])
-        iterator: Any = iter(sampler)
-        # The iterator's state at an epoch's end does not apply to the next epoch.
-        if after is not None and "iterator" in after and "is_over" not in after:
-            iterator.load_state_dict(after["iterator"])
+            raise _noted(error, "in the sampler's __iter__")  # noqa: B904  (it keeps its cause)
         begun: Iterator[Any] = iterator
         return begun
 
-    def _state_of(self, iterator: Any, first: int) -> State | None:
+    def _groups(self, iterator: Iterator[Any]) -> Iterator[list[Any]]:
+        """Yield the units of each global batch; its end counts as pulled, too."""
+        steps = _stepped(iterator)
+        if not self._size:
+            steps = map(_as_sequence, steps)
+        while True:
+            try:
+                found = list(itertools.islice(steps, self._whole))
+            except BaseException as error:  # noqa: BLE001  (raised)
+                raise _noted(error, f"in the sampler, at batch {self.pulled}")  # noqa: B904
+            self.pulled += 1
+            if not found:
+                return
+            yield found
+
+    def _count(self, units: list[Any]) -> int:
+        return len(units) if self._size else sum(map(len, units))
+
+    def _state_of(self, iterator: Iterator[Any], first: int) -> State | None:
         """Return the sampler's state after the latest batch, if it has one."""
         for name, part in (("iterator", iterator), ("sampler", self._sampler)):
             if is_stateful(part):
                 try:
                     return {name: copy.deepcopy(part.state_dict()), "first": first}
                 except BaseException as error:  # noqa: BLE001  (raised)
-                    error = raisable(error, "the sampler")
-                    raise noted(error, "in its state_dict()")  # noqa: B904  (it keeps its cause)
+                    raise _noted(error, "in its state_dict()")  # noqa: B904
         return None
 
-    def _warn(self, start: int) -> None:
-        """Warn that a sampler without a state is iterated again."""
-        if self._is_again and not is_repeatable(self._sampler):
-            warn(
-                f"{type(self._sampler).__name__} has no state_dict(): it is iterated "
-                f"again and its first {start} batches are dropped, which is correct "
-                "only if it gives the same order again"
-            )
+    def state(self) -> State:
+        epoch = {} if self._epoch is None else {"epoch": self._epoch}
+        return self._name | (self._contents or {}) | self._draws.state() | epoch
 
 
 def drawing_part_of(sampler: Any) -> Any:
     """Return the sampler with the user's generator, perhaps a wrapped one, or None."""
     for part in nested(sampler):
         if isinstance(getattr(part, "generator", None), torch.Generator):
-            return None if seeds_itself(part) else part
+            return None if _seeds_itself(part) else part
     return None
 
 
@@ -325,7 +400,7 @@ def draws_from_default(sampler: Any) -> bool:
     return any(
         getattr(part, "generator", None) is None
         and type(part) not in _WITHOUT_DRAWS
-        and not seeds_itself(part)
+        and not _seeds_itself(part)
         for part in nested(sampler)
     )
 
@@ -336,20 +411,15 @@ def is_repeatable(sampler: Any) -> bool:
     return is_ours or type(sampler).__module__.startswith("torch.utils.data")
 
 
-def seeds_itself(sampler: Any) -> bool:
+def _seeds_itself(sampler: Any) -> bool:
     """Tell whether it seeds its generator for each epoch, as accelerate's does."""
     return hasattr(sampler, "epoch") and isinstance(
         getattr(sampler, "initial_seed", None), int
     )
 
 
-def _taken(steps: Iterator[Any], count: int, number: int) -> list[Any]:
-    """Return the next units, for batch ``number``; fewer at the end."""
-    try:
-        return list(itertools.islice(steps, count))
-    except BaseException as error:  # noqa: BLE001  (raised)
-        where = f"in the sampler, at batch {number}"
-        raise noted(raisable(error, "the sampler"), where)  # noqa: B904  (it keeps its cause)
+def _noted(error: BaseException, where: str) -> BaseException:
+    return noted(raisable(error, "the sampler"), where)
 
 
 def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -363,7 +433,6 @@ def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _as_sequence(indices: Any) -> Any:
-    """Return the batch of a batch sampler as a sequence."""
     if isinstance(indices, (Sequence, torch.Tensor, np.ndarray)):
         return indices
     return list(indices)

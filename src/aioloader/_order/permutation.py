@@ -25,7 +25,6 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = (1 << 64) - 1
 
-
 # Positions that ``paced`` looks up at once: about half a millisecond.
 _MOMENT = 1 << 10
 # Seconds that a thread sleeps so that others get the GIL.
@@ -115,7 +114,6 @@ class ShuffledIndices:
         return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"
 
     def _round_keys(self) -> list[np.uint64]:
-        """Return one key a round, hashed from n, seed and epoch."""
         state = 0
         for value in (self.n, self.seed, self.epoch):
             # Any integer, with its sign, in 64-bit words.
@@ -126,7 +124,6 @@ class ShuffledIndices:
         return [np.uint64(_splitmix(state + i * _GAMMA)) for i in range(_ROUNDS)]
 
     def _permute(self, values: Words) -> Words:
-        """Apply the Feistel network to ``values`` below ``4**half``."""
         half = np.uint64(self._half)
         mask = np.uint64((1 << self._half) - 1)
         left, right = values >> half, values & mask
@@ -136,14 +133,12 @@ class ShuffledIndices:
 
 
 def _hash(words: Words) -> Words:
-    """Mix 64-bit words (SplitMix64's finaliser)."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))
 
 
 def _splitmix(state: int) -> int:
-    """Return one step of SplitMix64 on a Python integer."""
     mixed = (state + _GAMMA) & _MASK_64
     mixed = ((mixed ^ (mixed >> 30)) * int(_MIX_1)) & _MASK_64
     mixed = ((mixed ^ (mixed >> 27)) * int(_MIX_2)) & _MASK_64

@@ -13,15 +13,7 @@ _EXITS = (KeyboardInterrupt, SystemExit)
 
 
 def raisable(error: BaseException, what: str) -> BaseException:
-    """Return an error of user code as the consumer gets it.
-
-    One that would silently end a loop, a generator or a task becomes the cause of a
-    ``RuntimeError``; all others are returned as they are.
-
-    Args:
-        error: The error.
-        what: What raised it.
-    """
+    """Return an error that ``what`` raised as the consumer gets it."""
     if isinstance(error, Carried):
         return error.error
     if not isinstance(error, STOPS):
@@ -51,11 +43,7 @@ def ends_task(error: BaseException) -> bool:
 
 
 class Carried(Exception):  # noqa: N818  (it holds one)
-    """An exit of user code on its way out of a task, where it would stop the loop.
-
-    Args:
-        error: The exit.
-    """
+    """An exit of user code on its way out of a task, where it would stop the loop."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)

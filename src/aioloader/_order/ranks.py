@@ -1,11 +1,14 @@
-"""Split the global order between ranks.
+"""Split an order between ranks. Pure arithmetic: it reads nothing.
 
 Samples go to ranks in turn: rank r of R has the positions p of the global order with
 p mod R == r, as with torch's ``DistributedSampler``. Global batch k is then the same
-set of samples on any number of ranks. Pure and synchronous.
+set of samples on any number of ranks. A stream's order is that of readers in strict
+turns: position ``p`` is sample ``p // readers`` of reader ``p % readers``, or a hole if
+that has ended by then. So the order depends on the readers alone, not on the ranks.
 """
 
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import Literal, TypeAlias
 
 Tail: TypeAlias = Literal["wrap", "pad", "drop", "uneven"]
@@ -29,12 +32,10 @@ class Part:
     tail: Tail = "wrap"
 
     def share(self, found: int) -> tuple[int, int]:
-        """Return how many samples of a global batch are ours, and how many are added.
+        """Return how many of ``found`` samples are ours, and how many are added.
 
-        At most one is added, so that all ranks have the same number.
-
-        Args:
-            found: How many samples the global batch has.
+        At most one is added to our part of a global batch, so that all ranks have the
+        same number.
         """
         mine = max(0, -(-(found - self.rank) // self.world_size))
         least, left_over = divmod(found, self.world_size)
@@ -56,8 +57,91 @@ class Part:
         return range(first + self.rank, stop, self.world_size)
 
     def masks(self) -> bool:
-        """Tell whether batches come with a mask."""
         return self.tail == "pad"
 
 
 WHOLE = Part()
+
+
+def evened(count: int, ranks: int, tail: str) -> int:
+    """Return how many samples an epoch of ``count`` has, split between ranks."""
+    if tail == "drop":
+        return count - count % ranks
+    return count if tail == "uneven" else count + -count % ranks
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a stream one reader reads.
+
+    Attributes:
+        reader: Number of this reader.
+        readers: Number of readers.
+        hosted: How many of them this rank reads; they share its memory.
+        in_turns: Whether it must yield the same samples in the same order whenever and
+            wherever it is read, because ranks or readers take turns.
+        ranks: Number of ranks (times workers).
+    """
+
+    reader: int = 0
+    readers: int = 1
+    hosted: int = 1
+    in_turns: bool = False
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which positions of a stream's order one rank takes: every ``ranks``-th.
+
+    Attributes:
+        rank: Its number, among all ranks' workers.
+        ranks: Number of ranks (times workers).
+        readers: Number of readers in the order.
+    """
+
+    rank: int
+    ranks: int
+    readers: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank takes all of one reader and nothing else."""
+        return self.ranks == self.readers
+
+    @property
+    def stride(self) -> int:
+        """How many ranks take turns at each reader; 1: no reader is read twice."""
+        return self.ranks // gcd(self.ranks, self.readers)
+
+    @property
+    def _count(self) -> int:
+        return self.readers // gcd(self.ranks, self.readers)
+
+    def hosted(self) -> list[int]:
+        """Return the readers of this rank, in the order of their turns."""
+        turns = range(self._count)
+        return [(self.rank + at * self.ranks) % self.readers for at in turns]
+
+    def wanted(self, at: int) -> list[int]:
+        """Return the next sample to take from each, after ``at`` positions of ours."""
+        nexts = [at + (place - at) % self._count for place in range(self._count)]
+        return [(self.rank + one * self.ranks) // self.readers for one in nexts]
+
+    def share(self, reader: int) -> Share:
+        in_turns = not self.is_alone
+        return Share(reader, self.readers, self._count, in_turns, self.ranks)
+
+    def part(self, total: int) -> int:
+        return max(0, -(-(total - self.rank) // self.ranks))
+
+    def cost(self) -> str | None:
+        """Return a text on the cost if readers are read more than once, or None."""
+        if self.stride == 1:
+            return None
+        return (
+            f"{self.ranks} ranks (times workers) take turns at {self.readers} readers, "
+            f"so that everything is read and made {self.stride} times; "
+            f"with readers({lcm(self.ranks, self.readers)}), or another multiple of "
+            f"{self.ranks}, nothing would be read twice"
+        )

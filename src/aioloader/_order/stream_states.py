@@ -2,23 +2,41 @@
 
 The state is global: the position of all ranks together, and for each reader its state
 and the number of its samples before that state. All ranks have delivered these samples,
-so the state can be loaded on another number of ranks.
+so the state can be loaded on another number of ranks. It holds the description of the
+stream: a dict, ready for JSON, of ``"kind"``, the parameters that determine the samples
+and their order, and ``"of"``, the description of the stream before it. The location of
+the data (root, store, credentials), caches, and how much is read ahead are no part of
+it. ``"function"`` is the name of a user function, which may have been renamed: a
+difference there is only worth a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from aioloader._order.checksums import checksum
-from aioloader._order.shares import Deal
-from aioloader._order.stream_chains import Description, differences
+from aioloader._order.ranks import Deal
 from aioloader.errors import StateMismatchError
 
 State: TypeAlias = dict[str, Any]
+Description: TypeAlias = dict[str, Any]
 VERSION = 5
 
 
+def state_of(**entries: Any) -> State:
+    """Return a state.
+
+    Args:
+        entries: ``stream``: its description; ``epoch``: its number; ``begun``: the
+            number of the epoch in which the readers were at their beginning;
+            ``readers``: how many are in the order; ``position``: how many positions all
+            ranks have taken, if all are in step; ``streams``: for each reader (a
+            string) its ``"state"`` after ``"taken"`` samples, and ``"ended"`` if there
+            are no more. ``ended`` is added once these ranks have delivered all.
+    """
+    return {"version": VERSION, **entries}
+
+
 def sealed(state: State) -> State:
-    """Return a state with its checksum."""
     return {**state, "checksum": checksum(state)}
 
 
@@ -49,39 +67,7 @@ def opened(state: Any) -> State:
     return found
 
 
-def state_of(  # noqa: PLR0913  (its entries)
-    stream: Description,
-    epoch: int,
-    readers: int,
-    position: int,
-    streams: State,
-    *,
-    begun: int,
-    has_ended: bool = False,
-) -> State:
-    """Return a state.
-
-    Args:
-        stream: The description of the stream.
-        epoch: The number of the epoch.
-        readers: Number of readers in the order.
-        position: How many positions all ranks have taken, if all are in step.
-        streams: For each reader (a string) its ``"state"`` after ``"taken"`` samples;
-            ``"ended"`` if there are no more.
-        begun: The number of the epoch in which they were at their beginning.
-        has_ended: Whether these ranks have delivered all their samples.
-    """
-    end = {"ended": True} if has_ended else {}
-    return {
-        "version": VERSION,
-        "stream": stream,
-        "epoch": epoch,
-        "begun": begun,
-        "position": position,
-        "readers": readers,
-        "streams": streams,
-        **end,
-    }
+# -- of one rank, and of all ------------------------------------------------------
 
 
 def part_of(state: State, deal: Deal) -> State:
@@ -100,16 +86,17 @@ def part_of(state: State, deal: Deal) -> State:
             expected=sorted(map(int, streams)),
             found=sorted(hosted),
         )
-    mine = {str(reader): streams[str(reader)] for reader in hosted}
-    return {**state, "streams": mine}
+    return {
+        **state,
+        "streams": {str(reader): streams[str(reader)] for reader in hosted},
+    }
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """Merge what ``state_dict`` of all ranks' iterators returned: see ``merged``."""
-    return sealed(merged(map(opened, states)))
+    return sealed(merged(list(map(opened, states))))
 
 
-def merged(states: Iterable[State], *, is_part: bool = False) -> State:
+def merged(states: Sequence[State], *, is_part: bool = False) -> State:
     """Return the positions of all ranks as one, which any number of ranks can load.
 
     All must be saved after the same number of batches; a rank that ended earlier may
@@ -124,12 +111,10 @@ def merged(states: Iterable[State], *, is_part: bool = False) -> State:
             are missing.
         ValueError: If there are no states.
     """
-    states = list(states)
     if not states:
         raise ValueError("there are no states to merge")
-    stream = _common_stream(states)
-    epoch, begun = _common(states, "epoch"), _common(states, "begun")
-    readers = _common(states, "readers")
+    first = states[0]
+    _check_alike(states)
     position = _position(states)
     streams: State = {}
     for state in states:
@@ -138,47 +123,41 @@ def merged(states: Iterable[State], *, is_part: bool = False) -> State:
         for reader, one in state["streams"].items():
             if reader not in streams or _progress(one) > _progress(streams[reader]):
                 streams[reader] = {k: v for k, v in one.items() if k not in left_out}
-    missing = [reader for reader in range(readers) if str(reader) not in streams]
+    missing = [one for one in range(first["readers"]) if str(one) not in streams]
     if missing and not is_part:
         raise StateMismatchError(
-            f"the states have {_named(streams)} of {readers}; {_listed(missing)} are "
-            "missing: merge the states of all ranks and workers",
-            expected=readers,
+            f"the states have {_named(streams)} of {first['readers']}; "
+            f"{_listed(missing)} are missing: merge the states of all ranks and "
+            "workers",
+            expected=first["readers"],
             found=sorted(map(int, streams)),
         )
-    ordered = {reader: streams[reader] for reader in sorted(streams, key=int)}
+    whole = {key: one for key, one in first.items() if key != "ended"}
+    whole["position"] = position
+    whole["streams"] = {one: streams[one] for one in sorted(streams, key=int)}
     is_over = all(state.get("ended") for state in states)
-    return state_of(
-        stream, epoch, readers, position, ordered, begun=begun, has_ended=is_over
-    )
+    return {**whole, "ended": True} if is_over else whole
 
 
-def _common(states: Sequence[State], key: str) -> Any:
-    """Return the value of a key that must be equal in all states."""
-    first = states[0][key]
+def _check_alike(states: Sequence[State]) -> None:
+    first = states[0]
     for state in states[1:]:
-        if state[key] != first:
-            raise StateMismatchError(
-                f"the states are not of one moment: one has {key} {first}, another "
-                f"one has {key} {state[key]}",
-                expected=first,
-                found=state[key],
-            )
-    return first
-
-
-def _common_stream(states: Sequence[State]) -> Description:
-    """Return the description of the stream that all states belong to."""
-    first: Description = states[0]["stream"]
-    for state in states[1:]:
-        errors = differences(first, state["stream"]).errors
+        errors, _ = differences(first["stream"], state["stream"])
         if errors:
             raise StateMismatchError(
                 f"the states belong to different streams: {'; '.join(errors)}",
-                expected=first,
+                expected=first["stream"],
                 found=state["stream"],
             )
-    return first
+    for key in ("epoch", "begun", "readers"):
+        for state in states[1:]:
+            if state[key] != first[key]:
+                raise StateMismatchError(
+                    f"the states are not of one moment: one has {key} {first[key]}, "
+                    f"another one has {key} {state[key]}",
+                    expected=first[key],
+                    found=state[key],
+                )
 
 
 def are_in_step(states: Sequence[State]) -> bool:
@@ -188,7 +167,6 @@ def are_in_step(states: Sequence[State]) -> bool:
 
 
 def _positions(states: Sequence[State]) -> tuple[set[int], set[int]]:
-    """Return the positions of those that continue, and of those that have ended."""
     going = {one["position"] for one in states if not one.get("ended")}
     return going, {one["position"] for one in states if one.get("ended")}
 
@@ -222,6 +200,56 @@ def _named(streams: State) -> str:
 
 
 def _listed(readers: Sequence[int]) -> str:
-    """Return reader numbers as text, shortened if there are many."""
     shown = ", ".join(map(str, readers[:8]))
     return shown if len(readers) <= 8 else f"{shown}... ({len(readers)} in all)"
+
+
+# -- the stream that it belongs to ------------------------------------------------
+
+
+Differences: TypeAlias = tuple[list[str], list[str]]
+
+
+def differences(saved: Description, found: Description) -> Differences:
+    """Compare two descriptions; return texts for an error, and for a warning."""
+    before, now = _steps_of(saved), _steps_of(found)
+    chains = [".".join(one["kind"] for one in steps) for steps in (before, now)]
+    if chains[0] != chains[1]:
+        return [f"it was saved by {chains[0]}, and this is {chains[1]}"], []
+    result: Differences = [], []
+    for old, new in zip(before, now, strict=True):
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                _compare(old, new, name, result)
+    return result
+
+
+def is_repeatable(description: Description) -> bool:
+    """Tell whether a stream yields the same samples when read again."""
+    return all(
+        step.get("deterministic", True)
+        and all(map(is_repeatable, step.get("streams", ())))
+        for step in _steps_of(description)
+    )
+
+
+def _steps_of(description: Description) -> list[Description]:
+    steps = [description]
+    while "of" in steps[-1]:
+        steps.append(steps[-1]["of"])
+    return [{k: v for k, v in one.items() if k != "of"} for one in reversed(steps)]
+
+
+def _compare(
+    old: Description, new: Description, name: str, result: Differences
+) -> None:
+    was, is_now = old.get(name), new.get(name)
+    if name == "streams" and was and is_now and len(was) == len(is_now):
+        for at, (one, other) in enumerate(zip(was, is_now, strict=True)):
+            for texts, more in zip(result, differences(one, other), strict=True):
+                texts.extend(f"stream {at} of {old['kind']}: {text}" for text in more)
+        return
+    if name == "streams":
+        was, is_now = (f"{len(found or ())} streams" for found in (was, is_now))
+    text = f"{name} of {old['kind']} was {was!r}, and is {is_now!r}"
+    result[name == "function"].append(text)

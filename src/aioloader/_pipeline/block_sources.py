@@ -15,7 +15,6 @@ from aioloader._order.blocks import (
     Bad,
     Block,
     SameErrors,
-    cut,
     failed,
     join,
     read_block,
@@ -143,7 +142,7 @@ class OwnSource:
                 return Read([], 0, has_ended=True)
         if isinstance(block, list) and Bad in set(map(type, block)):
             stop = 1 + next(k for k, one in enumerate(block) if type(one) is Bad)
-            block, self._rest = block[:stop], cut(block, stop)
+            block, self._rest = block[:stop], block[stop:]
         is_whole = not (self.fills or len(self._rest))
         return Read(block, limit if is_whole else len(block), has_ended=False)
 

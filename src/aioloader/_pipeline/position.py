@@ -123,8 +123,6 @@ class Position:
     Args:
         dataset: The dataset that is iterated.
         resume: Where to start; None: at the beginning.
-        every: Batches between two states of a stateful stream; 0: only the first
-            state.
         loads: What the dataset does with a loaded state.
 
     Attributes:
@@ -135,11 +133,8 @@ class Position:
         owes: Samples of the epoch before, if this one resumes at its start.
     """
 
-    def __init__(
-        self, dataset: Any, resume: StreamState | None, every: int, loads: Loads
-    ) -> None:
+    def __init__(self, dataset: Any, resume: StreamState | None, loads: Loads) -> None:
         self._dataset = dataset
-        self._every = every
         self._loads = loads
         self._resume: StreamState = resume or {}
         is_next = self._is_next = "is_over" in self._resume
@@ -216,22 +211,16 @@ class Position:
             self._stateful = {k: v for k, v in parts.items() if is_stateful(v)}
         if "iterator" in self._resume:
             iterator.load_state_dict(self._resume["iterator"])
-        elif not self._every and not self.read:
-            self._latest = self._states()
 
-    def state(self, number: int, *, has_ended: bool = False) -> StreamState:
-        """Return where the stream is after batch ``number``.
+    def state(self, *, has_ended: bool = False) -> StreamState:
+        """Return where the stream is after the latest batch.
 
         Args:
-            number: The batch.
             has_ended: Whether the stream has ended: a dataset that restarts then, as
                 generators do, must not be read again in the same epoch.
         """
-        every = self._every
-        if has_ended or (every and (number % every == 0 or not self._latest)):
-            latest = self._states()
-            if latest:
-                self._latest, self._at = latest, self.read
+        if latest := self._states():
+            self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
         if has_ended and not self._is_own:  # our streams record it in their state
             state["ended"] = True

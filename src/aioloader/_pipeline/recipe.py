@@ -33,7 +33,6 @@ class Recipe:
         concurrency: Samples, or awaitables of plain code, in flight on one loop.
         part: Which samples of an iterable are this rank's, and whether batches come
             with a mask.
-        snapshot_every: Batches between two states of a stateful stream.
         keeps_step: Whether other ranks read the same batches: after an error this rank
             must stay in step with them.
         is_even: Whether all ranks have the same number of batches.
@@ -49,7 +48,6 @@ class Recipe:
     retry: Retry | None = None
     concurrency: int = 64
     part: Part = WHOLE
-    snapshot_every: int = 1
     keeps_step: bool = False
     is_even: bool = False
 

@@ -62,8 +62,7 @@ class _Stream(abc.ABC):
         self._maker = maker
         self._drop_last = maker.drop_last
         self._keys = keys
-        every = maker.snapshot_every
-        self._position = Position(maker.dataset, resume, every, maker.loads)
+        self._position = Position(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
         self._source: BlockSource | None = None
         self._has_ended = False
@@ -257,7 +256,7 @@ class _Stream(abc.ABC):
     async def _repeat(self, task: BatchTask) -> None:
         """Fill all of ``task`` from the stream's beginning."""
         await self._refill(task)
-        task.state = self._state(task.number)
+        task.state = self._state()
         if not len(task.samples):
             task.result = BatchResult(is_end=True)
         self._show(task)
@@ -281,11 +280,11 @@ class _Stream(abc.ABC):
         if not found or (self._drop_last and found < wanted):
             task.result = BatchResult(is_end=True)
             self._has_ended = True
-            task.state = self._state(0)
+            task.state = self._state()
             return
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
-        task.state = self._state(task.number)
+        task.state = self._state()
         if self._real is not None and self._maker.part.masks():
             # Readers that have ended leave places without samples at the end.
             real = max(0, self._real - (self._position.read - found))
@@ -297,9 +296,9 @@ class _Stream(abc.ABC):
             if len(task.samples) < least:
                 task.result = BatchResult(is_empty=True)
 
-    def _state(self, number: int) -> StreamState:
-        """Return where the stream is after batch ``number``."""
-        state = self._position.state(number, has_ended=self._has_ended)
+    def _state(self) -> StreamState:
+        """Return where the stream is after the latest batch."""
+        state = self._position.state(has_ended=self._has_ended)
         if isinstance(self._source, OwnSource):
             state |= self._source.repeated()
         return state

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeAlias
 
-from aioloader._order.blocks import Block, cut
+from aioloader._order.blocks import Block
 from aioloader._order.raising import raisable
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._streams.shards import ShardReader
@@ -118,7 +118,7 @@ class Reader(ShardReader):
         while self.taken < len(self._block) or await self._more():
             dropped = min(self.skip, len(self._block) - self.taken)
             start = self.taken + dropped
-            part = cut(self._block, start, start + limit)
+            part = self._block[start : start + limit]
             self.skip -= dropped
             self.taken = start + len(part)
             self.passed += dropped + len(part)

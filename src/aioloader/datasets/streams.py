@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from aioloader._order.ranks import Tail
-from aioloader._order.shares import Deal, Share, evened
+from aioloader._order.ranks import Deal, Share, Tail, evened
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of

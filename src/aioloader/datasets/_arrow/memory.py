@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 
 from aioloader._order.blocks import Block
-from aioloader._order.shares import Share
+from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.reader import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from aioloader._order.blocks import Bad, Block, cut
+from aioloader._order.blocks import Bad, Block
 from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._reader import Made, Reader
@@ -203,7 +203,7 @@ class TableReader(Reader):
                 drop = min(len(block), max(0, start - row))
                 read, row = read + rows, row + len(block)
                 if drop < len(block):
-                    yield mark, cut(block, drop), size
+                    yield mark, block[drop:], size
             self._check_end(opened.rows, read, row, start)
         except Exception as error:
             failure = error if opened.is_users else self._failed(error, read, opened)

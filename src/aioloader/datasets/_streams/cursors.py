@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from aioloader._order.blocks import Block, cut, join, unreadable
-from aioloader._order.shares import Share
+from aioloader._order.blocks import Block, join, unreadable
+from aioloader._order.ranks import Share
 from aioloader.errors import ShardChangedError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Replayed:
             if is_ready:
                 return True
         block = await self._more(limit)
-        rest = cut(self._block, self._at)
+        rest = self._block[self._at :]
         self._block, self._at = (join([rest, block]) if len(rest) else block), 0
         return bool(len(block))
 
@@ -151,9 +151,9 @@ class Replayed:
         whole, start, stop = self._block, self._at, self._at + limit
         if stop < len(whole):
             self._at = stop
-            return cut(whole, start, stop)
+            return whole[start:stop]
         self._block, self._at = [], 0
-        return cut(whole, start) if start else whole
+        return whole[start:] if start else whole
 
     def pass_on(self, count: int) -> None:
         """Note that ``count`` samples that were taken have been passed on."""

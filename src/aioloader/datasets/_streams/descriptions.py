@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from aioloader._observe.warnings import warn
-from aioloader._order.stream_chains import Description, differences, is_repeatable
+from aioloader._order.stream_states import Description, differences, is_repeatable
 from aioloader.datasets._streams.cursors import State
 from aioloader.errors import StateMismatchError
 

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block
-from aioloader._order.ranks import Tail
-from aioloader._order.shares import Deal, Share
+from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._options import check_at_least
 from aioloader.datasets._streams.agreement import Agreement, RankStore, StoreTalk
@@ -253,9 +252,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
             passed = 0 if one.get("ended") else max(0, passed)
             begins = self.carried(one["state"], passed, share)
             streams[name] = {"taken": 0, "state": begins}
-        epoch = self._epoch if self._is_chosen else epoch
-        begun = state["begun"]
-        return state_of(self.describe(), epoch, readers, 0, streams, begun=begun)
+        return state_of(
+            stream=self.describe(),
+            epoch=self._epoch if self._is_chosen else epoch,
+            begun=state["begun"],
+            position=0,
+            readers=readers,
+            streams=streams,
+        )
 
     def load_state_dict(self, state: State, *, strict: bool = True) -> None:
         """Start the next iteration where ``state_dict`` of an iterator was taken.
@@ -328,15 +332,19 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self.leaves_out: bool = stream.leaves_out and deal.is_alone
         self.refills: bool = stream.refills
         self._stream = stream
-        self._description = stream.describe()
         self._epoch = epoch
         self._deal = deal
+        fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+        self._known = {
+            "stream": stream.describe(),
+            "epoch": epoch,
+            "begun": epoch if state is None else state["begun"],
+            "readers": deal.readers,
+        }
         if state is None:
-            state = state_of(self._description, epoch, deal.readers, 0, {}, begun=epoch)
-        if not state["streams"]:  # all are at their beginning
-            fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
+            state = state_of(**self._known, position=0, streams=fresh)
+        elif not state["streams"]:  # all are at their beginning
             state = {**state, "streams": fresh}
-        self._begun: int = state["begun"]
         self._is_strict = state.get("strict", True)
         self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
         # Ranks take turns from the position on, also if not all had as many before.
@@ -436,7 +444,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             cursor: Cursor | None = None
             if self.fills or not has_ended:
                 part = self._epoch, deal.share(number), self._stack, listed
-                known_of = self._agreement, self._is_strict, self._begun
+                known_of = self._agreement, self._is_strict, self._known["begun"]
                 reading = Reading(*part, *known_of)
                 cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)
@@ -463,15 +471,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         readers, deal = self._readers, self._deal
         if readers is None:
             return self._state
-        return state_of(
-            self._description,
-            self._epoch,
-            deal.readers,
-            readers.at * deal.ranks + self._shift,
-            readers.streams(),
-            begun=self._begun,
-            has_ended=readers.has_ended(),
-        )
+        position = readers.at * deal.ranks + self._shift
+        end = {"ended": True} if readers.has_ended() else {}
+        streams = readers.streams()
+        return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:
         """Stop pending work and wait for it to end; if cancelled, it continues."""

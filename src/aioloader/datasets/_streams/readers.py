@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._order.blocks import Bad, Block, cut, join
-from aioloader._order.shares import Deal
+from aioloader._order.blocks import Bad, Block, join
+from aioloader._order.ranks import Deal
 from aioloader.datasets._streams.cursors import Cursor, State, cancel
 from aioloader.datasets._streams.weave import woven
 
@@ -57,7 +57,7 @@ class Reader:
     def take(self, count: int) -> Block:
         """Return the next samples, which are ready."""
         start, self._at = self._at, self._at + count
-        return cut(self._block, start, self._at)
+        return self._block[start : self._at]
 
     async def fill(self, count: int) -> None:
         """Get about ``count`` samples if none is ready; at least one, or the end."""
@@ -158,7 +158,7 @@ class Readers:
             return part
         stop = self._passed = min(self._length, start + limit)
         self.at += stop - start
-        return cut(self._woven, self._samples(start), self._samples(stop))
+        return self._woven[self._samples(start) : self._samples(stop)]
 
     def _leave_out(self, block: Block) -> None:
         """Note that failed samples, which were counted, have no position."""
