@@ -194,13 +194,9 @@ ELSEWHERE = {
         "_workers/process/recovery.py",
         "DataLoader worker (pid(s) …) exited unexpectedly",
     ),
-    "_workers/remote_tasks.py:pack_spec": (
+    "_workers/worker_spec.py:WorkerSpec.pickled": (
         "_workers/pickling_errors.py",
         "… cannot be pickled, so it cannot be sent to worker processes: a … object",
-        "what the workers need cannot be pickled: …",
-    ),
-    "_workers/worker_spec.py:ship": (
-        "_workers/pickling_errors.py",
         "what the workers need cannot be pickled: …",
     ),
     "datasets/_stores/options.py:open_store": (

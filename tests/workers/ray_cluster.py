@@ -82,7 +82,7 @@ def _actors(ray: Any) -> list[Any]:
 def begun(loader: Any) -> int:
     """Return how many of the actors that a loader keeps have begun."""
     kept = loader._live.pools._kept
-    seats = kept[0]._dispatcher.seats if kept else ()
+    seats = kept[0]._seats if kept else ()
     return sum(seat.begun is not None for seat in seats)
 
 

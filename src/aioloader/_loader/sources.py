@@ -35,19 +35,13 @@ from aioloader._pipeline.pipeline_iterator import (
 )
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import Lease, Pool
+from aioloader._pipeline.roles import LastingPool, Lease, Pool
 from aioloader._transport.slots import Locker, SlotPool
-from aioloader._workers.info import use_sample_rng
+from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.kept import Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
-from aioloader._workers.rng import (
-    BatchKeys,
-    SampleKeys,
-    seed_sample,
-    swapped_in,
-)
-from aioloader._workers.rng_streams import seed_batch
+from aioloader._workers.rng import EpochKeys, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
@@ -332,8 +326,8 @@ def _mover(options: Options, resources: Resources) -> "Mover | None":
 def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
-    make_keys = SampleKeys if options.rng == "sample" else BatchKeys
-    keys = make_keys(epoch.base_seed, epoch.number, part)
+    by_sample = options.rng == "sample"
+    keys = EpochKeys(epoch.base_seed, epoch.number, part, by_sample)
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
@@ -380,12 +374,8 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
     if not options.num_workers:
-        return lambda task: swapped_in(task.key or 0)
-    if not options.works_here:
-        return nothing_around
-    from aioloader._workers.threads import KeyedHere
-
-    return KeyedHere
+        return swapped_for
+    return use_batch_rng if options.works_here else nothing_around
 
 
 # -- workers --------------------------------------------------------------------------
@@ -419,16 +409,18 @@ def _pool(
         from aioloader._workers.executors import ExecutorWorkers
 
         return ExecutorWorkers(workers, spec)
+    start: Callable[[], LastingPool]
     if isinstance(workers, RayWorkers):
-        from aioloader._workers.ray.pool import lease_actors
+        from aioloader._workers.ray.pool import RayPool
 
-        return lease_actors(resources.pools, workers, spec, keep=keep)
-    from aioloader._workers.process.start import start_pool
+        start = partial(RayPool, workers, spec)
+    else:
+        from aioloader._workers.process.start import start_pool
 
-    servers, tally = resources.servers, resources.tally
-    start = partial(start_pool, spec, options.start_method, servers, locker, tally)
+        servers, tally = resources.servers, resources.tally
+        start = partial(start_pool, spec, options.start_method, servers, locker, tally)
     begin = partial(resources.pools.open, start, keep=keep)
-    return Lease(begin, reads=reads, keep=keep, pumps=True)
+    return Lease(begin, reads=reads, keep=keep, pumps=workers == "process")
 
 
 def _spec(

@@ -8,8 +8,10 @@ import asyncio
 import logging
 import os
 import queue
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -53,6 +55,12 @@ def _read(result: "asyncio.Future[Any]") -> None:
     """Retrieve the error of a result that nobody awaits."""
     if not result.cancelled():
         result.exception()
+
+
+def stack_of(ident: int | None) -> str:
+    """Return the innermost Python frames of a thread, or nothing if it does not run."""
+    frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
+    return "".join(traceback.format_stack(frame)[-8:]) if frame else ""
 
 
 class CpuThread:

@@ -1,4 +1,4 @@
-"""What a pipeline is given: a pool of workers, a stage after it."""
+"""What a pipeline is given: a pool of workers, and a stage after it."""
 
 import abc
 import threading
@@ -59,8 +59,6 @@ class Pool(abc.ABC):
 
 class LastingPool(Pool):
     """Workers that may outlive an iteration; each has a lease on them."""
-
-    place = "pool"
 
     def descriptors(self) -> Sequence[int]:
         """Return what becomes readable when ``collect`` has something to do."""

@@ -1,11 +1,10 @@
 """The message for a batch that timed out: where it is, since when, what is stuck."""
 
-import sys
 import time
-import traceback
 
 from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_task import MISSING, BatchTask
+from aioloader._pipeline.cpu import stack_of
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader.protocols import Kind
 
@@ -38,7 +37,7 @@ def describe_wait(
     text = f"DataLoader timed out after {timeout} seconds: batch {number} {progress}"
     lines = [text, queues]
     is_in_thread = task is not None and _is_in_thread(pipeline, task)
-    if is_in_thread and (stack := _thread_stack(pipeline)):
+    if is_in_thread and (stack := stack_of(pipeline.host.cpu.ident())):
         lines.append(f"the loader's thread is at:\n{stack}")
     return "\n".join(filter(None, [*lines, last_error()]))
 
@@ -78,10 +77,3 @@ def _progress(pipeline: Pipeline, task: BatchTask) -> str:
     if not missing:
         return text
     return f"{text}, {len(missing)} samples missing, first index {missing[0]!r}"
-
-
-def _thread_stack(pipeline: Pipeline) -> str:
-    """Return the innermost Python frames of the host's thread."""
-    ident = pipeline.host.cpu.ident()
-    frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
-    return "".join(traceback.format_stack(frame)[-8:]) if frame else ""

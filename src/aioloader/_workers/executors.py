@@ -8,7 +8,6 @@ lacks them.
 import itertools
 import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -16,12 +15,11 @@ from concurrent.futures import (
     Future,
     ThreadPoolExecutor,
 )
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
+from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool
@@ -29,19 +27,18 @@ from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import WorkerInfo, be_worker_thread
 from aioloader._workers.remote_tasks import (
     Packed,
+    deliver,
     maker_of,
     open_request,
-    opened,
     pack_answer,
     pack_request,
-    pack_spec,
 )
-from aioloader._workers.rng import seed_sample, swapped_in
+from aioloader._workers.rng import seed_sample, swapped_for
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerStartError
 
 _KEPT = 4
-_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest maker
+_MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest makers
 
 
 class ExecutorWorkers(Pool):
@@ -69,7 +66,7 @@ class ExecutorWorkers(Pool):
         if self._is_here:
             return
         try:
-            self._packed_spec = _packed(*pack_spec(self._spec))
+            self._packed_spec = _packed(*self._spec.pickled())
         except WorkerStartError as error:
             pipeline.fail(error)
 
@@ -77,13 +74,8 @@ class ExecutorWorkers(Pool):
         """Hand ``task`` to the executor."""
         if self._is_here:
             future = self._executor.submit(self._make_here, pipeline, task)
-
-            def deliver(done: Future[Any]) -> None:
-                pipeline.deliver(task, done.result())
-
-            self._watch(future, pipeline, task, deliver)
-            return
-        if self._packed_spec is not None:  # otherwise the pipeline has failed
+            self._watch(future, pipeline, task)
+        elif self._packed_spec is not None:  # otherwise the pipeline has failed
             is_early = next(self._first) < self._spec.num_workers
             self._send(pipeline, task, self._packed_spec if is_early else None)
 
@@ -116,23 +108,18 @@ class ExecutorWorkers(Pool):
     ) -> None:
         request = _packed(*pack_request(pipeline, task, reads=self.reads))
         future = self._executor.submit(_make_remotely, self._name, packed_spec, request)
+        self._watch(future, pipeline, task)
 
-        def take(done: Future[Any]) -> None:
-            answer = done.result()
-            if answer is None:  # its worker lacks the ``WorkerSpec``
-                self._send(pipeline, task, self._packed_spec)
-                return
-            task.samples = []
-            pipeline.receive(task, *opened(decode(*_writable(answer)), task))
-
-        self._watch(future, pipeline, task, take)
+    def _take(self, pipeline: Pipeline, task: BatchTask, made: Any) -> None:
+        if self._is_here:
+            pipeline.deliver(task, made)
+        elif made is None:  # its worker lacks the ``WorkerSpec``
+            self._send(pipeline, task, self._packed_spec)
+        else:
+            deliver(pipeline, task, made, -1)
 
     def _watch(
-        self,
-        future: "Future[Any]",
-        pipeline: Pipeline,
-        task: BatchTask,
-        take: Callable[["Future[Any]"], None],
+        self, future: "Future[Any]", pipeline: Pipeline, task: BatchTask
     ) -> None:
         self._futures.add(future)
 
@@ -141,7 +128,7 @@ class ExecutorWorkers(Pool):
             if self._is_over:
                 return
             try:
-                take(future)
+                self._take(pipeline, task, future.result())
             except BrokenExecutor as error:  # the same for all its batches
                 self._futures.clear()  # cancelling one now would break it (3.11)
                 pipeline.fail(error)
@@ -164,26 +151,19 @@ def _make_remotely(
             return None
         # One thread, as in any worker; more would hang in OpenMP in a forked process.
         torch.set_num_threads(1)
-        spec: WorkerSpec = decode(*_writable(packed_spec))
-        maker = maker_of(spec, around=_seeded, seed=seed_sample)
+        header, buffers = packed_spec
+        spec: WorkerSpec = decode(header, [*map(bytearray, buffers)])
+        maker = maker_of(spec, around=swapped_for, seed=seed_sample)
         while len(_MAKERS) >= _KEPT:
             _MAKERS.pop(next(iter(_MAKERS)), None)
         _MAKERS[name] = maker
-    task = open_request(maker, _writable(request))
+    task = open_request(maker, request)
     result = maker.make(task, maker.read if maker.reads else None)
     if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
         raise result.error
     return _packed(*pack_answer(maker, task, result, -1))
 
 
-def _seeded(task: BatchTask) -> AbstractContextManager[None]:
-    return nothing_around(task) if task.key is None else swapped_in(task.key)
-
-
 def _packed(header: bytes, buffers: Buffers) -> Packed:
     """Return a pickle with its buffers as bytes, which every executor can send."""
     return header, [bytes(buffer.raw()) for buffer in buffers]
-
-
-def _writable(packed: Packed) -> Packed:
-    return packed[0], [bytearray(buffer) for buffer in packed[1]]

@@ -1,14 +1,18 @@
-"""``get_worker_info()`` for worker processes and threads."""
+"""``get_worker_info()`` for worker processes and threads, and their random numbers."""
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data._utils import worker as torch_worker
 
+from aioloader._order.failures import noted
+from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._workers.rng import Keyed, key_of_sample
+from aioloader._workers.rng import Keyed, key_of_sample, seed_batch, seed_sample
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class _Here(threading.local):
 _HERE = _Here()
 # Generators of the current batch: per thread, and in coroutines per task.
 _KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
+_NOTHING = nullcontext()
 # The info of a worker process, for all of its threads.
 _process: WorkerInfo | None = None
 
@@ -66,16 +71,36 @@ def get_worker_info() -> WorkerInfo | None:
     return _HERE.info or _process
 
 
-def use_batch_rng(key: int) -> None:
+# -- before a batch or a sample --------------------------------------------------------
+
+
+def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
     """Set ``rng`` to the generators of a batch, in this thread or task."""
-    _KEYED.set(Keyed(key))
+    if task.key is not None:
+        _KEYED.set(Keyed(task.key))
+    return _NOTHING
 
 
 def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
     """Set ``rng`` to the generators of a sample, or of the batch (position -1)."""
-    use_batch_rng(
-        key_of_sample(task, position, stage) if position >= 0 else task.key or 0
-    )
+    is_sample = position >= 0
+    key = key_of_sample(task, position, stage) if is_sample else task.key or 0
+    _KEYED.set(Keyed(key))
+
+
+def seeded(task: BatchTask) -> AbstractContextManager[None]:
+    """Seed the global generators for a batch, and set ``rng``."""
+    seed_batch(task)
+    return use_batch_rng(task)
+
+
+def seed_for_sample(task: BatchTask, position: int, stage: int) -> None:
+    """Seed the global generators for a sample, and set ``rng``."""
+    seed_sample(task, position, stage)
+    use_sample_rng(task, position, stage)
+
+
+# -- being a worker --------------------------------------------------------------------
 
 
 def be_worker_thread(info: WorkerInfo | None) -> None:
@@ -95,3 +120,17 @@ def be_worker_process(info: WorkerInfo, *, tell_torch: bool = False) -> None:
             seed=info.seed,
             dataset=info.dataset,
         )
+
+
+def call_init(init: Callable[[int], Any] | None, worker: int) -> None:
+    """Call the user's ``worker_init_fn``, if there is one.
+
+    Raises:
+        BaseException: What it raises, noted.
+    """
+    try:
+        if init is not None:
+            init(worker)
+    except BaseException as error:
+        where = f"in worker_init_fn of worker {worker}"
+        raise noted(raisable(error, "worker_init_fn"), where)  # noqa: B904  (it keeps its cause)

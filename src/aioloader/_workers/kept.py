@@ -4,6 +4,7 @@ Worker processes start with ``iter()``, as torch's do, others with the first req
 With ``persistent_workers`` they outlive the iteration.
 """
 
+import contextlib
 import threading
 import weakref
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from aioloader._pipeline.roles import LastingPool, Pool
     from aioloader._transport.channel import Channel
 
 
 class Pools:
-    """The pools of one loader; persistent workers are kept here."""
+    """The pools of one loader."""
 
     def __init__(self) -> None:
         self._kept: list[LastingPool] = []
@@ -41,9 +42,8 @@ class Pools:
                 if pool.is_open():
                     return pool
             _close_all(self._kept)  # pools that have failed
-            pool = start()
-            self._kept[:] = [pool]
-            return pool
+            self._kept.append(start())
+            return self._kept[0]
 
     def join_later(self, workers: "Pool") -> None:
         """Make ``close`` wait for workers: nobody does if their iterator is dropped."""
@@ -58,15 +58,9 @@ class Pools:
         kept = self._take()
         for pool in kept:
             pool.end()
-        ending: list[Pool] = [*kept, *self._ending]
-        errors: list[BaseException] = []
-        for workers in ending:
-            try:
-                workers.join()
-            except BaseException as error:  # raised when all have been waited for
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # an error is raised after all waits
+            for workers in (*self._ending, *kept):
+                stack.callback(workers.join)
 
     async def aclose(self) -> None:
         """End kept workers without blocking the loop."""
@@ -77,11 +71,6 @@ class Pools:
         with self._lock:
             kept, self._kept[:] = self._kept[:], []
         return kept
-
-
-def _close_all(kept: "Sequence[LastingPool]") -> None:
-    for pool in kept:
-        pool.close()
 
 
 @dataclass
@@ -105,7 +94,7 @@ class Servers:
         self._lock = fork_safe(threading.Lock())
         # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
-        weakref.finalize(self, _close_channels, self._idle)
+        weakref.finalize(self, _close_all, self._idle)
 
     def take(self) -> "Channel | None":
         """Return the channel to an idle supervisor, now the caller's, or None."""
@@ -121,9 +110,9 @@ class Servers:
     def close(self) -> None:
         """End the idle supervisors."""
         with self._lock:
-            _close_channels(self._idle)
+            _close_all(self._idle)
 
 
-def _close_channels(idle: "list[Channel]") -> None:
-    while idle:
-        idle.pop().close()
+def _close_all(kept: "list[LastingPool] | list[Channel]") -> None:
+    while kept:
+        kept.pop().close()

@@ -6,6 +6,7 @@ called, so what is made later is only guessed from the functions that may make i
 """
 
 import dis
+import gc
 import itertools
 import os
 import random
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 
 _LEAVES = (str, bytes, int, float, ModuleType, np.ndarray, torch.Tensor, CodeType)
+# What refers to functions and to little else.
+_WRAPPERS = (partial, MethodType, property, staticmethod, classmethod)
 _OWN = Path(__file__).parents[1]
 _MOST_SEARCHED, _MOST_ITEMS = 2000, 64
 # What makes a generator, by its name in code that calls it.
@@ -101,18 +104,12 @@ def _held(one: Any) -> Iterable[Any]:
     if isinstance(one, type):
         return _methods(one)
     found = [*_attributes(one).values(), *type(one).__mro__]
-    if isinstance(one, partial):
-        found += [one.func, one.args, one.keywords]
-    elif isinstance(one, MethodType):
-        found += [one.__self__, one.__func__]
-    elif isinstance(one, FunctionType):
-        cells = filter(_is_set, one.__closure__ or ())
-        found += [cell.cell_contents for cell in cells]
+    if isinstance(one, FunctionType):
+        cells = one.__closure__ or ()
+        found += [cell.cell_contents for cell in cells if cell != CellType()]
         found += _globals(one)
-    elif isinstance(one, property):
-        found.append(one.fget)
-    elif isinstance(one, (staticmethod, classmethod)):
-        found.append(one.__func__)
+    elif isinstance(one, _WRAPPERS):
+        found += gc.get_referents(one)
     return found
 
 
@@ -185,7 +182,3 @@ def _attributes(one: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found
-
-
-def _is_set(cell: CellType) -> bool:
-    return cell != CellType()

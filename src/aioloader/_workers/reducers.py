@@ -7,10 +7,9 @@ too.
 
 import pickle
 import warnings
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,34 +19,29 @@ from aioloader._transport.codec import Reducers
 
 # The buffer of a tensor, its address and its size in bytes.
 Span: TypeAlias = tuple[pickle.PickleBuffer, int, int]
+# Called with the memory of each pickled tensor.
+Note: TypeAlias = Callable[[Span], object]
 
 
-class Spans(Protocol):
-    """A list that records the memory of pickled tensors."""
-
-    def append(self, span: Span, /) -> None:
-        """Record one more."""
-
-
-def reducers(spans: Spans) -> Reducers:
-    """Return the reducers for one pickle, which record each tensor in ``spans``."""
+def reducers(note: Note) -> Reducers:
+    """Return the reducers for one pickle, which call ``note`` for each tensor."""
     return {
-        torch.Tensor: partial(_reduce, spans),
-        torch.UntypedStorage: partial(_reduce_storage, spans),
+        torch.Tensor: partial(_reduce, note),
+        torch.UntypedStorage: partial(_reduce_storage, note),
     }
 
 
-def _reduce(spans: Spans, tensor: torch.Tensor) -> Any:
+def _reduce(note: Note, tensor: torch.Tensor) -> Any:
     """Reduce a plain tensor to its bytes, out of band."""
     try:
         array = tensor.numpy()
         buffer = pickle.PickleBuffer(array)  # type: ignore[arg-type]
     except (RuntimeError, TypeError):  # no numpy dtype, a gradient, or no memory
-        return _reduce_rare(spans, tensor)
+        return _reduce_rare(note, tensor)
     shape = array.shape
     if not array.flags.c_contiguous or not _has_usual_strides(tensor, shape):
-        return _reduce_rare(spans, tensor)
-    spans.append((buffer, tensor.data_ptr(), array.nbytes))
+        return _reduce_rare(note, tensor)
+    note((buffer, tensor.data_ptr(), array.nbytes))
     return _rebuild, (buffer, array.dtype.str, shape)
 
 
@@ -68,7 +62,7 @@ def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.ndarray(shape, dtype, buffer))
 
 
-def _reduce_rare(spans: Spans, tensor: torch.Tensor) -> Any:
+def _reduce_rare(note: Note, tensor: torch.Tensor) -> Any:
     if tensor.is_quantized:  # torch's workers lose its scales
         return _rebuild_quietly, tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.requires_grad or tensor.is_nested or tensor.is_meta:
@@ -82,7 +76,7 @@ def _reduce_rare(spans: Spans, tensor: torch.Tensor) -> Any:
         return _rebuild_empty, (tensor.dtype, shape, strides)
     size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     block = tensor.as_strided((size,), (1,)).view(torch.uint8)
-    buffer = _noted(spans, block)
+    buffer = _noted(note, block)
     return _rebuild_rare, (buffer, tensor.dtype, shape, strides, bits)
 
 
@@ -92,9 +86,9 @@ def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # no
     return torch._neg_view(tensor) if neg else tensor  # noqa: SLF001
 
 
-def _noted(spans: Spans, octets: torch.Tensor) -> pickle.PickleBuffer:
+def _noted(note: Note, octets: torch.Tensor) -> pickle.PickleBuffer:
     buffer = pickle.PickleBuffer(octets.numpy())  # type: ignore[arg-type]
-    spans.append((buffer, octets.data_ptr(), octets.nbytes))
+    note((buffer, octets.data_ptr(), octets.nbytes))
     return buffer
 
 
@@ -122,13 +116,13 @@ def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.T
         return rebuild(*args)
 
 
-def _reduce_storage(spans: Spans, storage: torch.UntypedStorage) -> Any:
+def _reduce_storage(note: Note, storage: torch.UntypedStorage) -> Any:
     if storage.device.type != "cpu":
         return storage.__reduce__()  # type: ignore[no-untyped-call]
     if not storage.nbytes():  # torch cannot load what it makes of it
         return torch.UntypedStorage, ()
     octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    return _rebuild_storage, (_noted(spans, octets),)
+    return _rebuild_storage, (_noted(note, octets),)
 
 
 def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
@@ -136,4 +130,4 @@ def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
 
 
 # For pickles in which tensors need not stay together.
-REDUCERS = reducers(deque(maxlen=0))
+REDUCERS = reducers(lambda _span: None)

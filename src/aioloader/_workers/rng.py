@@ -37,31 +37,28 @@ def key_of(base_seed: int, *place: int) -> int:
 
 
 @dataclass(frozen=True)
-class BatchKeys:
-    """The seeds of batches (``rng="batch"``), different on each rank."""
+class EpochKeys:
+    """The seeds of an epoch.
+
+    Those of batches (``rng="batch"``) differ on each rank; those of samples
+    (``"sample"``) are independent of batches and ranks.
+    """
 
     base_seed: int
     epoch: int
     part: Part
+    by_sample: bool
 
-    def __call__(self, number: int, _first: int) -> tuple[int, None]:
-        """Return the key of a batch, and nothing for its samples."""
-        place = number * self.part.world_size + self.part.rank
-        return key_of(self.base_seed, self.epoch, place), None
-
-
-@dataclass(frozen=True)
-class SampleKeys:
-    """The seeds of samples (``"sample"``), independent of batches and ranks."""
-
-    base_seed: int
-    epoch: int
-    part: Part
-
-    def __call__(self, _number: int, first: int) -> tuple[int, tuple[int, int, int]]:
-        """Return the key of a batch, and the base of its samples' keys."""
+    def __call__(
+        self, number: int, first: int
+    ) -> tuple[int, tuple[int, int, int] | None]:
+        """Return the key of a batch, and the base of its samples' keys or None."""
+        part = self.part
+        if not self.by_sample:
+            place = number * part.world_size + part.rank
+            return key_of(self.base_seed, self.epoch, place), None
         of_epoch = key_of(self.base_seed, self.epoch)
-        return key_of(of_epoch, first), (of_epoch, first, self.part.world_size)
+        return key_of(of_epoch, first), (of_epoch, first, part.world_size)
 
 
 def key_of_sample(task: BatchTask, position: int, stage: int) -> int:
@@ -73,6 +70,12 @@ def key_of_sample(task: BatchTask, position: int, stage: int) -> int:
         return key_of(task.key or 0, position, stage)
     of_epoch, first, step = task.sample_keys
     return key_of(of_epoch, first + step * position, stage)
+
+
+def seed_batch(task: BatchTask) -> None:
+    """Seed the global generators for the plain code of ``task``, if it has a seed."""
+    if task.key is not None:
+        seed_all(task.key)
 
 
 def seed_sample(task: BatchTask, position: int, stage: int) -> None:
@@ -140,6 +143,12 @@ def swapped_in(key: int) -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def swapped_for(task: BatchTask) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which plain code for ``task`` draws in a shared process."""
+    key = task.key
+    return contextlib.nullcontext() if key is None else swapped_in(key)
 
 
 def seed_worker(base_seed: int, worker: int) -> int:

@@ -6,42 +6,21 @@ the dataset and the process's generators; each has its own generators in
 """
 
 import queue
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from aioloader._order.failures import noted
-from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.cpu import CpuThread
+from aioloader._pipeline.cpu import CpuThread, stack_of
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool
-from aioloader._pipeline.waiting import Latch
-from aioloader._workers.info import WorkerInfo, be_worker_thread, use_batch_rng
+from aioloader._workers.info import WorkerInfo, be_worker_thread, call_init
 
 # How long a close waits for a batch in progress, in seconds.
 _GRACE = 10.0
-
-
-class KeyedHere:
-    """Set ``get_worker_info().rng`` to a task's generators in this thread."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, task: BatchTask) -> None:
-        self._key = task.key
-
-    def __enter__(self) -> None:
-        if self._key is not None:
-            use_batch_rng(self._key)
-
-    def __exit__(self, *_exc: object) -> None:
-        pass
 
 
 class ThreadWorkers(Pool):
@@ -66,10 +45,9 @@ class ThreadWorkers(Pool):
         self._number = number
         self._init = init
         self._base_seed = base_seed
-        self._tasks: queue.SimpleQueue[BatchTask] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[BatchTask | None] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: it is over
         self._threads: list[CpuThread] = []
-        self._ended = [Latch() for _ in range(number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
 
     def open(self, pipeline: Pipeline) -> None:
@@ -77,7 +55,7 @@ class ThreadWorkers(Pool):
         for worker in range(self._number):
             thread = CpuThread(f"aioloader-worker-{worker}")
             thread.post(partial(self._live, pipeline, worker))
-            thread.stop(self._ended[worker].set)
+            thread.stop(thread.ident)
             self._threads.append(thread)
         # Runs at the interpreter's exit, before the threads are joined.
         weakref.finalize(self, _end, self._over, self._tasks, self._number)
@@ -88,27 +66,20 @@ class ThreadWorkers(Pool):
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """End the threads after their current batches; finalizers may call it."""
-        _end(self._over, self._tasks, len(self._threads))
+        _end(self._over, self._tasks, self._number)
 
     def join(self) -> bool:
         """Wait until the threads have ended, bounded; a forked child has none."""
         until = time.monotonic() + _GRACE
-        are_gone = all(
-            not thread.is_alive() or ended.wait(max(0.0, until - time.monotonic()))
-            for ended, thread in zip(self._ended, self._threads, strict=False)
-        )
-        if are_gone:
-            for thread in self._threads:
-                thread.join(_GRACE)
-        return are_gone
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def explain(self, task: BatchTask) -> str:
         """Describe the thread that has ``task``, since when, and its stack."""
         for ident, (held, since) in list(self._in_flight.items()):
             if held is task:
-                frame = sys._current_frames().get(ident)  # noqa: SLF001  (the only way)
-                stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
-                seconds = time.monotonic() - since
+                seconds, stack = time.monotonic() - since, stack_of(ident)
                 return (
                     f"has been with a worker thread for {seconds:.2f} s, at:\n{stack}"
                 )
@@ -129,14 +100,12 @@ class ThreadWorkers(Pool):
         if pipeline.host.failure() is not None:
             return
         try:
-            if self._init is not None:
-                self._init(worker)
-        except BaseException as error:  # of user code; raised by the consumer
-            where = f"in worker_init_fn of worker {worker}"
-            pipeline.fail(noted(raisable(error, "worker_init_fn"), where))
+            call_init(self._init, worker)
+        except BaseException as error:  # raised by the consumer
+            pipeline.fail(error)
             return
         ident = threading.get_ident()
-        while (task := self._tasks.get()) is not _LAST and not self._over:
+        while (task := self._tasks.get()) is not None and not self._over:
             self._in_flight[ident] = task, time.monotonic()
             result = pipeline.make(task)
             result.lane = worker
@@ -145,11 +114,10 @@ class ThreadWorkers(Pool):
             del task, result  # the consumer may drop it before the next one comes
 
 
-_LAST = BatchTask(-1, ())
-
-
-def _end(over: list[bool], tasks: "queue.SimpleQueue[BatchTask]", number: int) -> None:
+def _end(
+    over: list[bool], tasks: "queue.SimpleQueue[BatchTask | None]", number: int
+) -> None:
     """End ``number`` threads after their current batches."""
     over.append(True)
     for _ in range(number):
-        tasks.put(_LAST)
+        tasks.put(None)

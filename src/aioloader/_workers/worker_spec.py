@@ -12,7 +12,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import struct
 import sys
 import warnings
 from collections.abc import Iterable
@@ -23,20 +22,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.codec import (
     ONLY_TO_WORKERS,
+    Buffers,
     Reducers,
     decode,
     encode_by_value,
 )
+from aioloader._workers.info import call_init
 from aioloader._workers.reducers import REDUCERS
-from aioloader._workers.rng import Rng
+from aioloader._workers.rng import Rng, states
 from aioloader.errors import WorkerStartError
 
-_HEAD = struct.Struct("<qq")  # bytes of the header, number of buffers
-_PLACE = struct.Struct("<qq")
 # Big buffers start on a page of their own; small ones share pages.
 _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 
@@ -78,6 +78,31 @@ class WorkerSpec(Recipe):
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.has_generators or self.is_stream() or self.keeps_state
+
+    def initialise(self, worker: int) -> bool:
+        """Call the user's init function; return whether it seeded the generators.
+
+        Then shard a data pipe among the workers, as in torch.
+        """
+        before = states() if self.worker_init_fn is not None else None
+        call_init(self.worker_init_fn, worker)
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            graph_settings.apply_sharding(self.dataset, self.num_workers, worker)
+        return before is not None and states() != before
+
+    def pickled(self, reducers: Reducers = REDUCERS) -> tuple[bytes, Buffers]:
+        """Return its pickle; the buffers are not copied.
+
+        Raises:
+            WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
+        """
+        try:
+            send_by_value_what_cannot_be_imported()
+            return encode_by_value(self, reducers)
+        except Exception as error:  # user objects may raise anything
+            from aioloader._workers.pickling_errors import explain
+
+            raise WorkerStartError(explain(self, error, reducers)) from error
 
 
 # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
@@ -196,33 +221,14 @@ def ship(spec: WorkerSpec) -> int:
     Raises:
         WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
     """
-    send_by_value_what_cannot_be_imported()
-    reducers = {**SHIPPING, **ONLY_TO_WORKERS}
+    header, buffers = spec.pickled({**SHIPPING, **ONLY_TO_WORKERS})
+    parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
+    sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q")
+    file, at = os.memfd_create("aioloader-dataset"), 0
     try:
-        header, buffers = encode_by_value(spec, reducers)
-    except Exception as error:
-        from aioloader._workers.pickling_errors import explain
-
-        raise WorkerStartError(explain(spec, error, reducers)) from error
-    raws = [buffer.raw() for buffer in buffers]
-    places, end = [], _start(len(header), len(raws))
-    for raw in raws:
-        end = _aligned(end, _ALIGN if raw.nbytes >= _BIG else _ALIGN_SMALL)
-        places.append(_PLACE.pack(end, raw.nbytes))
-        end += raw.nbytes
-    file = os.memfd_create("aioloader-dataset")
-    try:
-        os.truncate(file, end)
-        head = _HEAD.pack(len(header), len(raws)) + b"".join(places)
-        _write(file, memoryview(head), 0)
-        _write(file, memoryview(header), len(head))
-        with mmap.mmap(file, end) as memory:
-            for place, raw in zip(places, raws, strict=True):
-                start, nbytes = _PLACE.unpack(place)
-                if nbytes >= _BIG:
-                    _write(file, raw, start)
-                else:  # there may be millions
-                    memory[start : start + nbytes] = raw
+        with open(file, "wb", closefd=False) as out:
+            for part in (memoryview(sizes.tobytes()), *parts):
+                at += out.write(bytes(_gap(at, part.nbytes))) + out.write(part)
     except BaseException:
         os.close(file)
         raise
@@ -232,31 +238,19 @@ def ship(spec: WorkerSpec) -> int:
 def receive(file: int) -> WorkerSpec:
     """Return the spec in ``file``; its buffers are private, writable mappings."""
     memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
-    length, count = _HEAD.unpack_from(memory)
-    at = _HEAD.size + count * _PLACE.size
-    places = [
-        _PLACE.unpack_from(memory, _HEAD.size + k * _PLACE.size) for k in range(count)
-    ]
-    buffers = [memory[start : start + nbytes] for start, nbytes in places]
-    spec: WorkerSpec = decode(memory[at : at + length], buffers)
+    count = int(np.frombuffer(memory, "<q", 1)[0])
+    at, parts = (count + 1) * 8, []
+    for nbytes in np.frombuffer(memory, "<q", count, 8).tolist():
+        at += _gap(at, nbytes)
+        parts.append(memory[at : at + nbytes])
+        at += nbytes
+    spec: WorkerSpec = decode(parts[0], parts[1:])
     return spec
 
 
-def _start(header_bytes: int, count: int) -> int:
-    end = _HEAD.size + count * _PLACE.size + header_bytes
-    return _aligned(end, _ALIGN)
-
-
-def _aligned(place: int, to: int) -> int:
-    return -(-place // to) * to
-
-
-def _write(file: int, data: memoryview, at: int) -> None:
-    """Write all of ``data``: the kernel takes at most 2 GB at once."""
-    data = data.cast("B") if data.nbytes else data
-    while len(data):
-        written = os.pwrite(file, data[: 1 << 30], at)
-        data, at = data[written:], at + written
+def _gap(at: int, nbytes: int) -> int:
+    """Return how many bytes to skip: big buffers have pages of their own."""
+    return -at % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:

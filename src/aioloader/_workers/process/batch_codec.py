@@ -118,11 +118,11 @@ class Packer:
 
     def _pickled(self, value: Any) -> list[Any]:
         spans: list[Span] = []
-        header, buffers = encode(value, reducers(spans))
+        header, buffers = encode(value, reducers(spans.append))
         if _have_small_overlaps(spans):
             # Tensors that share memory stay together, however small.
             spans.clear()
-            header, buffers = encode(value, reducers(spans), least_bytes=0)
+            header, buffers = encode(value, reducers(spans.append), least_bytes=0)
         of_tensors = {id(buffer): address for buffer, address, _ in spans}
         raws = [buffer.raw() for buffer in buffers]
         addresses = [of_tensors.get(id(buffer), 0) for buffer in buffers]

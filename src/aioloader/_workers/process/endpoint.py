@@ -14,7 +14,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._transport.channel import MAX_PARTS, Channel
 from aioloader._transport.in_flight_table import InFlightTable
-from aioloader._workers.info import use_sample_rng
+from aioloader._workers.info import seed_for_sample, seeded, use_sample_rng
 from aioloader._workers.process.batch_codec import Packer, unpack
 from aioloader._workers.process.messages import (
     ANSWER,
@@ -27,7 +27,7 @@ from aioloader._workers.process.messages import (
 )
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.remote_tasks import Answer, maker_of, sendable
-from aioloader._workers.rng_streams import Seeded, seed_batch, seed_for_sample
+from aioloader._workers.rng import seed_batch
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 
@@ -114,7 +114,7 @@ class Endpoint:
         self.maker = maker_of(
             spec,
             pool=self._packers,
-            around=Seeded,
+            around=seeded,
             reseed=seed_batch,
             seed=seed_for_sample,
             at=use_sample_rng,

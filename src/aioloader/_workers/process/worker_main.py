@@ -16,8 +16,6 @@ from functools import partial
 
 import torch
 
-from aioloader._order.failures import noted
-from aioloader._order.raising import raisable
 from aioloader._order.retry import last_error
 from aioloader._pipeline.stream import SyncStream
 from aioloader._transport.channel import Channel
@@ -26,7 +24,6 @@ from aioloader._workers.process.endpoint import Endpoint, Ends, send_fatal
 from aioloader._workers.process.messages import READY, UP, Request, result_head
 from aioloader._workers.process.serve_async import serve_async
 from aioloader._workers.rng import seed_worker
-from aioloader._workers.rng_streams import initialise
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import Kind
 
@@ -95,10 +92,9 @@ def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
     try:
         endpoint = Endpoint(worker, ends, spec)
         try:
-            seeds_itself = initialise(spec, worker)
+            seeds_itself = spec.initialise(worker)
         except BaseException as error:  # raised by the loader
-            where = f"in worker_init_fn of worker {worker}"
-            endpoint.give_up(noted(raisable(error, "worker_init_fn"), where))
+            endpoint.give_up(error)
         if seeds_itself or spec.rng == "worker":
             endpoint.maker.leave_generators()
         requests = Channel.adopt(ends.own if spec.is_addressed else ends.requests)

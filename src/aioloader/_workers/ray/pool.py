@@ -1,117 +1,128 @@
-"""The loader's side of its Ray actors: requests, answers, deaths.
+"""The loader's side of its Ray actors: requests, answers, retries.
 
+Ray places actors, and restarts those that die, alone or with their node. A batch whose
+actor has died waits for one that has no other batch, and is given up if that dies too.
 Everything runs in one thread, to which others post: consumers that want a batch, Ray
-when it has an answer or reports a death, and the code that ends the pool. So there are
-no locks and no polling. A batch is copied once, out of Ray's read-only store.
+when it has an answer, and the code that ends the pool. So there are no locks and no
+polling. A batch is copied once, out of Ray's read-only store.
 """
 
+import bisect
 import contextlib
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
 from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import LastingPool, Lease
+from aioloader._pipeline.roles import LastingPool
 from aioloader._pipeline.waiting import Latch
-from aioloader._transport.codec import decode
-from aioloader._workers.kept import Pools
-from aioloader._workers.ray.actor import Ground, RayActor, copied, places
-from aioloader._workers.ray.dispatcher import RayDispatcher, Seat, Ticket
-from aioloader._workers.ray.errors import (
-    died_too_early,
-    died_with,
-    meaning_of,
-    waits_for_actor,
-)
+from aioloader._workers.ray.actor import Begun, RayActor
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader._workers.remote_tasks import (
-    Packed,
-    opened,
-    pack_request,
-    pack_spec,
-)
+from aioloader._workers.remote_tasks import deliver, pack_request
 from aioloader._workers.worker_spec import WorkerSpec
-from aioloader.errors import LoaderClosedError, WorkerError
+from aioloader.errors import LoaderClosedError, WorkerDiedError
 
 # Seconds at the end: to leave a dataset's lifespan, then for actors to end.
 _LEAVE, _GONE = 3.0, 5.0
 # How long a stack may take, in seconds.
 _STACK = 1.0
-# How often a worker may die before it is ready, and how often a result may get lost.
-_EARLY_DEATHS, _LOST = 3, 3
+# How often Ray starts a worker that dies before it is ready.
+_STARTS = 3
+# The concurrency group of calls that do not wait for batches.
+_ASIDE = "aside"
 
 Done = Future[Any]
 
 
-def lease_actors(
-    pools: Pools, workers: RayWorkers, spec: WorkerSpec, *, keep: bool
-) -> Lease:
-    """Return a lease on Ray actors for one iteration.
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A batch in flight.
 
-    Args:
-        pools: Where persistent actors are kept.
-        workers: How many, and where.
-        spec: What they do.
-        keep: Whether they outlive the iteration and serve the next ones.
+    Attributes:
+        number: Its place among all requests.
+        has_failed: Whether an actor has died with it.
+        begun: The process that it was sent to.
+        since: When that was.
+        answer: Ray's reference to its answer; None once Ray was asked to cancel it.
     """
-    ground = Ground(list(sys.path), torch.get_default_dtype())
 
-    def start() -> RayPool:
-        ray, connection = workers.connect()
-        return RayPool(ray, connection, spec, ground, workers.options())
+    number: int
+    pipeline: Pipeline
+    task: BatchTask
+    has_failed: bool = False
+    begun: Begun | None = None
+    since: float = 0.0
+    answer: Any = None
 
-    begin = partial(pools.open, start, keep=keep)
-    return Lease(begin, reads=spec.reads, keep=keep)
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A worker: Ray may have restarted its actor since it was last heard from.
+
+    Attributes:
+        begun: The report of the actor's process that it is ready; None before.
+        tickets: The batches that it has, the oldest first.
+    """
+
+    number: int
+    actor: Any
+    begun: Begun | None = None
+    tickets: list[_Ticket] = field(default_factory=list)
 
 
 class RayPool(LastingPool):
     """The actors of one loader; used from any thread.
 
     Args:
-        ray: The module ``ray``, connected.
-        connection: The connection, kept until the actors have ended.
-        spec: What the actors do.
-        ground: Settings of this process for the actors.
-        options: Ray's options of each actor.
+        workers: How many, and where.
+        spec: What they do.
 
     Raises:
         WorkerStartError: If something they need cannot be pickled.
     """
 
-    def __init__(
-        self,
-        ray: Any,
-        connection: object,
-        spec: WorkerSpec,
-        ground: Ground,
-        options: dict[str, Any],
-    ) -> None:
-        self._ray = ray
-        self._connection: object = connection
-        self._spec = spec
-        self._ground = ground
-        self._options = options
-        self._shipped = ray.put(pack_spec(spec))
-        self._make_actor = ray.remote(RayActor).options(**options)
+    def __init__(self, workers: RayWorkers, spec: WorkerSpec) -> None:
+        self._ray, self._connection = workers.connect()  # kept until they have ended
+        errors = self._ray.exceptions
+        self._deaths = (
+            *(errors.RayActorError, errors.NodeDiedError, errors.OutOfMemoryError),
+            *(errors.WorkerCrashedError, errors.ObjectLostError),
+        )
+        self._spec, self._needs = spec, workers.resources
+        at_once = 1 if spec.is_plain else spec.window
+        # One that makes a batch at a time gets a second one, so that it never waits,
+        # which another may take over when it becomes idle.
+        self._depth = 2 if spec.is_plain else at_once
+        self._recalls = spec.is_plain and not spec.is_addressed
+        # What an actor begins with.
+        self._settings: tuple[Any, ...] = (
+            self._ray.put(spec.pickled()),
+            [*sys.path],
+            torch.get_default_dtype(),
+        )
+        self._make_actor = self._ray.remote(
+            concurrency_groups={_ASIDE: 1},
+            max_concurrency=at_once,
+            max_restarts=-1,
+            max_task_retries=_STARTS - 1,  # of ``begin``
+            **workers.options(),
+        )(RayActor)
         self._thread = CpuThread("aioloader-ray")
         self._ended = Latch()
         self._is_over = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
-        self._early_deaths = [0] * spec.num_workers
-        at_once = places(spec)
-        is_addressed = spec.is_addressed
-        # None: not known before the user's init function has run.
-        self._dispatcher = RayDispatcher(
-            at_once, is_addressed=None if spec.worker_init_fn else is_addressed
-        )
+        self._seats: list[_Seat] = []
+        self._waiting: list[_Ticket] = []  # by number
+        self._sent = 0
         self._thread.post(self._place)
 
     # -- for iterations, from any thread --------------------------------------------
@@ -119,9 +130,7 @@ class RayPool(LastingPool):
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Take a task; its result is delivered by the thread."""
         if not self._thread.post(partial(self._enter, pipeline, task)):
-            pipeline.fail(
-                self._error or LoaderClosedError("the Ray workers have ended")
-            )
+            self._refuse(pipeline)
 
     def forget(self, pipeline: Pipeline) -> None:
         """Drop the requests of ``pipeline``."""
@@ -129,26 +138,26 @@ class RayPool(LastingPool):
 
     def explain(self, task: BatchTask) -> str:
         """Describe the actor that has ``task``, since when, and its stack."""
-        ticket, seat = self._dispatcher.find(task)
-        if ticket is None or seat is None or seat.begun is None:
-            return waits_for_actor(self._ray, self._dispatcher.seats, self._options)
-        seconds = time.monotonic() - ticket.since
-        is_next = ticket is not seat.tickets[0]
+        seat, ticket = self._find(task)
+        if seat is None or ticket is None or ticket.begun is None:
+            return self._waits()
+        begun, is_first = ticket.begun, seat.tickets[:1] == [ticket]
         text = (
-            f"has been {'queued at' if is_next else 'with'} Ray worker {seat.number} "
-            f"(pid {seat.begun.pid} on {seat.begun.host}) for {seconds:.2f} s"
+            f"has been {'with' if is_first else 'queued at'} Ray worker {seat.number} "
+            f"(pid {begun.pid} on {begun.host}) for "
+            f"{time.monotonic() - ticket.since:.2f} s"
         )
         try:
-            stack = self._ray.get(seat.actor.where.remote(), timeout=_STACK)
+            stack = self._ray.get(_aside(seat.actor.where), timeout=_STACK)
         except Exception:  # stuck in native code, or gone
             return f"{text}; it does not answer"
         return f"{text}, at:\n{stack}"
 
     def restart(self, task: BatchTask) -> bool:
-        """Kill the actor that has ``task``; return whether there is one."""
-        _, seat = self._dispatcher.find(task)
+        """Replace the actor that has ``task``; return whether there is one."""
+        seat, _ = self._find(task)
         if seat is not None:
-            self._ray.kill(seat.actor)
+            self._thread.post(partial(self._replace, seat))
         return seat is not None
 
     def is_open(self) -> bool:
@@ -169,154 +178,183 @@ class RayPool(LastingPool):
             self._thread.join(_GONE)
         return is_gone
 
-    # -- in the thread: requests ----------------------------------------------------
+    def _find(self, task: BatchTask) -> tuple[_Seat, _Ticket] | tuple[None, None]:
+        """Return the worker that has ``task``, and its ticket."""
+        for seat in self._seats:
+            for ticket in seat.tickets[:]:
+                if ticket.task is task:
+                    return seat, ticket
+        return None, None
 
-    def _enter(self, pipeline: Pipeline, task: BatchTask) -> None:
-        self._dispatcher.enter(pipeline, task)
-        self._dispatch()
+    def _refuse(self, pipeline: Pipeline) -> None:
+        pipeline.fail(self._error or LoaderClosedError("the Ray workers have ended"))
 
-    def _dispatch(self) -> None:
-        if self._is_over:
-            return
-        for seat, ticket in self._dispatcher.assign():
-            self._send(seat, ticket)
-        for seat, ticket in self._dispatcher.recall():
-            seat.actor.return_unmade.remote(ticket.name)
-
-    def _send(self, seat: Seat, ticket: Ticket) -> None:
-        try:
-            reads = self._spec.reads
-            request = pack_request(ticket.pipeline, ticket.task, reads=reads)
-        except Exception as error:  # the user's classes may raise when pickled
-            seat.tickets.remove(ticket)
-            self._deliver(ticket, BatchResult(error=error.with_traceback(None)))
-            return
-        answer = seat.actor.make.remote(ticket.name, request)
-        self._when(answer, partial(self._take, seat, ticket))
-
-    def _forget(self, pipeline: Pipeline) -> None:
-        for ticket in self._dispatcher.forget(pipeline):
-            for seat in self._dispatcher.seats:
-                if ticket in seat.tickets[1:]:
-                    seat.actor.return_unmade.remote(ticket.name)
-
-    def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
-        """Call ``then`` in the thread when Ray has an answer."""
-        # The callback runs in a thread of Ray's, which it must not block.
-        reference.future().add_done_callback(
-            lambda done: self._thread.post(partial(then, done))
+    def _waits(self) -> str:
+        """Return text that explains why no actor has a batch."""
+        number, ready = len(self._seats), sum(bool(one.begun) for one in self._seats)
+        if ready == number:
+            return f"waits for one of {ready} Ray actors to be free"
+        free, total = self._ray.available_resources(), self._ray.cluster_resources()
+        each = ", ".join(
+            f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+            for name, amount in self._needs.items()
+            if amount
+        )
+        return (
+            f"waits for a Ray actor: {ready} of {number} are placed, the others wait "
+            f"for room in the cluster; each needs {each}"
         )
 
-    # -- in the thread: answers -----------------------------------------------------
-
-    def _take(self, seat: Seat, ticket: Ticket, done: Done) -> None:
-        if self._is_over:
-            return
-        error = done.exception()
-        meaning = meaning_of(error)
-        if error is not None and meaning == "death":
-            self._recover(seat, error)
-            return
-        if ticket in seat.tickets:
-            seat.tickets.remove(ticket)
-        if meaning == "loss" and ticket.losses < _LOST:
-            ticket.losses += 1
-            self._dispatcher.put_back(ticket)
-        elif error is not None:
-            self._deliver(ticket, BatchResult(error=error))
-        else:
-            self._open(seat, ticket, done.result())
-        self._dispatch()
-
-    def _open(self, seat: Seat, ticket: Ticket, packed: Packed | None) -> None:
-        if packed is None:  # the actor has not started it
-            self._dispatcher.put_back(ticket)
-            return
-        if not self._dispatcher.remove(ticket):
-            return
-        pipeline, task = ticket.pipeline, ticket.task
-        try:
-            answer = decode(*copied(packed, pipeline.maker.pool))
-        except Exception as error:  # of a user's class
-            text = f"a batch of worker {seat.number} could not be unpickled: {error!r}"
-            problem = WorkerError(text, worker=seat.number)
-            problem.__cause__ = error
-            pipeline.receive(task, BatchResult(error=problem))
-            return
-        task.samples = []
-        pipeline.receive(task, *opened(answer, task))
-
-    def _deliver(self, ticket: Ticket, result: BatchResult) -> None:
-        if self._dispatcher.remove(ticket):
-            ticket.pipeline.receive(ticket.task, result)
-
-    # -- in the thread: starts and deaths -------------------------------------------
+    # -- in the thread: actors ------------------------------------------------------
 
     def _place(self) -> None:
         try:
-            numbers = range(self._spec.num_workers)
-            self._dispatcher.seats = [self._seat(number) for number in numbers]
+            for number in range(self._spec.num_workers):
+                self._seats.append(
+                    seat := _Seat(number, self._make_actor.remote(number))
+                )
+                self._begin(seat)
         except Exception as error:  # of Ray: every iteration must learn of it
             self._fail(error)
 
-    def _seat(self, number: int) -> Seat:
-        """Let Ray place an actor as soon as there is room for it."""
-        seat = Seat(number, self._make_actor.remote(number))
-        begun = seat.actor.begin.remote(self._shipped, self._ground)
-        self._when(begun, partial(self._begin, seat))
-        self._when(seat.actor.stay.remote(), partial(self._lose, seat))
-        return seat
+    def _replace(self, seat: _Seat) -> None:
+        # Ray reports a death at once, a restart after a second.
+        self._ray.kill(seat.actor)
+        seat.actor = self._make_actor.remote(seat.number)
 
-    def _begin(self, seat: Seat, done: Done) -> None:
+    def _begin(self, seat: _Seat) -> None:
+        """Let a worker begin, as soon as Ray has placed its actor somewhere."""
+        seat.begun = None
+        begun = seat.actor.begin.remote(*self._settings)
+        self._when(begun, partial(self._has_begun, seat))
+
+    def _has_begun(self, seat: _Seat, done: Done) -> None:
         error = done.exception()
-        if self._is_over or error is not None:
-            self._lose(seat, done)
-            return
-        begun = done.result()
-        if begun.error is not None:
-            self._fail(begun.error.raisable())
-            return
-        seat.begun = begun
-        self._early_deaths[seat.number] = 0
-        is_addressed = begun.seeds_itself or self._spec.is_addressed
-        self._dispatcher.is_addressed = is_addressed
-        self._dispatch()
-
-    def _lose(self, seat: Seat, done: Done) -> None:
-        error = done.exception()
-        if error is not None and not self._is_over:
-            if meaning_of(error) == "death":
-                self._recover(seat, error)
-            else:
-                self._fail(error)
-
-    def _recover(self, seat: Seat, error: BaseException) -> None:
-        """Let Ray replace a dead actor, and recover its batches."""
-        if self._dispatcher.seats[seat.number] is not seat:
-            return
-        if not self._ray.is_initialized():  # Ray would start a new cluster
+        if isinstance(error, self._deaths):
+            self._fail(_died_too_early(seat, error))
+        elif error is not None:
             self._fail(error)
-            return
-        self._ray.kill(seat.actor)  # it may only be unreachable
-        if seat.begun is None:
-            self._early_deaths[seat.number] += 1
-            if self._early_deaths[seat.number] >= _EARLY_DEATHS:
-                self._fail(died_too_early(seat, error))
-                return
-        for ticket in self._dispatcher.recover(seat):
-            problem = died_with(ticket, seat, error)
-            ticket.pipeline.receive(ticket.task, BatchResult(error=problem))
-        self._dispatcher.seats[seat.number] = self._seat(seat.number)
-        self._dispatch()
+        elif (begun := done.result()).error is not None:
+            self._fail(begun.error.raisable())
+        else:
+            seat.begun = begun
+            self._dispatch()
 
     def _fail(self, error: BaseException) -> None:
         """End all iterations: no actor can make their batches."""
-        tickets = self._dispatcher.tickets.values()
-        pipelines = {ticket.pipeline for ticket in tickets}
+        held = [ticket for seat in self._seats for ticket in seat.tickets]
+        found = {ticket.pipeline for ticket in (*held, *self._waiting)}
+        pipelines = [one for one in found if not one.is_dismissed()]
         self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
         for pipeline in pipelines:
             pipeline.fail(error)
+
+    def _when(self, reference: Any, then: Callable[[Done], None]) -> None:
+        """Call ``then`` in the thread when Ray has an answer, unless it is over."""
+
+        def call(done: Done) -> None:
+            if not self._is_over:
+                then(done)
+
+        # The callback runs in a thread of Ray's, which it must not block.
+        reference.future().add_done_callback(
+            lambda done: self._thread.post(partial(call, done))
+        )
+
+    # -- in the thread: requests ----------------------------------------------------
+
+    def _enter(self, pipeline: Pipeline, task: BatchTask) -> None:
+        if self._is_over:
+            self._refuse(pipeline)
+            return
+        self._waiting.append(_Ticket(self._sent, pipeline, task))
+        self._sent += 1
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send waiting batches to actors that have room, the oldest first."""
+        if self._is_over:
+            return
+        free = [*filter(self._has_room, self._seats)]
+        is_addressed = self._spec.is_addressed
+        for ticket in self._waiting[:]:
+            number = ticket.task.number % len(self._seats)
+            mine = [seat for seat in free if not is_addressed or seat.number == number]
+            able = [seat for seat in mine if not (ticket.has_failed and seat.tickets)]
+            if able:
+                self._waiting.remove(ticket)
+                self._send(min(able, key=lambda seat: len(seat.tickets)), ticket)
+            else:  # no later batch may overtake it, or it might wait forever
+                free = [seat for seat in free if seat not in mine]
+            free = [*filter(self._has_room, free)]
+        idle = sum(not seat.tickets for seat in free) if self._recalls else 0
+        queued = [ticket for seat in self._seats for ticket in seat.tickets[1:]]
+        self._cancel([one for one in queued if one.answer is not None][:idle])
+
+    def _has_room(self, seat: _Seat) -> bool:
+        is_shared = not any(ticket.has_failed for ticket in seat.tickets)
+        return bool(seat.begun) and is_shared and len(seat.tickets) < self._depth
+
+    def _send(self, seat: _Seat, ticket: _Ticket) -> None:
+        try:
+            reads = self._spec.reads
+            request = pack_request(ticket.pipeline, ticket.task, reads=reads)
+        except Exception as error:  # the user's classes may raise when pickled
+            result = BatchResult(error=error.with_traceback(None))
+            ticket.pipeline.receive(ticket.task, result)
+            return
+        seat.tickets.append(ticket)
+        ticket.begun, ticket.since = seat.begun, time.monotonic()
+        ticket.answer = seat.actor.make.options(max_task_retries=0).remote(request)
+        self._when(ticket.answer, partial(self._take, seat, ticket))
+
+    def _forget(self, pipeline: Pipeline) -> None:
+        self._waiting = [one for one in self._waiting if one.pipeline is not pipeline]
+        if not self._is_over:
+            queued = [ticket for seat in self._seats for ticket in seat.tickets[1:]]
+            self._cancel([one for one in queued if one.pipeline is pipeline])
+
+    def _cancel(self, tickets: list[_Ticket]) -> None:
+        """Let Ray cancel batches, unless an actor has started them."""
+        for ticket in tickets:
+            if ticket.answer is not None:
+                self._ray.cancel(ticket.answer)
+                ticket.answer = None
+
+    # -- in the thread: answers -----------------------------------------------------
+
+    def _take(self, seat: _Seat, ticket: _Ticket, done: Done) -> None:
+        seat.tickets.remove(ticket)
+        error = done.exception()
+        pipeline, task = ticket.pipeline, ticket.task
+        if isinstance(error, self._deaths) or (not error and done.result() is None):
+            self._lose(seat, ticket, error)
+        elif isinstance(error, self._ray.exceptions.TaskCancelledError):
+            self._put_back(ticket)
+        elif error is not None:
+            pipeline.receive(task, BatchResult(error=error))
+        else:
+            deliver(pipeline, task, done.result(), seat.number)
+        self._dispatch()
+
+    def _lose(self, seat: _Seat, ticket: _Ticket, error: BaseException | None) -> None:
+        """Retry a batch whose actor has died, or has been restarted since (None)."""
+        if not self._ray.is_initialized():  # Ray would start a new cluster
+            self._fail(error or LoaderClosedError("Ray was shut down"))
+            return
+        if seat.begun is ticket.begun:
+            self._begin(seat)
+        if error is not None and ticket.has_failed:
+            problem = _died_with(ticket, seat, error)
+            ticket.pipeline.receive(ticket.task, BatchResult(error=problem))
+            return
+        ticket.has_failed = ticket.has_failed or error is not None
+        self._put_back(ticket)
+
+    def _put_back(self, ticket: _Ticket) -> None:
+        if not ticket.pipeline.is_dismissed():
+            bisect.insort(self._waiting, ticket, key=lambda one: one.number)
 
     # -- in the thread: the end -----------------------------------------------------
 
@@ -325,20 +363,51 @@ class RayPool(LastingPool):
         with contextlib.suppress(Exception):
             if self._ray.is_initialized():
                 self._end_actors()
-        self._dispatcher.tickets.clear()
-        self._shipped = self._connection = None
+        self._seats, self._waiting = [], []
+        self._settings, self._connection = (), None
 
     def _end_actors(self) -> None:
-        ray, seats = self._ray, self._dispatcher.seats
         if Lifespan(self._spec.dataset, self._spec.lifespan):
-            self._await(
-                [seat.actor.leave.remote() for seat in seats if seat.begun], _LEAVE
-            )
-        for seat in seats:
-            ray.kill(seat.actor)
+            begun = [seat for seat in self._seats if seat.begun]
+            self._await([_aside(seat.actor.leave) for seat in begun], _LEAVE)
+        for seat in self._seats:
+            self._ray.kill(seat.actor)
         # Calls to them fail when they are gone.
-        self._await([seat.actor.where.remote() for seat in seats], _GONE)
+        self._await([_aside(seat.actor.where) for seat in self._seats], _GONE)
 
     def _await(self, references: list[Any], seconds: float) -> None:
         if references:
             self._ray.wait(references, num_returns=len(references), timeout=seconds)
+
+
+def _aside(method: Any) -> Any:
+    """Call a method of an actor in a thread that does not wait for batches."""
+    return method.options(concurrency_group=_ASIDE, max_task_retries=0).remote()
+
+
+def _died_with(ticket: _Ticket, seat: _Seat, error: BaseException) -> WorkerDiedError:
+    """Return the error for a batch that is not retried."""
+    task, begun = ticket.task, ticket.begun
+    assert begun is not None
+    died = WorkerDiedError(
+        f"DataLoader worker (pid(s) {begun.pid} on {begun.host}) exited unexpectedly "
+        f"with batch {task.number} in hand, sample indices {shorten(task.indices)}; it "
+        f"is not the first worker that this batch has cost. Ray says: {error}",
+        worker=seat.number,
+        pid=begun.pid,
+        batch=task.number,
+    )
+    died.__cause__ = error.with_traceback(None)
+    return died
+
+
+def _died_too_early(seat: _Seat, error: BaseException) -> WorkerDiedError:
+    """Return the error for actors that die before they are ready."""
+    died = WorkerDiedError(
+        f"DataLoader worker {seat.number} died as a Ray actor before it started, and "
+        "so did those before it. Is aioloader installed on every node? Ray says: "
+        f"{error}",
+        worker=seat.number,
+    )
+    died.__cause__ = error.with_traceback(None)
+    return died

@@ -5,6 +5,7 @@ also manages the connection to the cluster, and ends a cluster that it has start
 """
 
 import importlib
+import math
 import os
 import socket
 import threading
@@ -97,11 +98,10 @@ class RayWorkers:
         found: dict[str, Any] = {
             option: self.resources[name]
             for name, option in _OPTIONS.items()
-            if self.resources.get(name) is not None
+            if name in self.resources
         }
         own = {name: n for name, n in self.resources.items() if name not in _OPTIONS}
-        spread = {"scheduling_strategy": "SPREAD", "max_restarts": 0}
-        return {**found, "resources": own, **spread}
+        return {**found, "resources": own, "scheduling_strategy": "SPREAD"}
 
     def connect(self) -> tuple[Any, object]:
         """Return the connected module ``ray``, and an object that keeps it connected.
@@ -112,10 +112,50 @@ class RayWorkers:
             ConnectionError: If there is no cluster.
             ValueError: If this process is connected to another one.
         """
+        global _ours  # noqa: PLW0603  (so is Ray's own state)
         ray = import_ray()
         with _LOCK:
-            self._connection = _connected(ray, self)
-            return ray, self._connection
+            if not ray.is_initialized():
+                self._start(ray)
+                mine = self._connection = _Connection()
+                _ours = weakref.ref(mine)
+                weakref.finalize(mine, _disconnect, ray, _session(ray)).atexit = False
+                return ray, mine
+            found = ray.get_runtime_context().gcs_address
+            if self.address not in {None, "auto", "local", found}:
+                raise ValueError(
+                    f"RayWorkers(address={self.address!r}): this process is already "
+                    f"connected to the Ray cluster at {found!r}"
+                )
+            self._connection = _ours() if _ours is not None else None
+        if self._connection is not None:
+            self._warn_of_no_room(ray)
+        return ray, self._connection
+
+    def _start(self, ray: Any) -> None:
+        """Connect to a cluster; start one if none is named."""
+        options: dict[str, Any] = {}
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        _check_client("RAY_ADDRESS", address)
+        if address is None:
+            address, number = "local", self.num_workers
+            own = {k: number * n for k, n in self.options()["resources"].items()}
+            cpus = max(os.cpu_count() or 1, number * self.resources["CPU"])
+            options = {"num_cpus": math.ceil(cpus), "resources": own}
+            options["include_dashboard"] = False
+        _probe(address)
+        ray.init(address=address, logging_level="warning", **options)
+
+    def _warn_of_no_room(self, ray: Any) -> None:
+        """Warn if the cluster, started for other workers, is too small for these."""
+        free = ray.available_resources().get("CPU", 0)
+        needed = self.num_workers * self.resources["CPU"]
+        if free < needed:
+            warn(
+                f"the Ray cluster that was started here has {free:g} CPUs free, and "
+                f"{self!r} needs {needed:g}: actors without room wait until others "
+                "end; start a larger cluster first with ray.init(num_cpus=...)"
+            )
 
 
 class _Connection:
@@ -129,29 +169,6 @@ _PROBED = 5.0
 # One process has one connection to Ray.
 _LOCK = fork_safe(threading.Lock())
 _ours: "weakref.ref[_Connection] | None" = None
-
-
-def _connected(ray: Any, workers: RayWorkers) -> _Connection | None:
-    """Connect unless Ray is connected; return the connection if it is ours."""
-    global _ours  # noqa: PLW0603  (so is Ray's own state)
-    if ray.is_initialized():
-        _check_address(ray, workers.address)
-        connection = None if _ours is None else _ours()
-        if connection is not None:
-            _warn_of_no_room(ray, workers)
-        return connection
-    options: dict[str, Any] = {}
-    address = workers.address or os.environ.get("RAY_ADDRESS")
-    _check_client("RAY_ADDRESS", address)
-    if address is None:
-        address = "local"
-        options = {"include_dashboard": False, **_room(workers)}
-    _probe(address)
-    ray.init(address=address, logging_level="warning", **options)
-    connection = _Connection()
-    _ours = weakref.ref(connection)
-    weakref.finalize(connection, _disconnect, ray, _session(ray)).atexit = False
-    return connection
 
 
 def _check_client(name: str, address: str | None) -> None:
@@ -176,36 +193,6 @@ def _probe(address: str) -> None:
         ) from error
 
 
-def _warn_of_no_room(ray: Any, workers: RayWorkers) -> None:
-    """Warn if a cluster that we started for other workers is too small for these."""
-    free = ray.available_resources().get("CPU", 0)
-    needed = workers.num_workers * workers.resources["CPU"]
-    if free < needed:
-        warn(
-            f"the Ray cluster that was started here has {free:g} CPUs free, and "
-            f"{workers!r} needs {needed:g}: actors without room wait until others end; "
-            "start a larger cluster first with ray.init(num_cpus=...)"
-        )
-
-
-def _room(workers: RayWorkers) -> dict[str, Any]:
-    """Return the options of a local cluster with room for all workers."""
-    number, needs = workers.num_workers, workers.resources
-    cpus = max(os.cpu_count() or 1, number * needs["CPU"])
-    own = {name: number * n for name, n in needs.items() if name not in _OPTIONS}
-    return {"num_cpus": int(-(-cpus // 1)), "resources": own}
-
-
-def _check_address(ray: Any, address: str | None) -> None:
-    """Refuse a cluster other than the connected one."""
-    found = ray.get_runtime_context().gcs_address
-    if address not in {None, "auto", "local", found}:
-        raise ValueError(
-            f"RayWorkers(address={address!r}): this process is already connected to "
-            f"the Ray cluster at {found!r}"
-        )
-
-
 def _session(ray: Any) -> str:
     return str(ray.get_runtime_context().get_job_id())
 
@@ -220,7 +207,7 @@ def _disconnect(ray: Any, session: str) -> None:
 
     thread = CpuThread("aioloader-ray-end")
     thread.post(end)
-    thread.stop(lambda: None)
+    thread.stop(thread.ident)
 
 
 def import_ray() -> Any:
