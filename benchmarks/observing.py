@@ -43,7 +43,7 @@ _OBSERVING: dict[type, tuple[str, ...]] = {
     InlineIterator: ("next",),
     GatherIterator: ("next",),
     PipelineIterator: ("_take",),
-    Pipeline: ("_read_here",),
+    Pipeline: ("_work",),
     BatchMaker: ("read", "apply", "collate"),
 }
 

@@ -118,7 +118,7 @@ async def test_a_pipeline_that_fails_at_once_fails_its_consumer(
     def refuse(*_arguments: Any, **_options: Any) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(run, "FetcherPool", refuse)
+    monkeypatch.setattr(run, "Lanes", refuse)
     loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
     with pytest.raises(LookupError, match="planted"):
         await collect(loader)

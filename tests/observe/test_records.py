@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from aioloader._observe.records import MadeAt, Record, bytes_of
-from aioloader._pipeline import fetcher_pool
+from aioloader._pipeline import lanes
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.fetcher_pool import FetcherPool
+from aioloader._pipeline.lanes import Lanes
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -90,28 +90,22 @@ async def test_batches_that_coroutines_read_as_a_whole() -> None:
         check(records(loader), size=4, busy=transform is not None)
 
 
-async def test_async_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They start after the read, and their seconds are summed."""
+async def test_seconds_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its coroutines are summed, and one in eight is measured."""
     clock: Any = SimpleNamespace(now=5.0)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr(fetcher_pool, "time", clock)
+    monkeypatch.setattr(lanes, "time", clock)
 
-    async def transform(sample: int) -> int:
+    async def transform(task: BatchTask, position: int) -> None:
         clock.now += 0.25
-        return sample + 1
+        task.samples[position] += 1
 
-    maker: Any = SimpleNamespace(
-        reads_async=False, get=None, get_batch=None, at=None, transform=transform
-    )
-    done = asyncio.Event()
-    task = BatchTask(0, range(20), samples=[*range(20)], began=1.0, read=2.0)
-    pool = FetcherPool(4, maker, lambda _task: done.set(), head_start=False)
-    pool.transform(task)
-    await done.wait()
-    await pool.aclose()
+    task = BatchTask(0, range(20), samples=[*range(20)])
+    four = Lanes(4)
+    jobs = await four.run(task, transform, 20)
+    await four.aclose()
     assert task.samples == [*range(1, 21)]
-    assert (task.began, task.read, task.started) == (1, 2, 5)
-    assert task.busy == 20 * 0.25
+    assert (jobs.began, jobs.busy) == (5, 20 * 0.25)
 
 
 async def test_processor_time_of_some() -> None:

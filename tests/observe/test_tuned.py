@@ -6,7 +6,6 @@ import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from aioloader import DataLoader
 from aioloader._loader.arguments import count_workers
 from aioloader._loader.options import Chosen
 from aioloader._observe.autotune import Controller, Held
-from aioloader._pipeline import fetcher_pool
+from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.fetcher_pool import FetcherPool
+from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.pipeline_iterator import Window
 from aioloader._pipeline.tuner import Figures, Tuner, Tuning
 from aioloader._workers.ray.workers import RayWorkers
@@ -48,7 +47,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock of what is measured."""
     clock = Clock()
-    for module in (tuner_module, fetcher_pool):
+    for module in (tuner_module, lanes_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -85,35 +84,21 @@ class Store:
 
 async def read_all(store: Store, controller: Controller, batches: int) -> list[Any]:
     """Return the samples of so many batches, which are all requested at once."""
-    maker: Any = SimpleNamespace(
-        get=store.get,
-        get_batch=None,
-        reads_async=True,
-        transforms_async=False,
-        at=None,
-        policy=SimpleNamespace(begin=lambda _samples: None),
-    )
-    all_read, tasks = (
-        asyncio.Event(),
-        [
-            BatchTask(number, range(number * 8, number * 8 + 8))
-            for number in range(batches)
-        ],
-    )
-    read = []
-
-    def done(task: BatchTask) -> None:
-        read.append(task)
-        if len(read) == batches:
-            all_read.set()
-
-    size = controller.value
     tuned = tuner(Tuning(), concurrency=controller)
-    pool = FetcherPool(size, maker, done, head_start=False, tuner=tuned)
-    for task in tasks:
-        pool.read(task)
-    await all_read.wait()
-    await pool.aclose()
+    tasks = [
+        BatchTask(number, range(number * 8, number * 8 + 8), samples=[None] * 8)
+        for number in range(batches)
+    ]
+
+    async def read(task: BatchTask, position: int) -> None:
+        task.samples[position] = await store.get(task.indices[position])
+
+    def tune(began: float, is_busy: bool) -> int:
+        return tuned.note_read(began, failures=0, is_busy=is_busy)
+
+    lanes = Lanes(controller.value, tune)
+    await asyncio.gather(*(lanes.run(task, read, 8) for task in tasks))
+    await lanes.aclose()
     return [sample for task in tasks for sample in task.samples]
 
 

@@ -2,8 +2,8 @@
 
 ::
 
-    consumer ─BatchTask─▶ Pipeline ─▶ FetcherPool ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
-                                      event loop     plain code   ordered, bounded
+    consumer ─BatchTask─▶ Pipeline ─▶ Lanes ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
+                                event loop   plain code   ordered, bounded
 
 ``inline`` makes batches where ``next`` is called, ``pipeline_iterator`` is the
 consumer's side of a ``pipeline``; ``host`` and ``loop_host`` own the threads and loops;

@@ -80,10 +80,6 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 def user_error(error: BaseException, what: str) -> BaseException:
     """Return the error of a user's coroutine as the consumer gets it.
 
-    Args:
-        error: The error.
-        what: What raised it.
-
     Raises:
         BaseException: ``error``, if it ends this task.
     """

@@ -1,19 +1,20 @@
 """The user's functions, and what surrounds each call: retries, skips, notes.
 
-``make`` makes a batch in the calling thread, wherever that is; the fetchers await reads
-and transforms that are coroutines. Both read again in the same way.
+``make`` makes a batch in plain code, in the calling thread; ``amake`` on a loop, with
+coroutines. Both read again in the same way.
 """
 
+import asyncio
 import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
@@ -28,31 +29,35 @@ from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.raising import STOPS, raisable
+from aioloader._order.raising import STOPS, ends_task, raisable
 from aioloader._order.retry import RETRIED
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
     holds_awaitables,
     refuse_coroutines,
+    resolved,
     run_now,
     user_error,
 )
-from aioloader._pipeline.batch_task import BatchResult, BatchTask, place_of
-from aioloader._pipeline.keys import BatchSeeds, Keys
+from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, place_of
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.errors import FailureBudgetError
-from aioloader.protocols import (
-    Kind,
-    batch_getter,
-)
+from aioloader.protocols import Kind, batch_getter, is_async_function
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.lanes import Lanes
 
 _NOTHING: Final = contextlib.nullcontext()
 # What raises in each stage, for errors.
 _DATASET: Final = "the dataset"
 _WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
+# Maps a batch's number and the position of its first sample to a ``BatchTask``'s keys.
+Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
+# Sleeps in a thread between two reads; None: coroutines read, on a loop.
+Pause: TypeAlias = Callable[[float], object]
 
 
 def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
@@ -60,26 +65,15 @@ def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
     return _NOTHING
 
 
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+def _seeds_of(
+    keys: Keys, rank: int, reader: int, readers: int, number: int, whole: int
+) -> tuple[int, tuple[int, int, int] | None]:
+    """Return the keys of one of a reader's batches, of ``whole`` samples on all ranks.
 
-
-class Reading(NamedTuple):
-    """How samples are read again: in a thread, or on the loop.
-
-    On the loop these return awaitables, in a thread they wait themselves.
-
-    Attributes:
-        get: Returns the sample at a position of a task.
-        get_batch: Returns all samples of a task.
-        pause: Sleeps between attempts.
-        error: Returns an error of the dataset as the consumer gets it.
+    ``number`` counts the batches of this reader.
     """
-
-    get: Callable[[BatchTask, int], Any]
-    get_batch: Callable[[BatchTask], Any]
-    pause: Callable[[float], Any]
-    error: Callable[[BaseException], BaseException]
+    number = number * readers + reader
+    return keys(number, number * whole + rank)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,6 +92,7 @@ class BatchMaker(Recipe):
             sample, or a whole batch (position -1), if its batch has a seed.
         keys: Returns the keys that generators are seeded with; None: no seeding.
         loads: What an iterable dataset does with a loaded state.
+        failed_reads: How many reads of coroutines have failed, those retried too.
     """
 
     policy: FailurePolicy
@@ -110,6 +105,7 @@ class BatchMaker(Recipe):
     keys: Keys | None = None
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
+    failed_reads: int = field(default=0, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
@@ -128,6 +124,11 @@ class BatchMaker(Recipe):
                 return partial(Rows, tensors)
         return batch_getter(self.dataset)
 
+    @cached_property
+    def _is_wrapped(self) -> bool:
+        """Whether a plain wrapper of an async dataset returns awaitables."""
+        return not is_async_function(self.get)
+
     def task(self, batch: IndexBatch) -> BatchTask:
         """Return the task for a request."""
         number, first, indices, padding, state = batch
@@ -136,11 +137,11 @@ class BatchMaker(Recipe):
             task.key, task.sample_keys = self.keys(number, first)
         return task
 
-    def seeds(self, reader: int = 0, readers: int = 1) -> BatchSeeds | None:
-        """Return the seeds of the batches of a reader, if there are any."""
+    def seeds(self, reader: int = 0, readers: int = 1) -> Keys | None:
+        """Return the keys of a reader's batches, if there are any."""
         if self.keys is None:
             return None
-        return BatchSeeds(self.keys, self.part, reader, readers)
+        return partial(_seeds_of, self.keys, self.part.rank, reader, readers)
 
     def leave_generators(self) -> None:
         """Do not seed the generators: the user's code does."""
@@ -186,23 +187,23 @@ class BatchMaker(Recipe):
             task.samples = []
         return result
 
-    def fetch(self, task: BatchTask, read: Callable[[BatchTask], object]) -> None:
-        """Read the samples of ``task`` in this thread; errors become its result."""
+    def fetch(
+        self, task: BatchTask, read: Callable[[BatchTask], object]
+    ) -> BatchResult | None:
+        """Read the samples of ``task`` in this thread; return an error, or the end."""
         try:
             with self.around(task):
                 read(task)
         except BaseException as error:  # handed to the consumer
-            task.result = BatchResult(error=error)
+            return BatchResult(error=error)
+        return task.result
 
-    def read(
-        self, task: BatchTask, pause: Callable[[float], object] = time.sleep
-    ) -> None:
+    def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         try:
-            is_whole = self.get_batch is not None
-            if not is_whole or not run_now(self.whole(task, self._reading(pause))):
+            if self.get_batch is None or not run_now(self._whole(task, pause)):
                 self._read_each(task, pause)
             if holds_awaitables(task.samples):
                 self._await_samples(task, pause)
@@ -211,6 +212,26 @@ class BatchMaker(Recipe):
             raise
         task.read = perf_counter()
 
+    def _read_each(self, task: BatchTask, pause: Pause) -> None:
+        get, samples = self.get, task.samples
+        seed = self.seed if task.sample_keys is not None else None
+        for index in task.indices:
+            try:
+                if seed is not None:
+                    seed(task, len(samples), 0)
+                samples.append(get(index))
+            except BaseException as error:  # retried, or the policy decides
+                samples.append(run_now(self._again(task, len(samples), error, pause)))
+
+    def _await_samples(self, task: BatchTask, pause: Pause) -> None:
+        """Await what a plain ``__getitem__`` has returned, a batch at a time."""
+        awaited = self.side_loop.resolve(task.samples, self.concurrency)
+        for position, found in enumerate(awaited):
+            if type(found) is Bad:
+                again = self._again(task, position, found.error, pause)
+                found = run_now(again)  # noqa: PLW2901
+            task.samples[position] = found
+
     def apply(self, task: BatchTask) -> None:
         """Transform the samples of ``task`` in place."""
         transform, samples = self.transform, task.samples
@@ -218,10 +239,12 @@ class BatchMaker(Recipe):
             return
         task.stage = "transform"
         task.started = perf_counter()
+        seed = self.seed if task.sample_keys is not None else None
         for position, sample in enumerate(samples):
             if sample is not SKIP:
                 try:
-                    self._seed(task, position, 1)
+                    if seed is not None:
+                        seed(task, position, 1)
                     samples[position] = transform(sample)
                 except BaseException as error:  # the policy decides
                     samples[position] = self.resolve("transform", task, position, error)
@@ -229,34 +252,16 @@ class BatchMaker(Recipe):
 
     def collate(self, task: BatchTask) -> BatchResult:
         """Make the batch of ``task``, or nothing if every sample was skipped."""
-        task.stage = "collate"
-        task.transformed = perf_counter()
-        samples = self.kept(task)
-        if self.is_void(samples):
+        samples = self._kept(task)
+        if samples is SKIP:
             return self._nothing(task)
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
             refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
-            raise self.batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
-        return self.made(task, batch)
-
-    async def collate_async(self, task: BatchTask) -> BatchResult:
-        """Await the batch of ``task``, as ``collate`` makes it."""
-        task.stage = "collate"
-        task.transformed = perf_counter()
-        samples = self.kept(task)
-        if self.is_void(samples):
-            return self._nothing(task)
-        if self.at is not None and task.key is not None:
-            self.at(task, -1, 2)
-        try:
-            batch = await self.collate_fn(samples if self.batched else samples[0])
-        except BaseException as error:
-            error = user_error(error, "collate_fn")
-            raise self.batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
-        return self.made(task, batch)
+            raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
+        return self._made(task, batch)
 
     def is_quick(self, task: BatchTask) -> bool:
         """Tell whether the rest of ``task`` takes only a fraction of a millisecond.
@@ -270,30 +275,26 @@ class BatchMaker(Recipe):
             return getattr(samples, "is_quick", False) and self.transform is None
         return collates_quickly(self.collate_fn, samples)
 
-    def made(self, task: BatchTask, batch: Any) -> BatchResult:
+    def _kept(self, task: BatchTask) -> Any:
+        """Return the samples that were not skipped; ``SKIP`` if all were."""
+        task.stage, task.transformed = "collate", perf_counter()
+        samples = task.samples
+        if type(samples) is list and (self.policy.count or not self.reads):
+            samples = [sample for sample in samples if sample is not SKIP]
+            task.missing += len(task.samples) - len(samples)
+            if not samples:
+                return SKIP
+        return samples
+
+    def _made(self, task: BatchTask, batch: Any) -> BatchResult:
         """Return the result of a batch, with a mask of its padding if requested."""
         task.collated = perf_counter()
         if self.part.masks():
-            batch = batch, self._mask(task)
+            samples = task.samples if type(task.samples) is list else task.indices
+            real = len(samples) - task.padding
+            kept = [k < real for k, one in enumerate(samples) if one is not SKIP]
+            batch = batch, torch.tensor(kept if self.batched else kept[0])
         return BatchResult(batch)
-
-    def _mask(self, task: BatchTask) -> torch.Tensor:
-        samples = task.samples if type(task.samples) is list else task.indices
-        real = len(samples) - task.padding
-        kept = [k < real for k, sample in enumerate(samples) if sample is not SKIP]
-        return torch.tensor(kept if self.batched else kept[0])
-
-    def kept(self, task: BatchTask) -> Any:
-        """Return the samples of ``task`` that were not skipped; count the others."""
-        samples = task.samples
-        if self._may_skip() and type(samples) is list:
-            samples = [sample for sample in samples if sample is not SKIP]
-            task.missing += len(task.samples) - len(samples)
-        return samples
-
-    def is_void(self, samples: Any) -> bool:
-        """Tell whether all samples of a batch were skipped."""
-        return self._may_skip() and type(samples) is list and not samples
 
     def _nothing(self, task: BatchTask) -> BatchResult:
         """Return an empty result; raise if other ranks have this batch and wait."""
@@ -306,9 +307,6 @@ class BatchMaker(Recipe):
                 attempted=self.policy.attempted,
             )
         return BatchResult(is_empty=True)
-
-    def _may_skip(self) -> bool:
-        return bool(self.policy.count) or not self.reads
 
     def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
         """Add to a result the state of a map-style dataset after it."""
@@ -326,123 +324,225 @@ class BatchMaker(Recipe):
         """End the waits for what plain code returned; finalizers may call it."""
         self.side_loop.close()
 
-    # -- reading --------------------------------------------------------------------
+    # -- making a batch, on a loop -------------------------------------------------
 
-    def _read_each(self, task: BatchTask, pause: Callable[[float], object]) -> None:
-        """Append a sample for each index of ``task`` that has none yet."""
-        samples, indices = task.samples, task.indices
-        get = self.get if task.sample_keys is None else self._seeded_get(task)
-        while len(samples) < len(indices):
-            rest = indices[len(samples) :] if samples else indices
-            try:
-                # Samples that came before an error stay in the list.
-                samples.extend(map(get, rest))
-            except BaseException as error:  # retried, or the policy decides
-                samples.append(self._reread(task, len(samples), error, pause))
-            else:
-                if len(samples) < len(indices):  # a StopIteration ended ``map``
-                    stop = StopIteration()
-                    samples.append(self._reread(task, len(samples), stop, pause))
-
-    def _seeded_get(self, task: BatchTask) -> Callable[[Any], Any]:
-        """Return ``get`` for the samples of ``task`` in order, each with its seed."""
-        position = len(task.samples)
-
-        def get(index: Any) -> Any:
-            nonlocal position
-            # After an error, skip the position of the sample's replacement.
-            position = max(position, len(task.samples))
-            self._seed(task, position, 0)
-            position += 1
-            return self.get(index)
-
-        return get
-
-    def _seed(self, task: BatchTask, position: int, stage: int) -> None:
-        if task.sample_keys is not None and self.seed is not None:
-            self.seed(task, position, stage)
-
-    def _reread(
+    async def amake(
         self,
         task: BatchTask,
-        position: int,
-        error: BaseException,
-        pause: Callable[[float], object],
+        lanes: "Lanes",
+        call: Callable[[Callable[[], Any]], Awaitable[Any]],
+        read: Callable[[BatchTask], object] | None,
+    ) -> BatchResult | None:
+        """Make one batch on this loop: coroutines in ``lanes``, plain code elsewhere.
+
+        Args:
+            task: The batch.
+            lanes: Run its reads and transforms, before those of later batches.
+            call: Awaits plain code in a thread.
+            read: Reads its samples there; None if coroutines do, or if they are there.
+
+        Returns:
+            Its result, if only an error; None if the rest of it is plain.
+        """
+        try:
+            is_each = False  # transformed, each after its read
+            if self.reads_async:
+                is_each = await self._aread(task, lanes)
+            elif read is not None:
+                task.result = await call(partial(self.fetch, task, read))
+            if task.result is None and self.transforms_async and not is_each:
+                task.stage = "transform"
+                jobs = await lanes.run(task, self._transform, len(task.samples))
+                task.started, task.busy = jobs.began, task.busy + jobs.busy
+            if task.result is not None or not self.collates_async:
+                return task.result
+            if self.transform is not None and not self.transforms_async:
+                await call(partial(self._apply_seeded, task))
+            return await self._acollate(task)
+        except BaseException as error:  # handed to the consumer
+            if ends_task(error):
+                raise
+            return BatchResult(error=error)
+
+    async def _aread(self, task: BatchTask, lanes: "Lanes") -> bool:
+        """Read the samples of ``task``; tell whether one by one."""
+        self.policy.begin(len(task.indices))
+        if self.get_batch is not None:
+            jobs = await lanes.run(task, lambda task, _: self._whole(task, None), 1)
+            task.began, task.read = jobs.began, perf_counter()
+            if jobs.found:
+                return False
+        task.samples = [MISSING] * len(task.indices)
+        jobs = await lanes.run(task, self._fetch, len(task.indices))
+        task.began, task.read = task.began or jobs.began, perf_counter()
+        task.busy = jobs.busy
+        return True
+
+    async def _fetch(self, task: BatchTask, position: int) -> None:
+        """Read one sample; an async transform follows at once."""
+        self._seed_task(task, position, 0)
+        try:
+            sample = self.get(task.indices[position])
+            sample = await (resolved(sample) if self._is_wrapped else sample)
+        except BaseException as error:  # retried, or the policy decides
+            sample = await self._again(task, position, error, None)
+        task.samples[position] = sample
+        if self.transforms_async:
+            await self._transform(task, position)
+
+    async def _transform(self, task: BatchTask, position: int) -> None:
+        sample = task.samples[position]
+        if sample is SKIP:
+            return
+        self._seed_task(task, position, 1)
+        try:
+            sample = await self.transform(sample)  # type: ignore[misc]
+        except BaseException as error:  # the policy decides
+            error = user_error(error, "transform")
+            sample = self.resolve("transform", task, position, error)
+        task.samples[position] = sample
+
+    async def _acollate(self, task: BatchTask) -> BatchResult:
+        """Await the batch of ``task``, as ``collate`` makes it."""
+        samples = self._kept(task)
+        if samples is SKIP:
+            return self._nothing(task)
+        self._seed_task(task, -1, 2)
+        try:
+            batch = await self.collate_fn(samples if self.batched else samples[0])
+        except BaseException as error:
+            error = user_error(error, "collate_fn")
+            raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
+        return self._made(task, batch)
+
+    def _apply_seeded(self, task: BatchTask) -> None:
+        with self.around(task):
+            self.apply(task)
+
+    def _seed_task(self, task: BatchTask, position: int, stage: int) -> None:
+        """Make this asyncio task draw from the generators of its sample or batch."""
+        if task.key is not None and self.at is not None:
+            self.at(task, position, stage)
+
+    # -- reading again, in a thread or on the loop ------------------------------------
+
+    async def _again(
+        self, task: BatchTask, position: int, error: BaseException, pause: Pause | None
     ) -> Any:
-        return run_now(self.again(task, position, error, self._reading(pause)))
+        """Return the sample at ``position``, whose first read raised ``error``."""
 
-    def _reading(self, pause: Callable[[float], object]) -> Reading:
-        """Return how samples are read in this thread."""
-
-        def get(task: BatchTask, position: int) -> Any:
-            self._seed(task, position, 0)
+        async def get() -> Any:
+            if pause is None:
+                self._seed_task(task, position, 0)
+                return await resolved(self.get(task.indices[position]))
+            if self.seed is not None and task.sample_keys is not None:
+                self.seed(task, position, 0)
             sample = self.get(task.indices[position])
             is_later = holds_awaitables([sample])
             return self.side_loop.wait_for(sample) if is_later else sample
 
-        def get_batch(task: BatchTask) -> Any:
-            samples = self.get_batch(task.indices)  # type: ignore[misc]
-            is_later = inspect.isawaitable(samples)
-            return self.side_loop.wait_for(samples) if is_later else samples
+        found, last = await self._retried(get, pause, self._read_error(error, pause))
+        try:
+            if last is not None:
+                return self.resolve("fetch", task, position, last)
+            return found
+        finally:
+            del error, last  # their tracebacks hold this frame
 
-        return Reading(get, get_batch, pause, lambda error: raisable(error, _DATASET))
-
-    # -- reading again, in a thread or on the loop ------------------------------------
-
-    async def again(
-        self, task: BatchTask, position: int, error: BaseException, how: Reading
-    ) -> Any:
-        """Return the sample at ``position``, whose first read raised ``error``.
-
-        It is read again as often as ``retry`` says; then the policy decides.
-        """
-        error = how.error(error)
-        for delay in self.delays(error):
-            await _awaited(how.pause(delay))
-            try:
-                return await _awaited(how.get(task, position))
-            except BaseException as caught:  # counted, then resolved
-                error = how.error(caught)
-                if not self.may_retry(error):
-                    break
-        return self.resolve("fetch", task, position, error)
-
-    async def whole(self, task: BatchTask, how: Reading) -> bool:
+    async def _whole(self, task: BatchTask, pause: Pause | None) -> bool:
         """Read all of ``task`` with ``__getitems__``; retried as a whole.
 
         Returns:
             False if it failed, and the policy is to decide about each sample.
         """
-        delays: Iterator[float] | None = None
-        while True:
-            try:
-                samples = await _awaited(how.get_batch(task))
-                task.samples = self.checked(task, samples)
-            except BaseException as caught:
-                error = how.error(caught)
-                delays = delays or self.delays(error)
-                delay = next(delays, None) if self.may_retry(error) else None
-                if delay is None and self._reads_one_by_one(error):
-                    return False
-                if delay is None:
-                    raise self.batch_error("fetch", task, error)  # noqa: B904  (it keeps its cause)
-            else:
+        assert self.get_batch is not None
+        get_batch = self.get_batch
+
+        async def get() -> None:
+            if pause is None:
+                self._seed_task(task, -1, 0)
+            samples = get_batch(task.indices)
+            if pause is None:
+                samples = await resolved(samples)
+            elif inspect.isawaitable(samples):
+                samples = self.side_loop.wait_for(samples)
+            task.samples = self._checked(task, samples)
+
+        _, last = await self._retried(get, pause)
+        try:
+            if last is None:
                 return True
-            await _awaited(how.pause(delay))
+            may_skip = self.on_error != "raise" and isinstance(last, Exception)
+            if may_skip and hasattr(self.dataset, "__getitem__"):
+                return False
+            raise self._batch_error("fetch", task, last)
+        finally:
+            del last  # its traceback holds this frame
 
-    def _reads_one_by_one(self, error: BaseException) -> bool:
-        """Tell whether the samples of a batch that failed are read one by one."""
-        may_skip = self.on_error != "raise" and isinstance(error, Exception)
-        return may_skip and hasattr(self.dataset, "__getitem__")
+    async def _retried(
+        self,
+        get: Callable[[], Awaitable[Any]],
+        pause: Pause | None,
+        error: BaseException | None = None,
+    ) -> tuple[Any, BaseException | None]:
+        """Read as often as ``retry`` says; return what came, and the last error.
 
-    def _await_samples(self, task: BatchTask, pause: Callable[[float], object]) -> None:
-        """Await what a plain ``__getitem__`` has returned, a batch at a time."""
-        for position, found in enumerate(
-            self.side_loop.resolve(task.samples, self.concurrency)
-        ):
-            if type(found) is Bad:
-                found = self._reread(task, position, found.error, pause)  # noqa: PLW2901
-            task.samples[position] = found
+        Args:
+            get: Reads.
+            pause: Sleeps between attempts.
+            error: That of the first attempt, if it was made.
+        """
+        delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())
+        key = object()
+        try:
+            while True:
+                if error is not None:
+                    delay = next(delays, None) if self._may_retry(error) else None
+                    if delay is None:
+                        return None, error
+                    self.policy.count_retries(1)
+                    RETRIED[key] = error
+                    await asyncio.sleep(delay) if pause is None else pause(delay)
+                try:
+                    return await get(), None
+                except BaseException as caught:  # retried, or returned
+                    error = self._read_error(caught, pause)
+        finally:
+            RETRIED.pop(key, None)
+            del error  # its traceback holds this frame
+
+    def _read_error(self, error: BaseException, pause: Pause | None) -> BaseException:
+        """Return an error of the dataset as the consumer gets it."""
+        if pause is not None:
+            return raisable(error, _DATASET)
+        error = user_error(error, _DATASET)
+        self.failed_reads += 1
+        return error
+
+    def _may_retry(self, error: BaseException) -> bool:
+        if self.retry is None or not isinstance(error, Exception):
+            return False
+        try:
+            return self.retry.is_worth(error)
+        except BaseException as own:
+            raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)
+
+    def _checked(self, task: BatchTask, samples: Any) -> Any:
+        """Return the result of ``__getitems__`` if it can be used.
+
+        Without a transform it goes to ``collate_fn`` as it is, as in torch.
+
+        Raises:
+            ValueError: If there is a transform and the length differs.
+        """
+        if self.transform is None:
+            return samples
+        if len(samples) != len(task.indices):
+            raise ValueError(
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
+                f"samples for {len(task.indices)} indices"
+            )
+        return list(samples)
 
     # -- failures -----------------------------------------------------------------
 
@@ -465,7 +565,7 @@ class BatchMaker(Recipe):
         except STOPS as stop:  # of on_error
             raise raisable(stop, "on_error")  # noqa: B904  (it keeps its cause)
 
-    def batch_error(
+    def _batch_error(
         self, stage: str, task: BatchTask, error: BaseException
     ) -> BaseException:
         """Return the error to raise, noted, if ``error`` is that of a whole batch."""
@@ -475,41 +575,3 @@ class BatchMaker(Recipe):
     def place(self, stage: str, task: BatchTask) -> str:
         """Return the error note for a stage that processes whole batches."""
         return place_of(stage, self.epoch, task.number, task.indices)
-
-    def checked(self, task: BatchTask, samples: Any) -> Any:
-        """Return the result of ``__getitems__`` if it can be used.
-
-        Without a transform it goes to ``collate_fn`` as it is, as in torch.
-
-        Raises:
-            ValueError: If there is a transform and the length differs.
-        """
-        if self.transform is None:
-            return samples
-        if len(samples) != len(task.indices):
-            raise ValueError(
-                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
-                f"samples for {len(task.indices)} indices"
-            )
-        return list(samples)
-
-    def delays(self, error: BaseException) -> Iterator[float]:
-        """Return the delays before further attempts at a read that raised ``error``."""
-        if self.retry is not None and self.may_retry(error):
-            key = object()
-            try:
-                for delay in self.retry.delays():
-                    self.policy.count_retries(1)
-                    RETRIED[key] = error
-                    yield delay
-            finally:
-                RETRIED.pop(key, None)
-
-    def may_retry(self, error: BaseException) -> bool:
-        """Tell whether a read that raised ``error`` may be retried."""
-        if self.retry is None or not isinstance(error, Exception):
-            return False
-        try:
-            return self.retry.is_worth(error)
-        except BaseException as own:
-            raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)

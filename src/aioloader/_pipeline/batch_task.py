@@ -7,15 +7,7 @@ from typing import Any, Final
 from aioloader._observe.machine import RunTimes
 from aioloader._observe.records import NOT_MADE, Made
 
-
-class _Missing:
-    """The type of ``MISSING``."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING: Final = _Missing()
+MISSING: Final = object()
 """Placeholder for a sample still being read."""
 _NOTHING = RunTimes()
 
@@ -72,8 +64,7 @@ class BatchTask:
             result of ``__getitems__``, of any type.
         stage: ``"fetch"``, ``"transform"`` or ``"collate"``: the current step, or the
             next one.
-        cursor: Position of the next sample that a fetcher will take.
-        pending: Samples that fetchers have not finished.
+        turn: When its first job came to the lanes of a loop, among all batches.
         result: The result, once known; late samples are dropped.
         missing: How many samples it lacks: skipped ones, or after a stream's end.
         state: As in ``BatchResult``.
@@ -89,8 +80,7 @@ class BatchTask:
     padding: int = 0
     samples: Any = field(default_factory=list)
     stage: str = "fetch"
-    cursor: int = 0
-    pending: int = 0
+    turn: int = 0
     result: BatchResult | None = None
     missing: int = 0
     state: Any = None

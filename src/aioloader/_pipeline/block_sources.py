@@ -6,8 +6,8 @@ state is then the one after that block. Reading a plain iterator never suspends.
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import ChainDataset
 
@@ -40,64 +40,31 @@ class Read(NamedTuple):
     has_ended: bool
 
 
-class BlockSource(Protocol):
-    """An iterator that is read in blocks.
-
-    Attributes:
-        fills: As in ``BlockIterator``.
-        leaves_out: As in ``BlockIterator``.
-    """
-
-    fills: bool
-    leaves_out: bool
-
-    async def read(self, limit: int) -> Read:
-        """Read at most ``limit`` positions, at least one unless the stream ends."""
-
-
-class PlainSource:
-    """The blocks of a plain iterator.
+class IteratorSource:
+    """The blocks of a plain or async iterator.
 
     Args:
         iterator: The user's iterator.
         most: Limit on samples held in memory at once.
+        is_async: Which of the two it is.
     """
 
     fills = True
     leaves_out = False
 
-    def __init__(self, iterator: Iterator[Any], most: int) -> None:
+    def __init__(self, iterator: Any, most: int, *, is_async: bool) -> None:
         self._iterator = iterator
         self._most = most
+        self._is_async = is_async
         self._same_errors = SameErrors()
 
     async def read(self, limit: int) -> Read:
-        """Read without suspending."""
-        block, has_ended = read_block(self._iterator, min(limit, self._most))
-        is_stuck = self._same_errors.is_stuck(block)
-        return Read(block, len(block), has_ended or is_stuck)
-
-
-class AsyncSource:
-    """The blocks of an async iterator.
-
-    Args:
-        iterator: The user's iterator.
-        most: Limit on samples held in memory at once.
-    """
-
-    fills = True
-    leaves_out = False
-
-    def __init__(self, iterator: AsyncIterator[Any], most: int) -> None:
-        self._iterator = iterator
-        self._most = most
-        self._same_errors = SameErrors()
-
-    async def read(self, limit: int) -> Read:
-        """Read sample by sample."""
+        """Read sample by sample; a plain iterator never suspends."""
         limit = min(limit, self._most)
-        block, has_ended = await read_block_async(self._iterator, limit)
+        if self._is_async:
+            block, has_ended = await read_block_async(self._iterator, limit)
+        else:
+            block, has_ended = read_block(self._iterator, limit)
         is_stuck = self._same_errors.is_stuck(block)
         return Read(block, len(block), has_ended or is_stuck)
 
@@ -109,8 +76,7 @@ class OwnSource:
         iterator: The stream's iterator.
         repeated: Where to repeat its samples; None: from the beginning.
 
-    Attributes:
-        refills: As in ``BlockIterator``.
+    Its flags are those of ``BlockIterator``.
     """
 
     def __init__(
@@ -185,24 +151,7 @@ class OwnSource:
             await repeated.aclose()
 
 
-class Reread:
-    """A source of which the first read has been made.
-
-    Args:
-        first: The result of that read.
-        source: The source.
-    """
-
-    def __init__(self, first: Read, source: BlockSource) -> None:
-        self.fills = source.fills
-        self.leaves_out = source.leaves_out
-        self._first: Read | None = first
-        self._source = source
-
-    async def read(self, limit: int) -> Read:
-        """Return the first read, then read on."""
-        first, self._first = self._first, None
-        return await self._source.read(limit) if first is None else first
+BlockSource: TypeAlias = IteratorSource | OwnSource
 
 
 async def open_async(dataset: Any, stack: contextlib.AsyncExitStack) -> Any:

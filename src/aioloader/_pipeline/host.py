@@ -5,18 +5,17 @@ lifespan is entered there once, before the first sample is read, and left when t
 iteration returns its lease.
 """
 
-import abc
 import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._order.raising import raisable
-from aioloader._pipeline.cpu import CpuThread, Job, SharedThread, in_new_thread
+from aioloader._pipeline.cpu import CpuThread, SharedThread, in_new_thread
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.waiting import Latch
 from aioloader.errors import LoaderClosedError
@@ -26,51 +25,23 @@ if TYPE_CHECKING:
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
+# A ``Pipeline``, which imports this module.
+Pipeline: TypeAlias = Any
 
 
-class Hosted(Protocol):
-    """What a host runs: the pipeline of one iteration, which holds a lease.
+class Host:
+    """A private thread, for datasets and functions that are all plain.
 
-    Attributes:
-        ended: Set when it has ended.
-        exit_error: The error while it ended, raised by its close.
-    """
-
-    ended: Latch
-    exit_error: BaseException | None
-
-    async def main(self) -> None:
-        """Run on the host's loop until closed."""
-
-    def end(self) -> None:
-        """Release what the iteration holds; called on the host's thread."""
-
-    def fail(self, error: BaseException) -> None:
-        """Make every wait of the consumer raise ``error``."""
-
-    def join(self) -> bool:
-        """Wait, bounded, for workers and stages; return whether they have ended."""
-
-    def joins_at_once(self) -> bool:
-        """Tell whether ``join`` has nothing to wait for."""
-
-    def is_dismissed(self) -> bool:
-        """Tell whether it is ending or has ended."""
-
-    def release_workers(self) -> None:
-        """Release its workers; for a loop that has stopped and cannot do so."""
-
-
-class Host(abc.ABC):
-    """Leases and waiting, the same for all hosts.
+    Leases and waiting are the same for all hosts.
 
     Attributes:
         loop: The event loop, if the host has one.
         watch: Measures the lag of the loop.
         lifespan: What is entered here.
-        cpu: The thread for plain code; starts with its first job.
+        cpu: The thread for plain code; starts with its first job, and enters first.
         opened: Set when the lifespan was entered, or failed.
         closed: Set when everything has ended.
+        is_closing: Whether it has failed, or all leases were returned.
         exit_error: What the lifespan raised on exit, raised by the host's close.
     """
 
@@ -86,9 +57,9 @@ class Host(abc.ABC):
         self.is_closing: bool = False
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
-        self._pipelines: set[Hosted] = set()
-        self._held: list[Job] = []
+        self._pipelines: set[Pipeline] = set()
         self._leases = 1  # its maker's
+        self._is_open = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
         self._pid = os.getpid()
 
@@ -109,41 +80,44 @@ class Host(abc.ABC):
         """Tell whether this is a forked child's copy, which has no threads."""
         return os.getpid() != self._pid
 
-    def ending(self) -> list[Hosted]:
+    def ending(self) -> list[Pipeline]:
         """Return the pipelines that were dismissed and have not ended."""
         with self._lock:
-            return [one for one in self._pipelines if one.is_dismissed()]
+            return [one for one in self._pipelines if one.is_closing]
 
-    @abc.abstractmethod
     def open(self) -> None:
         """Start entering the lifespan, once; ``opened`` is set when done."""
+        with self._lock:
+            if not self._is_open:
+                self._is_open = self.cpu.post(self._open)
 
-    @abc.abstractmethod
-    def admit(self, pipeline: Hosted) -> None:
+    def admit(self, pipeline: Pipeline) -> None:
         """Start running ``pipeline``, which holds a lease."""
+        with self._lock:
+            self._pipelines.add(pipeline)
+            broken = self._broken
+            self._broken = broken and again(broken)
+        if broken is None:
+            self._start(pipeline)
+        else:
+            pipeline.fail(broken)
 
-    @abc.abstractmethod
-    def dismiss(self, pipeline: Hosted) -> None:
+    def dismiss(self, pipeline: Pipeline) -> None:
         """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
+        if not self.is_foreign():
+            self._run(self._end, pipeline, pipeline.ended)
 
-    @abc.abstractmethod
     def release(self) -> Latch:
         """Return a lease that no pipeline holds; the latch is set when done."""
+        released = Latch()
+        if not self.is_foreign():
+            self._run(self._return, None, released)
+        return released
 
     def failure(self) -> BaseException | None:
         """Wait until the lifespan was entered; return its error, if any."""
         self.opened.wait()
         return self._broken
-
-    def post(self, job: Job) -> None:
-        """Run ``job`` in the thread once the lifespan is entered; drop it on error."""
-        if not self.opened.is_set():
-            with self._lock:
-                if not self.opened.is_set():
-                    self._held.append(job)
-                    return
-        if self._broken is None:
-            self.cpu.post(job)
 
     # -- waiting for the end ------------------------------------------------------
 
@@ -151,12 +125,10 @@ class Host(abc.ABC):
         """Tell whether nothing runs here any more, so that a wait would never end."""
         return self.is_foreign()
 
-    def give_up(  # noqa: B027  (threads are lost with their process only)
-        self, returned: Latch, pipeline: Hosted | None
-    ) -> None:
+    def give_up(self, returned: Latch, pipeline: Pipeline | None) -> None:
         """Take back a lease that a lost host cannot return."""
 
-    def check_loop(self) -> None:  # noqa: B027  (of hosts that run on a loop)
+    def check_loop(self) -> None:
         """Fail the pipelines if the loop that they run on was closed."""
 
     def is_here(self) -> bool:
@@ -171,24 +143,45 @@ class Host(abc.ABC):
         """Wait for the threads to end, once ``closed`` is set."""
         self.cpu.join(GRACE)
 
-    # -- for the subclasses -------------------------------------------------------
+    # -- in the host's own thread ---------------------------------------------------
 
-    def _entered(self) -> None:
-        """Run the jobs that waited for the lifespan."""
-        with self._lock:
-            for job in self._held:
-                self.cpu.post(job)
-            self._held.clear()
+    def _open(self) -> None:
+        try:
+            self.lifespan.enter()
+        except BaseException as error:  # handed to the consumers
+            self._break(error)
+        else:
             self.opened.set()
 
-    def _add(self, pipeline: Hosted) -> bool:
-        with self._lock:
-            self._pipelines.add(pipeline)
-            broken = self._broken
-            self._broken = broken and again(broken)
-        if broken is not None:
-            pipeline.fail(broken)
-        return broken is None
+    def _run(
+        self,
+        step: Callable[[Any, Latch], None],
+        pipeline: Pipeline | None,
+        returned: Latch,
+    ) -> None:
+        """Take a step in the host's thread; from any thread, and finalizers."""
+        self.cpu.post_nowait(partial(step, pipeline, returned))
+
+    def _start(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (it needs no more)
+        self.open()
+
+    def _end(self, pipeline: Pipeline, ended: Latch) -> None:
+        pipeline.end()
+        self._return(pipeline, ended)
+
+    def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
+        """Take back a lease; close after the last one."""
+        if self._take_back(pipeline):
+            self._close()
+        returned.set()
+
+    def _close(self) -> None:
+        """Leave the lifespan, and end the thread."""
+        try:
+            self.lifespan.leave()
+        except BaseException as error:  # raised where it is closed
+            self.exit_error = error
+        self.cpu.stop(self.closed.set)
 
     def _break(self, error: BaseException, *, is_known: bool = False) -> None:
         """Fail all pipelines, later ones too; the error itself is raised once."""
@@ -197,12 +190,11 @@ class Host(abc.ABC):
             is_known = is_known or bool(pipelines)
             self._broken = self._broken or (again(error) if is_known else error)
             self.is_closing = True
-            self._held.clear()
         self.opened.set()
         for pipeline in pipelines:
             pipeline.fail(error)
 
-    def _take_back(self, pipeline: Hosted | None) -> bool:
+    def _take_back(self, pipeline: Pipeline | None) -> bool:
         """Take back a lease, a pipeline's only once; return whether it was the last."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
@@ -223,113 +215,29 @@ def again(error: BaseException) -> LoaderClosedError:
 
 
 class CallerHost(Host):
-    """The caller's own thread; samples are read there, or in worker processes.
-
-    Args:
-        lifespan: What is entered here.
-        reads: Whether samples are read here, so that the lifespan is entered.
-    """
-
-    def __init__(self, lifespan: Lifespan, *, reads: bool) -> None:
-        super().__init__(lifespan)
-        self._reads = reads
+    """The caller's own thread; samples are read there, or in worker processes."""
 
     def open(self) -> None:
         """Enter the lifespan, once."""
         with self._lock:
             if not self.opened.is_set():
-                if self._reads:
-                    self.lifespan.enter()
+                self.lifespan.enter()
                 self.opened.set()
 
-    def admit(self, pipeline: Hosted) -> None:
-        """Add ``pipeline``: its consumer drives it."""
-        if self._add(pipeline):
-            self.open()
-
-    def dismiss(self, pipeline: Hosted) -> None:
-        """End ``pipeline`` at once."""
-        if self.is_foreign() or pipeline.ended.is_set():
-            return
-        pipeline.end()
-        if self._take_back(pipeline):
-            self._close()
-        pipeline.ended.set()
-
-    def release(self) -> Latch:
-        """Return a lease; leave the lifespan with the last."""
-        if self._take_back(None):
-            self._close()
-        return self.opened
+    def _run(self, step: Any, pipeline: Pipeline | None, returned: Latch) -> None:
+        step(pipeline, returned)
 
     def _close(self) -> None:
         self.cpu.stop(self.closed.set)
-        if self._reads:
-            self.lifespan.leave()
-
-
-class ThreadHost(Host):
-    """A private thread, for datasets and functions that are all plain."""
-
-    def __init__(self, lifespan: Lifespan) -> None:
-        super().__init__(lifespan)
-        self._is_open = False
-        self.cpu.post(self.opened.is_set)  # finalizers post to a thread that runs
-
-    def open(self) -> None:
-        """Enter the lifespan in the thread, before later jobs."""
-        with self._lock:
-            if not self._is_open:
-                self._is_open = self.cpu.post(self._open)
-
-    def admit(self, pipeline: Hosted) -> None:
-        """Start ``pipeline``, which needs nothing but the thread."""
-        if self._add(pipeline):
-            self.open()
-
-    def dismiss(self, pipeline: Hosted) -> None:
-        """End ``pipeline`` in the thread, after the current job."""
-        if not self.is_foreign():
-            self.cpu.post_nowait(lambda: self._end(pipeline))
-
-    def release(self) -> Latch:
-        """Return a lease; with the last one leave the lifespan, in the thread."""
-        released = Latch()
-        if not self.is_foreign():
-            self.cpu.post_nowait(lambda: self._return(released))
-        return released
-
-    def _return(self, released: Latch) -> None:
-        if self._take_back(None):
-            self._close()
-        released.set()
-
-    def _open(self) -> None:
-        try:
-            self.lifespan.enter()
-        except BaseException as error:  # handed to the consumers
-            self._break(error)
-        else:
-            self._entered()
-
-    def _end(self, pipeline: Hosted) -> None:
-        pipeline.end()
-        if self._take_back(pipeline):
-            self._close()
-        pipeline.ended.set()
-
-    def _close(self) -> None:
-        try:
-            self.lifespan.leave()
-        except BaseException as error:  # raised where it is closed
-            self.exit_error = error
-        self.cpu.stop(self.closed.set)
+        self.lifespan.leave()
 
 
 # -- waiting for the release ------------------------------------------------------
 
 
-def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -> None:
+def wait_released(
+    host: Host, returned: Latch, pipeline: Pipeline | None = None
+) -> None:
     """Wait for a lease's return, and for ``host`` if it was the last; bounded.
 
     Args:
@@ -357,7 +265,7 @@ def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -
 
 
 async def wait_released_async(
-    host: Host, returned: Latch, pipeline: Hosted | None = None
+    host: Host, returned: Latch, pipeline: Pipeline | None = None
 ) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
@@ -420,7 +328,7 @@ def _warn_stuck() -> None:
     )
 
 
-def _raise_exit_errors(host: Host, pipeline: Hosted | None) -> None:
+def _raise_exit_errors(host: Host, pipeline: Pipeline | None) -> None:
     """Raise what went wrong while closing, once."""
     for holder in (pipeline, host):
         if holder is not None:

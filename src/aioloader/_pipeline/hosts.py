@@ -1,6 +1,7 @@
 """The hosts of one loader: found by place, made on demand, kept while entered."""
 
 import asyncio
+import contextlib
 import threading
 import warnings
 import weakref
@@ -11,8 +12,7 @@ from aioloader._pipeline.cpu import is_shared_thread
 from aioloader._pipeline.host import (
     CallerHost,
     Host,
-    Hosted,
-    ThreadHost,
+    Pipeline,
     wait_released,
     wait_released_async,
 )
@@ -66,27 +66,17 @@ class Hosts:
 
     def release(self) -> None:
         """Release the kept hosts and wait until they are closed."""
-        errors: list[BaseException] = []
-        for host, returned, pipeline in self._released():
-            try:
-                wait_released(host, returned, pipeline)
-            except BaseException as error:  # raised when all have been waited for
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        with contextlib.ExitStack() as stack:  # in reverse order, whatever is raised
+            for released in self._released():
+                stack.callback(wait_released, *released)
 
     async def release_async(self) -> None:
         """Release the kept hosts and wait without blocking the loop."""
-        errors: list[BaseException] = []
-        for host, returned, pipeline in self._released():
-            try:
-                await wait_released_async(host, returned, pipeline)
-            except BaseException as error:  # raised when all have been waited for
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        async with contextlib.AsyncExitStack() as stack:
+            for released in self._released():
+                stack.push_async_callback(wait_released_async, *released)
 
-    def _released(self) -> list[tuple[Host, Latch, Hosted | None]]:
+    def _released(self) -> list[tuple[Host, Latch, Pipeline | None]]:
         """Release the kept hosts; return them and the pipelines still ending.
 
         The iterators of these were dropped, so nobody else waits for them.
@@ -95,7 +85,7 @@ class Hosts:
             kept = self._kept[:]
             self._kept.clear()
             hosts = list(self._hosts)
-        ending: list[tuple[Host, Latch, Hosted | None]] = [
+        ending: list[tuple[Host, Latch, Pipeline | None]] = [
             (host, host.release(), None) for host in kept
         ]
         for host in hosts:
@@ -106,11 +96,13 @@ class Hosts:
         for other, host in list(self._by_place.items()):
             if host.closed.is_set():
                 del self._by_place[other]  # e.g. of a loop that is gone
+        if place == "pool":
+            return CallerHost(Lifespan(()))  # workers read, and enter it
         lifespan = Lifespan(self._dataset, self.lifespan)
-        if place == "inline" or place == "pool":  # noqa: PLR1714  (mypy narrows it)
-            return CallerHost(lifespan, reads=place == "inline")
+        if place == "inline":
+            return CallerHost(lifespan)
         if place == "thread":
-            return ThreadHost(lifespan)
+            return Host(lifespan)
         from aioloader._pipeline.loop_host import LoopHost
 
         if place == "loop":

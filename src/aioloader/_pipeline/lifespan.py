@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
@@ -57,7 +58,6 @@ class Lifespan:
 
         Raises:
             TypeError: If ``lifespan`` returns something that cannot be entered here.
-            BaseException: What the user's code raises, noted.
         """
         if self._make is None:
             return
@@ -67,42 +67,37 @@ class Lifespan:
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     def leave(self) -> None:
-        """Leave what ``enter`` entered, in the same thread.
-
-        Raises:
-            BaseException: What the user's code raises, noted.
-        """
+        """Leave what ``enter`` entered, in the same thread."""
         try:
             self._stack.close()
         except BaseException as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
     async def enter_async(self, thread: CpuThread) -> None:
-        """Enter on this loop; enter a plain manager for plain reads in ``thread``.
-
-        Args:
-            thread: The thread in which plain functions read samples.
+        """Enter on this loop; a plain manager in ``thread``, if plain code reads there.
 
         Raises:
             TypeError: If ``lifespan`` returns no context manager.
-            BaseException: What the user's code raises, noted.
         """
+        make, manager = self._make, None
         try:
             for dataset in self._own:
                 await self._loop_stack.enter_async_context(dataset.lifespan())
-            if self._make is not None:
-                await self._enter_async(self._make, thread)
+            if make is not None and reads_on_loop(self._dataset):
+                manager = self._made(make)
+            elif make is not None:
+                manager = await thread.call(partial(self._enter_plain, make))
+            if hasattr(manager, "__aenter__"):
+                await self._loop_stack.enter_async_context(manager)
+            elif manager is not None:
+                self._loop_stack.enter_context(manager)
         except BaseException as error:
             if ends_task(error):
                 raise
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
     async def leave_async(self, thread: CpuThread) -> None:
-        """Leave what ``enter_async`` entered, where it was entered.
-
-        Raises:
-            BaseException: What the user's code raises, noted.
-        """
+        """Leave what ``enter_async`` entered, where it was entered."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._loop_stack.aclose)
@@ -113,17 +108,6 @@ class Lifespan:
             if ends_task(error):
                 raise
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
-
-    async def _enter_async(self, make: MakeLifespan, thread: CpuThread) -> None:
-        manager: Any
-        if reads_on_loop(self._dataset):
-            manager = self._made(make)
-        else:
-            manager = await thread.call(lambda: self._enter_plain(make))
-        if hasattr(manager, "__aenter__"):
-            await self._loop_stack.enter_async_context(manager)
-        elif manager is not None:
-            self._loop_stack.enter_context(manager)
 
     def _enter_plain(self, make: MakeLifespan) -> Any:
         """Enter a plain context manager in this thread; return an async one."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import anyio
 
 from aioloader._order.raising import ends_task
-from aioloader._pipeline.host import GRACE, Host, Hosted
+from aioloader._pipeline.host import GRACE, Host, Pipeline
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.loop_watch import watch_of
 from aioloader._pipeline.waiting import (
@@ -41,55 +40,30 @@ class LoopHost(Host):
         shares_threads: bool = False,
     ) -> None:
         super().__init__(lifespan, shares_threads=shares_threads)
-        self._waiting: dict[Hosted, contextvars.Context] = {}
+        self._waiting: list[Pipeline] = []  # for the lifespan
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening: anyio.CancelScope | None = None
         self._wanted = asyncio.Event()
         self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
         self._host_task: asyncio.Task[None] | None = None
+        self.loop = caller or new_event_loop()
+        self.watch = watch_of(self.loop, is_callers=caller is not None)
         if caller is None:
-            self.loop = new_event_loop()
-            self.watch = watch_of(self.loop, is_callers=False)
-            context = context_elsewhere()
+            run = partial(context_elsewhere().run, self._host)
             self._own_thread = threading.Thread(
-                target=context.run,
-                args=(self._host,),
-                name="aioloader-loop",
-                daemon=True,
+                target=run, name="aioloader-loop", daemon=True
             )
             self._own_thread.start()
-            return
-        self.loop = caller
-        self.watch = watch_of(caller, is_callers=True)
-        if lifespan:
+        elif lifespan:
             self._host_task = caller.create_task(self._serve(), name="aioloader host")
             self._host_task.add_done_callback(self._finish)
         else:
-            self._entered()
+            self.opened.set()
 
     def open(self) -> None:
         """Enter the lifespan on the loop."""
         self._on_loop(self._wanted.set)
-
-    def admit(self, pipeline: Hosted) -> None:
-        """Start running ``pipeline`` on the loop, once the lifespan is entered."""
-        if self._add(pipeline):
-            self._on_loop(self._begin, pipeline, context_elsewhere())
-
-    def dismiss(self, pipeline: Hosted) -> None:
-        """End ``pipeline`` on the loop; its lease ends with its tasks."""
-        if not self.is_foreign() and not self._on_loop(self._end, pipeline):
-            self._take_back(pipeline)
-            pipeline.ended.set()
-
-    def release(self) -> Latch:
-        """Return a lease, on the loop."""
-        released = Latch()
-        if not self.is_foreign() and not self._on_loop(self._return, None, released):
-            self._take_back(None)
-            released.set()
-        return released
 
     def is_lost(self) -> bool:
         """Tell whether the caller's loop has stopped.
@@ -105,7 +79,7 @@ class LoopHost(Host):
         if self._own_thread is None and self.loop and self.loop.is_closed():
             self._finish()
 
-    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
+    def give_up(self, returned: Latch, pipeline: Pipeline | None) -> None:
         """Take back a lease in this thread, whether or not the loop runs again."""
         if self.is_foreign() or returned.is_set():
             return
@@ -132,6 +106,14 @@ class LoopHost(Host):
 
     # -- on the loop --------------------------------------------------------------
 
+    def _run(self, step: Any, pipeline: Pipeline | None, returned: Latch) -> None:
+        if not self._on_loop(step, pipeline, returned):
+            self._take_back(pipeline)
+            returned.set()
+
+    def _start(self, pipeline: Pipeline) -> None:
+        self._on_loop(self._begin, pipeline)
+
     def _host(self) -> None:
         """Run the host task in the private thread."""
         options = {"loop_factory": lambda: self.loop}
@@ -152,10 +134,9 @@ class LoopHost(Host):
                     await self._wanted.wait()
                     if not self._over.is_set():
                         await self.lifespan.enter_async(self.cpu)
-                self._entered()
+                self.opened.set()
                 while self._waiting:
-                    pipeline = next(iter(self._waiting))
-                    self._start(pipeline, self._waiting.pop(pipeline))
+                    self._go(self._waiting.pop(0))
                 await self._over.wait()
         except BaseException as error:  # handed to the consumers
             if ends_task(error):
@@ -172,21 +153,21 @@ class LoopHost(Host):
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _begin(self, pipeline: Hosted, context: contextvars.Context) -> None:
+    def _begin(self, pipeline: Pipeline) -> None:
         if self._broken is not None:  # it has failed with the others
             return
         if self.opened.is_set():
-            self._start(pipeline, context)
+            self._go(pipeline)
         else:
-            self._waiting[pipeline] = context
+            self._waiting.append(pipeline)
             self._wanted.set()
 
-    def _start(self, pipeline: Hosted, context: contextvars.Context) -> None:
+    def _go(self, pipeline: Pipeline) -> None:
         """Start a pipeline; if it cannot start, fail it and take back its lease."""
-        assert self.loop is not None
+        loop = asyncio.get_running_loop()
         try:
-            main = pipeline.main()
-            task = self.loop.create_task(main, name=_NAME, context=context)
+            start = partial(loop.create_task, pipeline.main(), name=_NAME)
+            task: asyncio.Task[None] = pipeline.run_in_context(start)
         except Exception as error:  # handed to the consumer
             pipeline.fail(error)
             self._return(pipeline, pipeline.ended)
@@ -194,30 +175,35 @@ class LoopHost(Host):
             self._tasks.add(task)
             task.add_done_callback(partial(self._left, pipeline))
 
-    def _left(self, pipeline: Hosted, task: asyncio.Task[None]) -> None:
+    def _left(self, pipeline: Pipeline, task: asyncio.Task[None]) -> None:
         """Take back the lease of a pipeline whose task has ended."""
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before its first step, so nothing has run
             pipeline.release_workers()
         self._return(pipeline, pipeline.ended)
 
-    def _end(self, pipeline: Hosted) -> None:
+    def _end(self, pipeline: Pipeline, ended: Latch) -> None:
+        """End a pipeline; its lease ends with its task."""
         pipeline.end()
-        if self._waiting.pop(pipeline, None) is not None:  # it has not started
+        if pipeline in self._waiting:  # it has not started
+            self._waiting.remove(pipeline)
             pipeline.fail(LoaderClosedError("the iterator was closed"))
-            self._return(pipeline, pipeline.ended)
+            self._return(pipeline, ended)
 
-    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+    def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
         is_given_up = returned.is_set()
         if not is_given_up and self._take_back(pipeline):
             self._over.set()
         if self._over.is_set():
-            self._wanted.set()
-            if self._opening is not None:
-                self._opening.cancel()  # a lifespan that is slow to enter
-            if self._own_thread is None and self._host_task is None:
-                self._finish()
+            self._close()
         returned.set()
+
+    def _close(self) -> None:
+        self._wanted.set()
+        if self._opening is not None:
+            self._opening.cancel()  # a lifespan that is slow to enter
+        if self._own_thread is None and self._host_task is None:
+            self._finish()
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
         """Release the rest once the host task has ended, however it ended."""

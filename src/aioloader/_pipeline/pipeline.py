@@ -6,11 +6,9 @@ pools make whole batches, or transform and collate samples that were read here.
 
 import asyncio
 import contextlib
-import queue
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import LISTED, NOT_MADE, Listed
@@ -20,8 +18,8 @@ from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.fetcher_pool import FetcherPool
 from aioloader._pipeline.host import Host
+from aioloader._pipeline.lanes import RESERVE, Lanes
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
 from aioloader._pipeline.stream import AsyncStream, SyncStream
@@ -34,6 +32,13 @@ if TYPE_CHECKING:
 
 # Batches made within this many seconds are delivered together.
 HOP = 0.002
+# How long coroutines read only the first batch, unless the consumer asks for more:
+# seconds, then turns of the loop, which are long when it is busy. An iteration may end
+# with its first batch, as in a server that makes one loader per request.
+_HEAD_START = 0.001
+_TURNS = 8
+_CLOSED = "the iterator was closed"
+_LOOP_ENDED = "the event loop of the loader has ended"
 
 
 class Pipeline:
@@ -91,19 +96,21 @@ class Pipeline:
         is_here = pool is None or not pool.reads or pool.pump is None
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
-        self._head_start = head_start
         self.tuner = tuner
         if tuner is not None:
             tuner.ready = self.ready
         self.listed: Listed = Listed()
         self.seconds_per_batch: float = 0.0  # of batches made in the thread
-        self._is_closing = self._is_dismissed = self._is_abandoned = False
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.is_closing: bool = False
+        self._is_dismissed = self._is_abandoned = False
+        self._no_more_pauses = Latch()
         self._closing = asyncio.Event()
-        self._fetchers: FetcherPool | None = None
-        # Steps to take on the loop, and whether a call for them is scheduled.
-        self._arriving: deque[tuple[Callable[[BatchTask], None], BatchTask]] = deque()
+        self._lanes: Lanes | None = None
+        # On their way to the loop, and whether a call that takes them is scheduled.
+        self._arriving: deque[BatchTask] = deque()
         self._is_called = False
+        self._has_head_start = head_start and self.reads_here and maker.reads_async
+        self._timer: asyncio.Handle | None = None  # of the head start
         self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
         self._stream: SyncStream | None = None
         self._async_stream: AsyncStream | None = None
@@ -112,7 +119,7 @@ class Pipeline:
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
             self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
-        elif maker.kind is Kind.ASYNC_ITERABLE:
+        elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
             self._async_stream = AsyncStream(maker, resume=resume)
         host.admit(self)
 
@@ -126,27 +133,25 @@ class Pipeline:
     def submit(self, task: BatchTask) -> None:
         """Take a request; its result goes into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
-        if self.reads_here and self._async_stream is not None:
-            self._on_loop(self._to_pull.put_nowait, task)
-        elif self.reads_here and self.maker.reads_async:
-            self._on_loop(self._read_on_loop, task)
-        elif self.reads_here:
-            self._in_thread(self._read_here, task)
-        elif self.pool is not None:
+        if self.is_closing:
+            pass  # the consumer's wait has ended
+        elif self.pool is not None and self.pool.reads:
             self._into_pool(task)
+        elif self.maker.is_plain:
+            self._in_thread(task)
         else:
-            self._advance(task)
+            self._to_loop(task)
 
     def read_ahead(self) -> None:
         """Read past the first batch: the consumer has asked for more."""
-        if self._head_start and self.reads_here and self.host.loop is not None:
-            call_threadsafe(self.host.loop, self._read_ahead)
+        if self._timer is not None and self.host.loop is not None:
+            call_threadsafe(self.host.loop, self._end_head_start)
 
     def dismiss(self) -> None:
         """Start ending, from any thread or finalizer; sets ``ended`` when done."""
         if not self._is_dismissed:
-            self._is_closing = True
-            self._bell.put(None)  # ends pauses
+            self.is_closing = True
+            self._no_more_pauses.set()
             self.maker.close()
             self.ready.close()
             self.host.dismiss(self)
@@ -170,46 +175,54 @@ class Pipeline:
     # -- for the host -------------------------------------------------------------
 
     async def main(self) -> None:
-        """Host the fetchers and the reader of a stream, until dismissed."""
+        """Host the lanes and the reader of a stream, until dismissed."""
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await self._host(stack)
+            await self._host()
         except BaseException as error:  # raised by the iterator's close or next step
-            if ends_task(error):
-                raise
-            if self._is_closing:
-                self.exit_error = error
-            else:
-                self.fail(error)
+            self._break(error)
         finally:
-            self._is_closing = True
+            self.release_workers(_CLOSED)  # its loop may have ended before its iterator
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
-            self._release_pool()  # its loop may have ended before its iterator
-            self.maker.close()
-            self.fail(LoaderClosedError("the iterator was closed"))
 
-    async def _host(self, stack: contextlib.AsyncExitStack) -> None:
-        LISTED.set(self.listed)  # the tasks of the fetchers have this context
-        fetchers = FetcherPool(
-            self.maker.concurrency,
-            self.maker,
-            self._next_step,
-            head_start=self._head_start,
-            tuner=self.tuner,
+    async def _host(self) -> None:
+        LISTED.set(self.listed)  # the tasks of the lanes have this context
+        lanes = Lanes(self.maker.concurrency, self._tune())
+        assert self.host.watch is not None
+        with self.host.watch.reading():
+            try:
+                self._lanes = lanes
+                if self._async_stream is not None:
+                    reader = self._read_stream(self._async_stream, lanes)
+                    lanes.spawn(reader, "aioloader stream")
+                if self._has_head_start:
+                    lanes.reserve = 0
+                self._arrive()
+                await self._closing.wait()
+            finally:
+                self._lanes = None
+                self._stop_timer()
+                self._arriving.clear()
+                await lanes.aclose()
+
+    def _tune(self) -> Callable[[float, bool], int] | None:
+        """Return what chooses how many reads may be in flight, or None."""
+        tuner, maker = self.tuner, self.maker
+        if tuner is None or tuner.concurrency is None:
+            return None
+        note_read = tuner.note_read
+        return lambda began, is_busy: note_read(
+            began, failures=maker.failed_reads, is_busy=is_busy
         )
-        if self.host.watch is not None:
-            stack.enter_context(self.host.watch.reading())
-        try:
-            self._fetchers = fetchers
-            if self._async_stream is not None:
-                fetchers.spawn(self._read_stream(self._async_stream, stack))
-            self._arrive()
-            await self._closing.wait()
-        finally:
-            self._fetchers = None
-            self._arriving.clear()  # they refer to this pipeline
-            await fetchers.aclose()
+
+    def _break(self, error: BaseException) -> None:
+        """Hand an error to the consumer: of its close, or else of its next step."""
+        if ends_task(error):
+            raise error
+        if self.is_closing:
+            self.exit_error = error
+        else:
+            self.fail(error)
 
     def end(self) -> None:
         """Release everything this pipeline holds; runs on the host's thread.
@@ -227,17 +240,17 @@ class Pipeline:
                 except BaseException as error:  # raised where it is closed
                     self.exit_error = error
             self._close_stream()
-            self.fail(LoaderClosedError("the iterator was closed"))
+            self.fail(LoaderClosedError(_CLOSED))
 
-    def release_workers(self) -> None:
+    def release_workers(self, why: str = _LOOP_ENDED) -> None:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
-        self._is_closing = True
+        self.is_closing = True
         self._release_pool()
         self.maker.close()
-        self.fail(LoaderClosedError("the event loop of the loader has ended"))
+        self.fail(LoaderClosedError(why))
 
     def _release_pool(self) -> None:
-        self._bell.put(None)
+        self._no_more_pauses.set()
         if self.pool is not None:
             self.pool.forget(self)
         if self._is_abandoned:
@@ -257,10 +270,6 @@ class Pipeline:
         """Tell whether ``join`` has nothing to wait for."""
         return not (self.stage or self.pool) and self.ready.joins_at_once()
 
-    def is_dismissed(self) -> bool:
-        """Tell whether it is ending or has ended."""
-        return self._is_closing
-
     def fail(self, error: BaseException) -> None:
         """End every wait of the consumer with ``error``."""
         self.ready.fail(error)
@@ -269,7 +278,7 @@ class Pipeline:
                 self.deliver(task, BatchResult(error=error))
         self.under_way.clear()
 
-    # -- a batch: read, transform, collate ------------------------------------------
+    # -- in the host's thread, and in workers -----------------------------------------
 
     def make(self, task: BatchTask) -> BatchResult:
         """Make the rest of a batch in this thread; return errors."""
@@ -281,17 +290,20 @@ class Pipeline:
         else:
             self.maker.read(task, self.pause)
 
-    def _read_here(self, task: BatchTask) -> None:
-        """Read a batch in the host's thread, and make it there if all is plain."""
+    def _work(self, task: BatchTask) -> None:
+        """Read a batch, unless the loop did, and make it if no pool does."""
         maker, began = self.maker, time.perf_counter()
-        if maker.is_plain and self.pool is None:
-            result = maker.make(task, self._read)
-            self._time(began)
-            self.deliver(task, result)
+        read = self._read if self.reads_here and maker.is_plain else None
+        if self.pool is None:
+            result: BatchResult | None = maker.make(task, read)
         else:
-            maker.fetch(task, self._read)
+            result = maker.fetch(task, self._read)
+        if read is not None:
             self._time(began)
-            self._advance(task)
+        if result is None:
+            self._into_pool(task)
+        else:
+            self.deliver(task, result)
 
     def _time(self, began: float) -> None:
         """Note that a batch started at ``began`` has been read."""
@@ -299,133 +311,142 @@ class Pipeline:
         before = self.seconds_per_batch or seconds
         self.seconds_per_batch = before + (seconds - before) / 4
 
-    def _read_on_loop(self, task: BatchTask) -> None:
-        assert self._fetchers is not None
-        self._fetchers.read(task)
+    def _in_thread(self, task: BatchTask) -> None:
+        """Go on with a batch in the thread, unless the pipeline is closing."""
 
-    def _read_ahead(self) -> None:
-        if self._fetchers is not None:
-            self._fetchers.read_ahead()
+        def job() -> None:
+            # The host is too if its lifespan could not be entered.
+            if not (self.is_closing or self.host.is_closing):
+                self._context.run(self._work, task)
 
-    async def _read_stream(
-        self, stream: AsyncStream, stack: contextlib.AsyncExitStack
-    ) -> None:
-        """Read the stream for one request after the other."""
+        self.host.cpu.post(job)
+
+    async def _call(self, job: Callable[[], Any]) -> Any:
+        """Run plain code of a batch in the thread; return what it returns."""
+
+        def work() -> Any:
+            if self.is_closing:
+                raise LoaderClosedError(_CLOSED)
+            return self._context.run(job)
+
+        return await self.host.cpu.call(work)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep in a thread between attempts.
+
+        Raises:
+            LoaderClosedError: If the pipeline closes meanwhile.
+        """
+        if self._no_more_pauses.wait(seconds):
+            raise LoaderClosedError(_CLOSED)
+
+    def _close_stream(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+        except BaseException as error:  # raised where it is closed
+            self.host.exit_error = error
+
+    # -- on the loop ------------------------------------------------------------------
+
+    def _to_loop(self, task: BatchTask) -> None:
+        """Make a batch on the loop, from any thread."""
+        self._arriving.append(task)
+        if self._lanes is not None and self.host.is_on_loop():
+            self._arrive()
+        elif not self._is_called:  # one call serves all tasks until it runs
+            self._is_called = True
+            assert self.host.loop is not None
+            if not call_threadsafe(self.host.loop, self._arrive):
+                self.fail(LoaderClosedError("the event loop of the loader is closed"))
+
+    def _arrive(self) -> None:
+        """Start what has arrived: only the first batch while it has a head start."""
+        self._is_called = False
+        while self._arriving and self._timer is None:
+            if self._lanes is None or self.is_closing:
+                break
+            task = self._arriving.popleft()
+            if self._async_stream is not None:
+                self._to_pull.put_nowait(task)
+            else:
+                self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
+            if self._has_head_start:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(_HEAD_START, self._wait, _TURNS)
+
+    def _wait(self, turns: int) -> None:
+        if turns:
+            self._timer = asyncio.get_running_loop().call_soon(self._wait, turns - 1)
+        else:
+            self._end_head_start()
+
+    def _end_head_start(self) -> None:
+        self._has_head_start = False
+        self._stop_timer()
+        if self._lanes is not None:
+            self._lanes.reserve = RESERVE
+        self._arrive()
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None  # it refers to this pipeline
+        if timer is not None:
+            timer.cancel()
+
+    async def _amake(self, task: BatchTask, lanes: Lanes) -> None:
+        read = self._read if self.reads_here and self._async_stream is None else None
+        self._go_on(task, await self.maker.amake(task, lanes, self._call, read))
+
+    def _go_on(self, task: BatchTask, result: BatchResult | None) -> None:
+        """Deliver a batch, or have the rest of it made in plain code."""
+        if result is not None:
+            self.deliver(task, result)
+        elif self.is_closing:
+            pass
+        elif self.pool is not None:
+            self._into_pool(task)
+        elif self.maker.is_quick(task):
+            self.deliver(task, self.maker.make(task, seeded=False))
+        else:
+            self._in_thread(task)
+
+    async def _read_stream(self, stream: AsyncStream, lanes: Lanes) -> None:
+        """Open a stream, read it for one request after the other, and close it."""
         reader = asyncio.current_task()
         assert reader is not None
+        is_plain = not (self.maker.transforms_async or self.maker.collates_async)
         try:
-            # The user's iterator may have swallowed the cancellation, which comes only
-            # once.
-            while not reader.cancelling():
-                task = await self._to_pull.get()
-                began = time.perf_counter()
-                try:
-                    await stream.pull(task, stack)
-                except BaseException as error:  # handed to the consumer
-                    if ends_task(error):
-                        raise
-                    task.result = BatchResult(error=error)
-                self._advance(task)
-                self._time(began)
+            async with contextlib.AsyncExitStack() as stack:
+                with contextlib.suppress(asyncio.CancelledError):
+                    # The user's iterator may have swallowed the cancellation, which
+                    # comes only once.
+                    while not reader.cancelling():
+                        task = await self._to_pull.get()
+                        await self._pull(stream, stack, task)
+                        if is_plain or task.result is not None:
+                            self._go_on(task, task.result)
+                        else:
+                            lanes.spawn(self._amake(task, lanes), "aioloader batch")
+                while reader.cancelling():  # it may await as it closes
+                    reader.uncancel()
+        except BaseException as error:  # of closing it
+            self._break(error)
         finally:
             del reader  # its CancelledError refers to this frame
 
-    def _advance(self, task: BatchTask) -> None:
-        """Take the next step of a batch whose samples are there, from any thread."""
-        if task.result is not None:
-            self.deliver(task, task.result)
-        elif self.maker.is_plain or self._is_on_loop():
-            rest = self._next_step(task)
-            if rest is not None and self._fetchers is not None:
-                self._fetchers.spawn(rest)
-        else:
-            self._on_loop(self._advance, task)
-
-    def _next_step(self, task: BatchTask) -> Coroutine[Any, Any, None] | None:
-        """Transform and collate a batch in the place for its functions.
-
-        Returns:
-            The rest to await, if ``collate_fn`` is a coroutine function.
-        """
-        maker = self.maker
-        if task.result is not None:
-            self.deliver(task, task.result)
-        elif self._is_closing:
-            pass
-        elif self._fetchers is not None and self._transforms_next(task):
-            self._fetchers.transform(task)
-        elif self.pool is not None:
-            self._into_pool(task)
-        elif maker.collates_async:
-            return self._collate(task)
-        elif self.host.loop is not None and maker.is_quick(task):
-            self.deliver(task, maker.make(task, seeded=False))
-        else:
-            self._in_thread(self._finish_here, task)
-        return None
-
-    def _transforms_next(self, task: BatchTask) -> bool:
-        """Tell whether the loop must still transform the samples of a batch.
-
-        Samples read one by one were transformed by their fetchers.
-        """
-        maker = self.maker
-        was_whole = not maker.reads_async or maker.get_batch is not None
-        return maker.transforms_async and was_whole and task.stage == "fetch"
-
-    async def _collate(self, task: BatchTask) -> None:
-        """Await ``collate_fn``, after a plain transform in the thread."""
-        maker = self.maker
+    async def _pull(
+        self, stream: AsyncStream, stack: contextlib.AsyncExitStack, task: BatchTask
+    ) -> None:
+        began = time.perf_counter()
         try:
-            if maker.transform is not None and not maker.transforms_async:
-                await self.host.cpu.call(partial(self._apply_here, task))
-            result = await maker.collate_async(task)
+            await stream.pull(task, stack)
         except BaseException as error:  # handed to the consumer
             if ends_task(error):
                 raise
-            result = BatchResult(error=error)
-        self.deliver(task, result)
+            task.result = BatchResult(error=error)
+        self._time(began)
 
-    def _apply_here(self, task: BatchTask) -> None:
-        with self.maker.around(task):
-            self._context.run(self.maker.apply, task)
-
-    def _finish_here(self, task: BatchTask) -> None:
-        """Transform and collate in the thread."""
-        self.deliver(task, self.maker.make(task))
-
-    # -- between thread, loop and pool ------------------------------------------------
-
-    def _in_thread(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
-        """Take a step of ``task`` in the thread, unless the pipeline is closing."""
-
-        def job() -> None:
-            if not self._is_closing:
-                self._context.run(step, task)
-
-        self.host.post(job)
-
-    def _on_loop(self, step: Callable[[BatchTask], None], task: BatchTask) -> None:
-        """Take a step of ``task`` on the loop, once the fetchers exist."""
-        if self._is_on_loop():
-            step(task)
-        elif self.host.loop is not None:
-            self._arriving.append((step, task))
-            if not self._is_called:  # one call serves all steps until it runs
-                self._is_called = True
-                if not call_threadsafe(self.host.loop, self._arrive):
-                    text = "the event loop of the loader is closed"
-                    self.fail(LoaderClosedError(text))
-
-    def _arrive(self) -> None:
-        self._is_called = False
-        while self._arriving and self._fetchers is not None and not self._is_closing:
-            step, task = self._arriving.popleft()
-            step(task)
-
-    def _is_on_loop(self) -> bool:
-        """Tell whether this is the host's loop and the fetchers exist."""
-        return self._fetchers is not None and self.host.is_on_loop()
+    # -- results --------------------------------------------------------------------
 
     def _into_pool(self, task: BatchTask) -> None:
         assert self.pool is not None
@@ -435,26 +456,6 @@ class Pipeline:
         except Exception as error:  # handed to the consumer
             # Its traceback would hold the consumer's frames and thus the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))
-
-    def pause(self, seconds: float) -> None:
-        """Sleep in a thread between attempts.
-
-        Raises:
-            LoaderClosedError: If the pipeline closes meanwhile.
-        """
-        with contextlib.suppress(queue.Empty):
-            self._bell.get(timeout=seconds)
-            self._bell.put(None)  # for the next thread
-            raise LoaderClosedError("the iterator was closed")
-
-    def _close_stream(self) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.close()
-        except BaseException as error:  # raised where it is closed
-            self.host.exit_error = error
-
-    # -- results --------------------------------------------------------------------
 
     def deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Deliver the result of ``task``, from any thread."""
@@ -467,12 +468,9 @@ class Pipeline:
             if self._keeps_state:
                 result = self.maker.leave(task, result)
             if self._sink is None:
-                self._put(task, result)
+                self.ready.put(task.number, result, more=bool(self.under_way))
             else:
                 self._sink(task, result)
-
-    def _put(self, task: BatchTask, result: BatchResult) -> None:
-        self.ready.put(task.number, result, more=bool(self.under_way))
 
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()

@@ -21,17 +21,15 @@ from aioloader._order.blocks import Bad, Block, join
 from aioloader._order.failures import SKIP, noted
 from aioloader._order.raising import STOPS, Carried, ends_task, raisable
 from aioloader._pipeline.awaiting import run_now
-from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_maker import BatchMaker, Keys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.block_sources import (
-    AsyncSource,
     BlockSource,
+    IteratorSource,
     OwnSource,
-    PlainSource,
-    Reread,
+    Read,
     open_async,
 )
-from aioloader._pipeline.keys import BatchSeeds
 from aioloader._pipeline.position import Position, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
 from aioloader.protocols import BlockIterator, is_own_stream
@@ -57,7 +55,7 @@ class _Stream(abc.ABC):
         maker: BatchMaker,
         *,
         resume: StreamState | None = None,
-        keys: BatchSeeds | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self._maker = maker
         self._drop_last = maker.drop_last
@@ -65,6 +63,7 @@ class _Stream(abc.ABC):
         self._position = Position(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
         self._source: BlockSource | None = None
+        self._first: Read | None = None  # what was read to look at the dataset's state
         self._has_ended = False
         self._owed = 0  # positions of a failed batch that other ranks still read
         # With several ranks: the latest sample of all and of this one, for padding.
@@ -81,24 +80,26 @@ class _Stream(abc.ABC):
 
     async def _read(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
+        task.began = perf_counter()
         wanted = len(task.indices) * self._ranks
         found = 0
         self._maker.policy.begin(0 if task.again else len(task.indices))
         try:
             await self._prepare(task, wanted)
-            if task.again:
-                await self._repeat(task)
-                return
-            while found < wanted and not self._has_ended:
+            while found < wanted and not (task.again or self._has_ended):
                 found += await self._add_block(task, found, wanted)
-            if len(task.samples) and not self._drop_last:
+            if task.again or (len(task.samples) and not self._drop_last):
                 await self._refill(task)
-            self._finish(task, found, wanted)
+            if task.again:
+                self._repeated(task)
+            else:
+                self._finish(task, found, wanted)
         except (*STOPS, Carried) as error:
             if self.is_on_loop and ends_task(error):
                 raise
             # No variable may hold it: its traceback has this frame.
             raise self._noted(raisable(error, "the dataset"), task)  # noqa: B904  (it keeps its cause)
+        task.read = perf_counter()
 
     def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
         return noted(error, self._maker.place("fetch", task))
@@ -162,12 +163,18 @@ class _Stream(abc.ABC):
         if not self._position.is_doubtful:
             return source
         first = await source.read(1)
-        if self._position.starts_again(is_empty=not len(first.block)):
-            source = await self._open(task)
-            if before is not None:
-                torch.set_rng_state(before)
+        if not self._position.starts_again(is_empty=not len(first.block)):
+            self._first = first
             return source
-        return Reread(first, source)
+        source = await self._open(task)
+        if before is not None:
+            torch.set_rng_state(before)
+        return source
+
+    async def _next(self, limit: int) -> Read:
+        first, self._first = self._first, None
+        assert self._source is not None
+        return await self._source.read(limit) if first is None else first
 
     def _reseed(self, task: BatchTask) -> None:
         """Seed the generators for ``task`` again: the user's code may have drawn."""
@@ -181,12 +188,12 @@ class _Stream(abc.ABC):
         """
         dropped = 0
         while dropped < places and not self._has_ended:
-            assert self._source is not None
-            block, more, self._has_ended = await self._source.read(places - dropped)
+            block, more, self._has_ended = await self._next(places - dropped)
             dropped += more
             if len(block) and type(block[-1]) is Bad:
                 if self._has_ended:
                     raise block[-1].error
+                assert self._source is not None
                 dropped -= self._source.leaves_out  # it has no position
         return dropped
 
@@ -194,8 +201,7 @@ class _Stream(abc.ABC):
 
     async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
-        assert self._source is not None
-        block, places, self._has_ended = await self._source.read(wanted - found)
+        block, places, self._has_ended = await self._next(wanted - found)
         last = block[-1] if len(block) and isinstance(block, list) else None
         if type(last) is not Bad:
             self._add(task, block, found)
@@ -253,9 +259,8 @@ class _Stream(abc.ABC):
             task.samples = samples if is_whole else join([task.samples, samples])
             task.padding = len(samples)
 
-    async def _repeat(self, task: BatchTask) -> None:
-        """Fill all of ``task`` from the stream's beginning."""
-        await self._refill(task)
+    def _repeated(self, task: BatchTask) -> None:
+        """Set the state of ``task``, which was filled from the stream's beginning."""
         task.state = self._state()
         if not len(task.samples):
             task.result = BatchResult(is_end=True)
@@ -354,9 +359,7 @@ class SyncStream(_Stream):
 
     def pull(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
-        task.began = perf_counter()
         run_now(self._read(task))
-        task.read = perf_counter()
 
     def close(self) -> None:
         """Close the iterator."""
@@ -376,7 +379,7 @@ class SyncStream(_Stream):
         self._position.load_iterator(iterator)
         if task.number:
             self._reseed(task)
-        return PlainSource(iterator, len(task.indices))
+        return IteratorSource(iterator, len(task.indices), is_async=False)
 
 
 class AsyncStream(_Stream):
@@ -386,16 +389,9 @@ class AsyncStream(_Stream):
     _stack: AsyncExitStack
 
     async def pull(self, task: BatchTask, stack: AsyncExitStack) -> None:
-        """Read the samples of ``task``, or set the end as its result.
-
-        Args:
-            task: The batch.
-            stack: Closes the iterator when reading ends.
-        """
+        """Read the samples of ``task``; ``stack`` closes the iterator later."""
         self._stack = stack
-        task.began = perf_counter()
         await self._read(task)
-        task.read = perf_counter()
 
     async def _open(self, task: BatchTask) -> BlockSource:
         dataset = self._maker.dataset
@@ -409,4 +405,4 @@ class AsyncStream(_Stream):
             source = OwnSource(iterator, self._position.again)
             self._stack.push_async_callback(source.aclose)
             return source
-        return AsyncSource(iterator, len(task.indices))
+        return IteratorSource(iterator, len(task.indices), is_async=True)

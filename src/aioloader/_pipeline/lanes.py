@@ -1,0 +1,183 @@
+"""Lanes: long-lived tasks on a loop that take jobs, the earliest batch's first.
+
+Samples of several batches are in flight at once: an idle lane takes the next sample,
+whatever its batch. A task per sample would cost ten times as much.
+"""
+
+import asyncio
+import contextvars
+import itertools
+import time
+from bisect import insort
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
+
+from aioloader._order.raising import ends_task
+from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.waiting import resolve
+
+# One in this many samples of a batch is timed.
+_TIMED_EVERY = 8
+RESERVE = 8  # idle lanes that are kept
+Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
+# Takes when a job began, and whether more jobs wait; returns how many may run.
+Tune: TypeAlias = Callable[[float, bool], int]
+
+
+class Jobs:
+    """The jobs of one batch: one for each of its samples, or one for all.
+
+    Attributes:
+        began: When the first one began.
+        busy: Their seconds, added up.
+        found: What the latest one returned.
+    """
+
+    def __init__(
+        self, task: BatchTask, job: Job, count: int, over: asyncio.Future[None]
+    ) -> None:
+        self.task = task
+        self.job = job
+        self.count = count
+        self.taken = 0
+        self.left = count  # never 0 once one has failed
+        self.over = over
+        self.error: BaseException | None = None
+        self.began: float = 0.0
+        self.busy: float = 0.0
+        self.found: Any = None
+
+
+class Lanes:
+    """Do jobs, at most ``size`` at a time, on the running loop.
+
+    Args:
+        size: How many lanes there may be; they start on demand.
+        tune: Called after each job to change ``size``, or None.
+
+    Attributes:
+        reserve: How many idle lanes are kept; the others end.
+    """
+
+    def __init__(self, size: int, tune: Tune | None = None) -> None:
+        self.reserve = RESERVE
+        self._loop = asyncio.get_running_loop()
+        # Not the context of the code that submits a batch, maybe another library's.
+        self._context = contextvars.copy_context()
+        self._size = size
+        self._tune = tune
+        self._turns = itertools.count(1)
+        self._queue: list[tuple[int, Jobs]] = []  # sorted
+        self._idle: list[asyncio.Future[None]] = []
+        self._lanes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def run(self, task: BatchTask, job: Job, count: int) -> Jobs:
+        """Do ``job`` for the first ``count`` positions of ``task``, and return them.
+
+        Raises:
+            BaseException: The first one's that fails; the other jobs are dropped.
+        """
+        jobs = Jobs(task, job, count, self._loop.create_future())
+        if count:
+            task.turn = task.turn or next(self._turns)  # as at its first run
+            insort(self._queue, (task.turn, jobs))
+            self._rouse(count)
+            await jobs.over
+        error, jobs.error = jobs.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # the traceback holds this frame
+        return jobs
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task beside the lanes; it is cancelled with them."""
+        if self._is_closed:
+            work.close()
+            return
+        context = self._context.copy()
+        task = self._loop.create_task(work, name=name, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """Cancel all tasks, each once, and wait until they have ended."""
+        self._is_closed = True
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            if not task.cancelling():  # by the end of the caller's loop
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._tasks.clear()  # cancelled ones refer to these lanes
+        self._queue.clear()
+
+    def _rouse(self, jobs: int) -> None:
+        """Wake or start a lane per job, within ``size``."""
+        while jobs and self._idle:
+            waiting = self._idle.pop()
+            if not waiting.done():
+                waiting.set_result(None)
+                jobs -= 1
+        while jobs and self._lanes < self._size:
+            self._lanes += 1
+            jobs -= 1
+            self.spawn(self._run(), "aioloader lane")
+
+    async def _run(self) -> None:
+        """Do jobs until there are none; an error ends a batch, not the lane."""
+        queue, tune = self._queue, self._tune
+        # User code may have swallowed the cancellation, which comes only once.
+        while not self._is_closed and self._lanes <= self._size:
+            if not (queue or await self._rest()):
+                break
+            if not queue:  # another lane was faster
+                continue
+            jobs = queue[0][1]
+            position = jobs.taken
+            jobs.taken += 1
+            if jobs.taken == jobs.count:
+                del queue[0]
+            is_timed = not position % _TIMED_EVERY
+            began = time.perf_counter() if is_timed or tune else 0.0
+            jobs.began = jobs.began or began
+            try:
+                jobs.found = await jobs.job(jobs.task, position)
+            except BaseException as error:  # raised by ``run``
+                self._fail(jobs, error)
+            else:
+                jobs.left -= 1
+                if is_timed:  # it counts for the untimed jobs after it too
+                    timed = min(_TIMED_EVERY, jobs.count - position)
+                    jobs.busy += (time.perf_counter() - began) * timed
+                if not jobs.left:
+                    resolve(jobs.over)
+            if tune is not None:
+                self._resize(tune(began, bool(queue) and self._lanes >= self._size))
+        self._lanes -= 1
+
+    async def _rest(self) -> bool:
+        """Wait to be woken; return False at once if enough lanes do."""
+        if len(self._idle) >= self.reserve:
+            return False
+        waiting = self._loop.create_future()
+        self._idle.append(waiting)
+        await waiting
+        return True
+
+    def _fail(self, jobs: Jobs, error: BaseException) -> None:
+        """End the jobs of a batch, unless another one has failed before."""
+        if ends_task(error):
+            raise error
+        if not jobs.over.done():
+            jobs.error = error
+            jobs.over.set_result(None)
+            self._queue[:] = [one for one in self._queue if one[1] is not jobs]
+
+    def _resize(self, size: int) -> None:
+        if size != self._size:
+            self._size = size
+            self._rouse(sum(jobs.count - jobs.taken for _, jobs in self._queue))
