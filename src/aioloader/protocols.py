@@ -15,7 +15,7 @@ import inspect
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import (
     ChainDataset,
@@ -98,112 +98,11 @@ class BlockIterator(HasLifespan):
         """Stop pending work and wait for it to end."""
 
 
-class OwnStream(abc.ABC):
+class OwnStream:
     """A stream of aioloader, which knows about epochs and ranks.
 
-    Attributes:
-        ranks: The rank that reads it and their number; None: every rank reads all.
+    ``datasets._streams.iterated.Iterated`` has the methods that the core calls.
     """
-
-    ranks: tuple[int, int] | None
-
-    @abc.abstractmethod
-    def begin_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that starts, unless the user has chosen one."""
-
-    @abc.abstractmethod
-    def for_epoch(self) -> "OwnStream":
-        """Return a copy to read, also in workers; it takes over a loaded state."""
-
-    @abc.abstractmethod
-    def shard(self, rank: int, world_size: int) -> "OwnStream":
-        """Return the part of one rank."""
-
-    @abc.abstractmethod
-    def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if known."""
-
-    @abc.abstractmethod
-    def reread(self) -> list[str]:
-        """Return the names of its parts without a state, which are read again.
-
-        Resuming is exact only if they give the same samples again.
-        """
-
-    @abc.abstractmethod
-    def is_endless(self) -> bool:
-        """Tell whether an epoch never ends."""
-
-    @abc.abstractmethod
-    def check_batches(self, ranks: int, size: int) -> None:
-        """Check that in each step all ranks deliver a batch, or have ended.
-
-        Args:
-            ranks: Number of ranks (times workers).
-            size: Samples per batch.
-
-        Raises:
-            ValueError: If not: their states could not be merged.
-        """
-
-    @abc.abstractmethod
-    def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
-        """Return the stream whose ranks have equal parts.
-
-        Args:
-            tail: What happens to a remainder that cannot be split evenly.
-            is_skipped: Whether failed samples are left out.
-        """
-
-    @abc.abstractmethod
-    def has_store(self) -> bool:
-        """Tell whether its ranks can agree through a store now."""
-
-    @abc.abstractmethod
-    def end_talk(self, tail: Any, at: tuple[int, int]) -> Any:
-        """Return the ``EndTalk`` by which its ranks agree on the end of an iteration.
-
-        Args:
-            tail: What happens to the remainder.
-            at: The epoch, and how many of its batches were delivered before.
-        """
-
-    @abc.abstractmethod
-    def continues(self) -> bool:
-        """Tell whether an epoch continues where the previous one stopped."""
-
-    @abc.abstractmethod
-    def following(
-        self, state: dict[str, Any], epoch: int, workers: int = 1
-    ) -> dict[str, Any]:
-        """Return where the epoch after one that stopped at ``state`` starts.
-
-        Args:
-            state: The state of an iterator; the stream ``continues``.
-            epoch: Number of the next epoch, unless the user has chosen one.
-            workers: Number of workers of each rank that read.
-        """
-
-    @abc.abstractmethod
-    def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
-        """Return a state converted for this stream.
-
-        Args:
-            state: The state of an iterator.
-            strict: Whether shards must have the same versions, not only the same
-                lengths.
-
-        Raises:
-            StateMismatchError: If it does not fit.
-        """
-
-    @abc.abstractmethod
-    def load_position(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at the ``position`` of an iterator."""
-
-    @abc.abstractmethod
-    def __aiter__(self) -> BlockIterator:
-        """Return an iteration."""
 
 
 class Kind(enum.Enum):
@@ -372,6 +271,6 @@ def is_stateful(part: object) -> bool:
     return "destination" not in signature.parameters
 
 
-def is_own_stream(dataset: object) -> TypeGuard[OwnStream]:
+def is_own_stream(dataset: object) -> bool:
     """Tell whether ``dataset`` is one of aioloader's streams."""
     return isinstance(dataset, OwnStream)

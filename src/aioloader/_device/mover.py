@@ -106,7 +106,7 @@ class Mover:
         port: The device.
         keys: Which entries of a batch move: their keys, or a function of a key; None:
             all.
-        transform: The ``device_transform``, run on the stream of the copies, or None.
+        transform: That of ``Device``, run on the stream of the copies, or None.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Mover:
             for tensor in owned.resident:
                 _check_dense(tensor)
         except BaseException as error:
-            error = raisable(error, "device_transform")
-            raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
+            error = raisable(error, "Device.transform")
+            raise noted(error, "in Device.transform")  # noqa: B904  (it keeps its cause)
         return batch, [*owned.resident, *owned.movable]
 
     def _send(self, found: "_Sorted") -> tuple[dict[int, Any], list[Any]]:
@@ -233,7 +233,7 @@ class HostCarrier:
 
     Args:
         pins: Whether to pin batches, for consumers that move them themselves.
-        transform: The ``device_transform``, run in the stage's thread, or None.
+        transform: That of ``Device``, run in the stage's thread, or None.
     """
 
     device = torch.device("cpu")
@@ -262,8 +262,8 @@ class HostCarrier:
             try:
                 batch = self._transform(batch)
             except BaseException as error:
-                error = raisable(error, "device_transform")
-                raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
+                error = raisable(error, "Device.transform")
+                raise noted(error, "in Device.transform")  # noqa: B904  (it keeps its cause)
         return Pinned(map_leaves(batch, _pinned) if self._pins else batch)
 
 
@@ -335,7 +335,7 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
     """
     if is_leaf(batch):
         raise TypeError(
-            "device_keys needs batches with entries, such as dicts or tuples, and this "
+            "Device.keys needs batches with entries, such as dicts or tuples, and this "
             f"is one {type(batch).__name__}"
         )
     if callable(keys):
@@ -344,7 +344,7 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
     missing = [key for key in keys if key not in known]
     if missing:
         raise ValueError(
-            f"device_keys names {missing!r}, which the batch lacks: it has {known!r}"
+            f"Device.keys names {missing!r}, which the batch lacks: it has {known!r}"
         )
     return keys.__contains__
 
@@ -353,7 +353,7 @@ def _check_dense(tensor: torch.Tensor) -> None:
     """Refuse tensors without ``record_stream``: they could be reused too early."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         raise TypeError(
-            f"device_transform returned a {type(tensor).__name__} of layout "
+            f"Device.transform returned a {type(tensor).__name__} of layout "
             f"{tensor.layout}: only dense tensors can be prefetched"
         )
 

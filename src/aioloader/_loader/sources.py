@@ -16,10 +16,11 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._loader.ranks import Ranks
+from aioloader._loader.ranks import end_together
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
+from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
 from aioloader._pipeline.awaiting import SideLoop
@@ -82,23 +83,13 @@ class Resources(Protocol):
 def make_source(
     options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
 ) -> Source:
-    """Make the source of the batches of an epoch.
-
-    Args:
-        options: The loader's options.
-        epoch: The epoch, started.
-        resources: What the loader keeps between epochs.
-        is_async: Whether the consumer is a task.
-
-    Raises:
-        RuntimeError: If a plain ``for`` would block the loop that serves it.
-    """
+    """Make the source of the batches of an epoch."""
     tensors = _gathered(options, epoch)
     if tensors is not None:
         from aioloader._pipeline.inline import GatherIterator
 
         return GatherIterator(tensors, epoch)
-    epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
+    epoch.on_error = options.on_error
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, resources)
@@ -116,9 +107,9 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     reads_here = not (pool and pool.reads)
     tuner = None
-    if options.is_tuned:
+    if options.chooses or options.prefetch_bytes is not None:
         tuner = tuner_of(options, resources.tuning, reads_here=reads_here)
-    ends_together = Ranks.end_together(options)
+    ends_together = end_together(options)
     make_ready: Any = (
         _evened_queue(options, epoch, maker) if ends_together else ReadyQueue
     )
@@ -169,8 +160,7 @@ def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None
     is_more = (
         options.num_workers
         or options.pin_memory
-        or options.device is not None
-        or options.device_transform is not None
+        or options.is_moved
         or options.transform is not None
         or options.lifespan is not None
         or options.part.tail == "pad"
@@ -198,14 +188,7 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
 def _window(
     options: Options, pool: Pool | None, *, on_device: int, is_async: bool
 ) -> Window:
-    """Return the window: how many batches may be in flight.
-
-    Args:
-        options: The loader's options.
-        pool: The workers that make them, if any.
-        on_device: Batches waiting on the device: they have left the pipeline.
-        is_async: Whether the consumer is a task.
-    """
+    """Return the window: how many batches may be in flight."""
     if options.is_keyed and not options.num_workers:
         # Keyed seeds replace the user's global generators while a batch is made: no
         # batch may be made before the user requests it.
@@ -264,7 +247,7 @@ def _setting(
         is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
-        stays_on_host=on_device > 0 and options.device is None,
+        stays_on_host=on_device > 0 and options.target.name is None,
         is_persistent=options.persistent_workers,
         fixed=_fixed_arguments(options),
     )
@@ -314,16 +297,16 @@ def _device_side(options: Options, resources: Resources) -> "DeviceSide | None":
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
-    depth, transform = options.prefetch_device, options.device_transform
-    if options.device is not None:
-        keys = options.device_keys
-        return resources.devices.open(options.device, depth, keys, transform)
-    if transform is None and not (options.num_workers and options.pins):
+    to = options.target
+    if to.name is not None:
+        return resources.devices.open(to.name, to.ahead, to.keys, to.transform)
+    if to.transform is None and not (options.num_workers and options.pins):
         return None
     from aioloader._device.mover import HostCarrier
     from aioloader._device.opening import DeviceSide
 
-    return DeviceSide(HostCarrier(pins=options.pins, transform=transform), None, depth)
+    carrier = HostCarrier(pins=options.pins, transform=to.transform)
+    return DeviceSide(carrier, None, to.ahead)
 
 
 # -- what makes one batch -------------------------------------------------------------
@@ -348,7 +331,7 @@ def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMak
         collate_fn=collate_fn,
         batched=options.batched,
         drop_last=options.drop_last,
-        on_error=options.on_error,
+        on_error=parts_of(options.on_error)[0],
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
@@ -382,7 +365,7 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
     if not options.num_workers:
         return lambda task: swapped_in(task.key or 0)
-    if not options.works_here:
+    if options.workers != "thread" and not isinstance(options.workers, Executor):
         return nothing_around
     from aioloader._workers.threads import KeyedHere
 
