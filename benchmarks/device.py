@@ -261,9 +261,7 @@ def step_contenders() -> dict[str, Contender]:
         "aioloader threads": partial(
             aioloader_feed, num_workers=SOME, workers="thread"
         ),
-        "aioloader ahead 2": partial(
-            aioloader_feed, num_workers=SOME, prefetch_device=2
-        ),
+        "aioloader ahead 2": partial(aioloader_feed, num_workers=SOME, ahead=2),
         "torch ahead 4": partial(torch_feed, num_workers=SOME, ahead=4),
         "torch prefetcher ahead 4": partial(
             torch_prefetched, num_workers=SOME, ahead=4

@@ -59,7 +59,12 @@ def bare_copies(case: Case, device: torch.device) -> Iterator[Batch]:
 
 
 def aioloader_feed(
-    case: Case, device: torch.device, *, moves: bool = True, **settings: Any
+    case: Case,
+    device: torch.device,
+    *,
+    moves: bool = True,
+    ahead: int = 1,
+    **settings: Any,
 ) -> Iterable[Batch]:
     """Build our loader; batches come from the workers' slots, and may stay there."""
     import aioloader  # noqa: PLC0415
@@ -68,7 +73,7 @@ def aioloader_feed(
         case.dataset(),
         case.batch,
         persistent_workers=True,
-        device=device if moves else None,
+        device=aioloader.Device(device, ahead=ahead) if moves else None,
         **settings,
     )
     return loader

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from environment import describe
 from harness import RESULTS, Options, render, run_fresh, show
 from plant_data import (
@@ -166,7 +166,7 @@ PLANTS = {
         0.001,
         "transport",
         (),
-        tries={"prefetch_device": 4},
+        tries={"device": Device("cuda", ahead=4)},
     ),
     "tiny prefetch": Plant(
         awaited(8, 0.020),
@@ -288,6 +288,9 @@ def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
     advice, settings = report.advice, plant.settings
     if advice is None:
         return (plant.make, settings | plant.tries) if plant.tries else None
+    if advice.argument == "Device.ahead":
+        ahead = Device(settings["device"], ahead=int(str(advice.new)))
+        return plant.make, settings | {"device": ahead}
     known = DataLoader.__init__.__annotations__
     if advice.argument != "dataset" and advice.argument in known:
         return plant.make, settings | {advice.argument: advice.new}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader import errors
 from aioloader._collate.collate import default_collate, default_convert
+from aioloader._device.naming import Device
 from aioloader._loader.loader import DataLoader
-from aioloader._order.failures import SKIP, Failure
+from aioloader._order.failures import SKIP, Failure, Skip
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.retry import Retry
 from aioloader._workers.info import WorkerInfo, get_worker_info
@@ -45,12 +46,14 @@ _LATER = {
 __all__ = [
     "SKIP",
     "DataLoader",
+    "Device",
     "Failure",
     "LoaderStats",
     "PrometheusCollector",
     "RayWorkers",
     "Retry",
     "ShuffledIndices",
+    "Skip",
     "WorkerInfo",
     "datasets",
     "default_collate",

@@ -176,7 +176,7 @@ class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
 
 
 class FailureBudgetError(LoaderError, RuntimeError):
-    """More samples failed than ``max_failures`` allows.
+    """More samples failed than ``Skip.at_most`` allows.
 
     Attributes:
         failures: Samples that failed in this epoch.

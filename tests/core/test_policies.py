@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchLoader
 
-from aioloader import SKIP, DataLoader, Failure
+from aioloader import SKIP, DataLoader, Failure, Skip
 from aioloader.errors import FailureBudgetError
 from core.kit import BY, WAYS, make, outcomes
 from samples import AsyncMap, AsyncStream, SyncMap
@@ -184,9 +184,9 @@ async def test_raising_for_whole_batches(kind: Any, way: str) -> None:
 @pytest.mark.parametrize("kind", [Batches, AsyncBatches])
 async def test_the_budget_counts_samples_once(kind: Any) -> None:
     """That of a batch which is read twice, too."""
-    loader = make("thread", kind(), on_error="skip", max_failures=2)
+    loader = make("thread", kind(), on_error=Skip(at_most=2))
     assert await outcomes("thread", loader) == WITHOUT
-    loader = make("thread", kind(), on_error="skip", max_failures=1)
+    loader = make("thread", kind(), on_error=Skip(at_most=1))
     found = await outcomes("thread", loader)
     assert [isinstance(one, FailureBudgetError) for one in found] == [
         False,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Skip
 from aioloader._order.raising import STOPS
 from aioloader.datasets import (
     ByteStream,
@@ -159,9 +159,9 @@ async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) 
     def loader(limit: float) -> Any:
         options: Any = {"num_workers": workers} | ({"fetch": fetch} if workers else {})
         stream = from_iterable(range(100)).map(unlucky)
-        return DataLoader(stream, 10, on_error="skip", max_failures=limit, **options)
+        return DataLoader(stream, 10, on_error=Skip(at_most=limit), **options)
 
-    with pytest.raises(FailureBudgetError, match="more than max_failures=20 allows"):
+    with pytest.raises(FailureBudgetError, match=r"than Skip\(at_most=20\) allows"):
         await beside(lambda: list(loader(20)))
     assert len(await beside(lambda: list(loader(25)))) >= 10
 
@@ -169,7 +169,7 @@ async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) 
 async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
     """Not of the batch that they did not fill."""
     stream = from_iterable(range(8)).map(unlucky)
-    loader: Any = DataLoader(stream, 1000, on_error="skip", max_failures=0.1)
+    loader: Any = DataLoader(stream, 1000, on_error=Skip(at_most=0.1))
     with pytest.raises(FailureBudgetError, match="2 of 8 samples failed"):
         await beside(lambda: list(loader))
 

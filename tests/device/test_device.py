@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._device.accelerator import accelerator_of
 from aioloader._device.mover import Mover
 from device.test_mover import DTYPES
@@ -92,7 +92,7 @@ async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
     """The same for a task, two batches ahead."""
     options: Any = {"loop": loop, "num_workers": num_workers, "workers": workers}
     async with DataLoader(
-        Types(), SIZE, device=DEVICE, prefetch_device=2, **options
+        Types(), SIZE, device=Device(DEVICE, ahead=2), **options
     ) as loader:
         batches = [batch async for batch in loader]
     for number, batch in enumerate(batches):

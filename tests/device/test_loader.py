@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import logging
+import pickle
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._device.stage import Staged
 from device.recording import LatePort, on
 
@@ -232,11 +233,29 @@ def test_a_device_that_is_not_there() -> None:
         with pytest.raises(ValueError, match=f"device=1: {seen}; pass 'auto' or 'cpu'"):
             DataLoader([1], device=1)
         assert DataLoader([1], device="auto").device is None
-    for device in (1.5, True):
+    wrong: tuple[Any, ...] = (1.5, True)
+    for device in wrong:
         with pytest.raises(TypeError, match="device must name a torch device"):
             DataLoader([1], device=device)
-    with pytest.raises(ValueError, match="prefetch_device must be at least 1, got 0"):
-        DataLoader([1], prefetch_device=0)
+    with pytest.raises(ValueError, match=r"Device\.ahead must be at least 1, got 0"):
+        Device("cuda", ahead=0)
+    with pytest.raises(TypeError, match=r"Device\.ahead must be an integer, got 1\.5"):
+        Device("cuda", ahead=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="device must name a torch device"):
+        DataLoader([1], device=Device("graphics"))
+
+
+def test_a_device_is_a_value() -> None:
+    """It is equal to its copy, shows its parts, and counts when assigned, too."""
+    device = Device("cpu", ahead=2, keys=["a"], transform=len)
+    assert pickle.loads(pickle.dumps(device)) == device
+    shown = "Device(name='cpu', ahead=2, keys=['a'], transform=<built-in function len>)"
+    assert repr(device) == shown
+    loader: Any = DataLoader([1, 2, 3], 2, device=device)
+    assert loader.device == Device(ahead=2, keys=["a"], transform=len)
+    assert list(loader) == [2, 1]
+    loader.device = "cpu"
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
 
 
 def test_what_is_shown_of_copies(tmp_path: Path) -> None:

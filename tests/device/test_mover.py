@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Mover
 from device.recording import LatePort
@@ -285,7 +285,7 @@ def test_one_tensor_under_two_keys() -> None:
 def test_a_transform_without_a_device() -> None:
     """It is called all the same, in the stage's thread."""
     loader: Any = DataLoader(
-        torch.arange(4.0), 2, device="cpu", device_transform=lambda batch: batch * 2
+        torch.arange(4.0), 2, device=Device("cpu", transform=lambda batch: batch * 2)
     )
     assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
 
@@ -316,17 +316,19 @@ def test_arrays_on_a_device_pass_untouched() -> None:
 
 
 def test_misuse() -> None:
-    """Said in the constructor."""
+    """Said by the device itself."""
 
     async def transform(batch: Any) -> Any:
         return batch
 
-    with pytest.raises(TypeError, match="device_transform must be a plain function"):
-        DataLoader([1], device_transform=transform)
+    with pytest.raises(TypeError, match="transform must be a plain function"):
+        Device(transform=transform)
     wrong: tuple[Any, ...] = ("image", 3)
     for keys in wrong:
-        with pytest.raises(TypeError, match="device_keys must be a list of keys"):
-            DataLoader([1], device_keys=keys)
+        with pytest.raises(TypeError, match="keys must be a list of keys"):
+            Device("cuda", keys=keys)
+        with pytest.raises(TypeError, match="transform must be callable"):
+            Device("cuda", transform=keys)
 
 
 def test_pinning_passes_on_what_cannot_be_pinned() -> None:

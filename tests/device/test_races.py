@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from device.watched import (
     DEVICE,
     FEWER,
@@ -257,7 +257,7 @@ def test_small_batches_leave_memory_flat() -> None:
     count = 40_000 // FEWER
     dataset = [(torch.full((16,), n, dtype=torch.float32), n) for n in range(count)]
     seen = []
-    loader: Any = DataLoader(dataset, SIZE, device=DEVICE, prefetch_device=2)
+    loader: Any = DataLoader(dataset, SIZE, device=Device(DEVICE, ahead=2))
     with loader:
         for number, (rows, labels) in enumerate(loader):
             if not number % (1000 // FEWER):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._device.accelerator import accelerator_of
 from device.watched import (
     DEVICE,
@@ -111,8 +111,8 @@ def test_a_mesh(mesh: Any) -> None:
 @pytest.mark.parametrize("keys", [["picture"], lambda key: key == "picture"])
 def test_keys(keys: Any) -> None:
     """What is not named stays in the host's memory."""
-    loader: Any = DataLoader(Pictures(), 4, num_workers=1, device=DEVICE)
-    loader.device_keys = keys
+    loader: Any = DataLoader(Pictures(), 4, num_workers=1)
+    loader.device = Device(DEVICE, keys=keys)
     for number, batch in enumerate(loader):
         assert batch["picture"].device == DEVICE
         assert batch["index"].device.type == "cpu"
@@ -135,9 +135,7 @@ def test_transform(num_workers: int, ahead: int) -> None:
         Pictures(),
         4,
         num_workers=num_workers,
-        device=DEVICE,
-        prefetch_device=ahead,
-        device_transform=scaled,
+        device=Device(DEVICE, ahead=ahead, transform=scaled),
     )
     for number, batch in enumerate(loader):
         assert batch["picture"].dtype is torch.float32
@@ -149,7 +147,7 @@ def test_what_a_transform_makes_is_not_used_again() -> None:
     """Batches that are dropped while a kernel reads them keep their memory."""
     found = counter()
     loader: Any = DataLoader(
-        Rows(400), 4, device=DEVICE, device_transform=lambda batch: batch.clone()
+        Rows(400), 4, device=Device(DEVICE, transform=lambda batch: batch.clone())
     )
     for number, batch in enumerate(loader):
         busy(2_000_000)
@@ -166,13 +164,13 @@ def test_an_error_of_the_transform() -> None:
             raise KeyError("bad picture")
         return batch
 
-    loader: Any = DataLoader(Pictures(), 4, device=DEVICE, device_transform=fail)
+    loader: Any = DataLoader(Pictures(), 4, device=Device(DEVICE, transform=fail))
     iterator = iter(loader)
     check(next(iterator), 0)
     check(next(iterator), 1)
     with pytest.raises(KeyError, match="bad picture") as caught:
         next(iterator)
-    assert "in device_transform" in str(caught.value.__notes__)
+    assert "in Device.transform" in str(caught.value.__notes__)
     assert "batch 2" in str(caught.value.__notes__)
     del caught
     check(next(iterator), 3)
@@ -184,8 +182,9 @@ def test_only_dense_tensors_are_prefetched() -> None:
     loader: Any = DataLoader(
         [torch.eye(3)] * 4,
         4,
-        device=DEVICE,
-        device_transform=lambda batch: torch.eye(3).to_sparse().to(DEVICE),
+        device=Device(
+            DEVICE, transform=lambda batch: torch.eye(3).to_sparse().to(DEVICE)
+        ),
     )
     with pytest.raises(TypeError, match="only dense tensors can be prefetched"):
         next(iter(loader))
@@ -236,8 +235,7 @@ def test_a_transform_of_what_is_on_the_device() -> None:
     loader: Any = DataLoader(
         Resident(),
         batch_size=None,
-        device=DEVICE,
-        device_transform=lambda batch: batch.clone(),
+        device=Device(DEVICE, transform=lambda batch: batch.clone()),
     )
     for number, batch in enumerate(loader):
         add_wrong(found, batch, number)

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from aioloader import DataLoader, Retry
+from aioloader import DataLoader, Device, Retry
 from aioloader.datasets import from_iterable
 
 N = 8
@@ -395,7 +395,7 @@ def options_of(place: str, kind: type[BaseException], way: Mode) -> dict[str, An
         "worker_init_fn": lambda: {"worker_init_fn": one.begin},
         "lifespan": lambda: {"lifespan": one.entered},
         "lifespan exit": lambda: {"lifespan": one.left},
-        "device_transform": lambda: {"device_transform": one},
+        "Device.transform": lambda: {"device": Device(transform=one)},
         "stream's map": lambda: {"dataset": numbers.map(function)},
         "stream's filter": lambda: {"dataset": numbers.filter(keeps)},
         "stream's source": lambda: {
@@ -429,7 +429,7 @@ PLACES = {
     "worker_init_fn": "`worker_init_fn`",
     "lifespan": "`lifespan`: entering",
     "lifespan exit": "`lifespan`: leaving",
-    "device_transform": "`device_transform`",
+    "Device.transform": "`Device.transform`",
     "stream's map": "`map`, `filter` of a stream",
     "stream's filter": "`map`, `filter` of a stream",
     "stream's source": "`__next__` of an iterable",

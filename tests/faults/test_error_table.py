@@ -67,7 +67,7 @@ def test_the_page_has_every_place() -> None:
 def runs_in_worker(place: str, way: Mode) -> bool:
     """Tell whether the code of a place runs in a worker process."""
     is_reading = place.startswith("stream") and not way.is_async
-    is_ours = "sampler" in place or place == "device_transform" or is_reading
+    is_ours = "sampler" in place or place == "Device.transform" or is_reading
     return way.in_processes and not is_ours
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from aioloader import (
     DataLoader,
     ShuffledIndices,
+    Skip,
     default_collate,
     default_convert,
 )
@@ -71,10 +72,9 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"concurrency": 2.5}, TypeError, "concurrency must be an integer"),
     (DATA, {"loop": "mine"}, ValueError, "loop must be 'thread' or 'caller'"),
     (DATA, {"on_error": "ignore"}, ValueError, "on_error must be"),
-    (DATA, {"max_failures": -1}, ValueError, "max_failures must be"),
-    (DATA, {"max_failures": float("nan")}, ValueError, "max_failures must be"),
     (DATA, {"retry": 3}, TypeError, "retry must be an aioloader.Retry"),
     (DATA, {"on_error": _decide}, TypeError, "on_error must be a plain function"),
+    (DATA, {"on_error": Skip(instead=_decide)}, TypeError, "must be a plain function"),
     (DATA, {"workers": "fork"}, TypeError, "workers must be 'process', 'thread', a"),
     (DATA, {"workers": None}, TypeError, "workers must be 'process', 'thread', a"),
     (DATA, {"fetch": "here"}, ValueError, "fetch must be 'auto' or 'loader' or"),
@@ -82,6 +82,26 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"rng": 3}, ValueError, "rng must be None or 'batch'"),
     (DATA, {"on_timeout": "skip"}, ValueError, "on_timeout must be 'raise' or 'rest"),
     (7, {}, TypeError, "dataset must have __getitem__"),
+    (
+        DATA,
+        {"max_failures": 10},
+        TypeError,
+        r"^max_failures=10 is now on_error=Skip\(at_most=10\)$",
+    ),
+    (
+        DATA,
+        {"device": "cuda", "prefetch_device": 2},
+        TypeError,
+        r"^prefetch_device=2 is now device=Device\(\.\.\., ahead=2\)$",
+    ),
+    (DATA, {"device_keys": ["a"]}, TypeError, r"Device\(\.\.\., keys=\['a'\]\)$"),
+    (
+        DATA,
+        {"device_transform": len},
+        TypeError,
+        r"Device\(\.\.\., transform=<",
+    ),
+    (DATA, {"batchsize": 2}, TypeError, "unexpected keyword argument 'batchsize'"),
 ]
 
 

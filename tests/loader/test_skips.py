@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aioloader import SKIP, Failure, Retry
+from aioloader import SKIP, Failure, Retry, Skip
 from aioloader.datasets import from_iterable
 from aioloader.errors import FailureBudgetError
 from failing import WAYS, drain, failing, make
@@ -66,7 +66,7 @@ async def test_a_callable_replaces_or_skips_or_raises(way: str, base: Any) -> No
 async def test_the_budget_ends_it(way: str, base: Any) -> None:
     """The third failure of two allowed raises, with the numbers."""
     dataset = failing(base, *range(12), error=lambda: OSError("bad"))
-    loader = make(way, dataset, on_error="skip", max_failures=2, prefetch_factor=1)
+    loader = make(way, dataset, on_error=Skip(at_most=2), prefetch_factor=1)
     found = await drain(way, loader)
     assert isinstance(found[0], FailureBudgetError)
     assert found[0].failures == 3

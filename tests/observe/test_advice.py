@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._observe.batches import Batch, batches_of
 from aioloader._observe.changes import changes
 from aioloader._observe.records import Record, Setting
@@ -52,7 +52,7 @@ def test_batches_that_draw_from_the_callers_generators(
     setting = set_up(loader)
     assert {*offered(setting)} == {"num_workers", "dataset"}
     assert {*offered(replace(setting, place="thread", on_device=1))}.isdisjoint(
-        {"prefetch_factor", "prefetch_device"}
+        {"prefetch_factor", "Device.ahead"}
     )
     batches = [Batch(read=0.08, reads=4, slowest=0.02, step=0.005, is_measured=True)]
     found = {one.argument: one.setting for one in changes(batches, setting)}
@@ -138,10 +138,10 @@ def test_workers_that_this_system_refuses(monkeypatch: pytest.MonkeyPatch) -> No
     assert {*offered(set_up(threads))} == {"prefetch_factor", "num_workers", "dataset"}
 
 
-def test_a_device_transform_without_a_device() -> None:
-    setting = set_up(DataLoader(SyncMap(8), 4, device_transform=tuple))
+def test_a_transform_without_a_device() -> None:
+    setting = set_up(DataLoader(SyncMap(8), 4, device=Device(transform=tuple)))
     assert setting.stays_on_host
-    assert "ready ahead" in offered(setting)["prefetch_device"]
+    assert "ready ahead" in offered(setting)["Device.ahead"]
     moved = replace(setting, stays_on_host=False)
-    assert "copied ahead" in offered(moved)["prefetch_device"]
+    assert "copied ahead" in offered(moved)["Device.ahead"]
     assert not set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)).stays_on_host

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from aioloader import DataLoader, merge_traces
+from aioloader import DataLoader, Device, merge_traces
 from aioloader._observe.records import (
     NOT_MADE,
     Copies,
@@ -211,12 +211,11 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
 
 def test_a_loader_with_numbers_of_numpys(tmp_path: Path) -> None:
     """They are written as numbers; the loader takes them as well as Python's."""
-    numbers = {
-        name: np.int64(3)
-        for name in ("concurrency", "prefetch_factor", "prefetch_device")
-    }
+    three = np.int64(3)
+    device: Any = Device(transform=tuple, ahead=three)
+    numbers: Any = {"concurrency": three, "prefetch_factor": three, "device": device}
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(AsyncMap(8), 2, device_transform=tuple, **numbers)  # type: ignore[call-overload]
+    loader: Any = DataLoader(AsyncMap(8), 2, **numbers)
     with loader, loader.trace(path):
         assert len(list(loader)) == 4
     (epoch,) = loaded(path)["otherData"]["epochs"]

@@ -235,7 +235,7 @@ def test_batches_that_stay_on_the_host() -> None:
     found = report(clock.run(64), setting, copies=clock.copies)
     assert (found.stage, found.advice) == ("device", None)
     assert found.headline.startswith(
-        "Page-locking batches, or device_transform, holds training back"
+        "Page-locking batches, or Device.transform, holds training back"
     )
     assert found.limit == "No argument gains 5 % or more: this stage must get cheaper."
 
@@ -266,7 +266,7 @@ def test_copies_that_vary_are_bridged() -> None:
     found = report(clock.run(64), setting, copies=clock.copies)
     assert found.stage == "device"
     assert found.advice is not None
-    assert found.advice.argument == "prefetch_device"
+    assert found.advice.argument == "Device.ahead"
 
 
 def test_busy_cores_have_no_remedy_here() -> None:

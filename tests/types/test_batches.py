@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from aioloader import DataLoader, progress
+from aioloader import DataLoader, Device, Skip, progress
 
 
 class Vectors(Dataset[Tensor]):
@@ -206,6 +206,17 @@ def test_what_typing_cannot_say_is_any() -> None:
     assert type(next(iter(padded))) is tuple
 
 
+def test_devices() -> None:
+    """Only with a transform they make batches that typing does not know."""
+    plain = Device("cpu", ahead=2)
+    assert_type(DataLoader(Vectors(), 2, device=plain), DataLoader[Tensor])
+    loader = DataLoader(Vectors(), 2, device=Device(keys=[0]), on_error=Skip(at_most=1))
+    assert_type(loader, DataLoader[Tensor])
+    lengths = Device("cpu", transform=len)
+    assert_type(DataLoader(Vectors(), 2, device=lengths), DataLoader[Any])
+    assert next(iter(DataLoader(Vectors(), 2, device=lengths))) == 2
+
+
 def test_what_has_no_type_is_any() -> None:
     """A dataset, a transform or a function of which nothing is known."""
     unknown: Any = str
@@ -244,4 +255,5 @@ def wrong_arguments() -> None:
     DataLoader(Vectors(), batch_size="4")  # type: ignore[call-overload]
     DataLoader(Vectors(), transform=3)  # type: ignore[call-overload]
     DataLoader(Vectors(), workers="threads")  # type: ignore[call-overload]
+    DataLoader(Vectors(), max_failures=3)  # type: ignore[call-overload]
     DataLoader()  # type: ignore[call-overload]

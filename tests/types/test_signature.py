@@ -1,10 +1,12 @@
-"""The overloads of ``DataLoader`` take what the constructor takes."""
+"""Each argument of ``DataLoader`` is the same wherever it is named."""
 
 import inspect
+import re
 from typing import Literal, get_type_hints
 
 from aioloader import DataLoader
 from aioloader._loader import signature
+from aioloader._loader.options import NAMES
 
 PARAMETERS = inspect.signature(DataLoader.__init__).parameters
 APART = {"self", "dataset", "batch_size", "collate_fn"}
@@ -16,13 +18,29 @@ def test_arguments_are_all_there() -> None:
         name for name, one in PARAMETERS.items() if one.kind is one.KEYWORD_ONLY
     }
     named = get_type_hints(signature.KeywordOnly)
-    assert set(named) == keyword_only - {"tail", "transform", "device_transform"}
+    assert set(named) == keyword_only - {"tail", "transform", "device"}
     assert set(get_type_hints(signature.WithTransform)) == set(PARAMETERS) - APART
 
 
 def test_they_have_the_same_types() -> None:
-    """But those that make other batches: ``tail="pad"``, and ``device_transform``."""
+    """But those that make other batches: ``tail="pad"``, and a device's transform."""
     given = get_type_hints(signature.WithTransform)
-    assert given.pop("device_transform") is type(None)
+    assert given.pop("device") == signature.Place
     assert given.pop("tail") == Literal["wrap", "drop", "uneven"] | None
     assert given == {name: PARAMETERS[name].annotation for name in given}
+
+
+def test_each_is_an_attribute() -> None:
+    """Of loaders and their options, in the same order; ``shuffle`` is used up."""
+    assert list(NAMES) == [
+        name for name in PARAMETERS if name not in {"self", "shuffle"}
+    ]
+
+
+def test_each_has_words() -> None:
+    """In the same order, and no other is described."""
+    words = (inspect.getdoc(DataLoader) or "").partition("\nArgs:\n")[2]
+    described = re.findall(
+        r"^    (\w+): ", words.partition("\nRaises:")[0], re.MULTILINE
+    )
+    assert described == list(PARAMETERS)[1:]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from aioloader import SKIP, Failure
-from aioloader._order.failures import FailurePolicy, check_failure_options
+from aioloader import SKIP, Failure, Skip
+from aioloader._order.failures import FailurePolicy, parts_of
 from aioloader.errors import FailureBudgetError
 
 
@@ -50,7 +50,7 @@ def test_callable_replaces() -> None:
 
 def test_count_budget() -> None:
     """One failure more than allowed ends the epoch, caused by the last one."""
-    policy = FailurePolicy("skip", max_failures=2)
+    policy = FailurePolicy("skip", at_most=2)
     policy.begin(100)
     policy.resolve(failure())
     policy.resolve(failure())
@@ -62,7 +62,7 @@ def test_count_budget() -> None:
 
 def test_fraction_budget_grows_with_what_was_tried() -> None:
     """A fraction always allows one, then its share."""
-    policy = FailurePolicy("skip", max_failures=0.1)
+    policy = FailurePolicy("skip", at_most=0.1)
     policy.begin(5)
     policy.resolve(failure())
     with pytest.raises(FailureBudgetError):
@@ -72,21 +72,30 @@ def test_fraction_budget_grows_with_what_was_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_error", "max_failures", "error"),
+    ("options", "error", "words"),
     [
-        ("ignore", None, ValueError),
-        ("skip", -1, ValueError),
-        ("skip", 1.5, ValueError),
-        ("skip", True, TypeError),
-        ("skip", "2", TypeError),
+        ({"at_most": -1}, ValueError, "got -1"),
+        ({"at_most": 1.5}, ValueError, "got 1.5"),
+        ({"at_most": float("nan")}, ValueError, "got nan"),
+        ({"at_most": 1.0}, ValueError, "pass 1, a share below 1.0, or None"),
+        ({"at_most": True}, TypeError, "got True"),
+        ({"at_most": "2"}, TypeError, "got '2'"),
+        ({"instead": 3}, TypeError, "must be callable, got 3"),
     ],
 )
-def test_options_are_checked(
-    on_error: Any, max_failures: Any, error: type[Exception]
-) -> None:
-    """Wrong options raise, with the value in the message."""
-    with pytest.raises(error, match="got"):
-        check_failure_options(on_error, max_failures)
+def test_skips_are_checked(options: Any, error: type[Exception], words: str) -> None:
+    """Wrong ones raise, with the value in the message."""
+    with pytest.raises(error, match=words):
+        Skip(**options)
+
+
+def test_skips_are_values() -> None:
+    """They are equal if their parts are, show them, and can be sent to processes."""
+    skip = Skip(at_most=0.01, instead=abs)  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(skip)) == skip
+    assert repr(skip) == "Skip(at_most=0.01, instead=<built-in function abs>)"
+    assert parts_of(skip) == (skip.instead, 0.01)
+    assert parts_of(Skip()) == ("skip", None)
 
 
 def test_skip_is_one_object() -> None:

@@ -22,12 +22,14 @@ def test_public_names() -> None:
     assert aioloader.__all__ == [
         "SKIP",
         "DataLoader",
+        "Device",
         "Failure",
         "LoaderStats",
         "PrometheusCollector",
         "RayWorkers",
         "Retry",
         "ShuffledIndices",
+        "Skip",
         "WorkerInfo",
         "datasets",
         "default_collate",
@@ -74,21 +76,18 @@ def test_torchs_signature() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     added = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
+    assert len(ours) - 1 == 33
     assert [parameter.name for parameter in added] == [
         "snapshot_every_n_steps",
         "transform",
         "concurrency",
         "device",
-        "prefetch_device",
-        "device_keys",
-        "device_transform",
         "workers",
         "fetch",
         "rng",
         "on_timeout",
         "loop",
         "on_error",
-        "max_failures",
         "retry",
         "rank",
         "world_size",
@@ -110,7 +109,13 @@ def test_no_long_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["aioloader._loader.loader", "aioloader._order.permutation"]
+    "name",
+    [
+        "aioloader._device.naming",
+        "aioloader._loader.loader",
+        "aioloader._order.failures",
+        "aioloader._order.permutation",
+    ],
 )
 def test_docstring_examples_run(name: str) -> None:
     """What the docstrings show is what happens."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioloader import SKIP, DataLoader, Failure, Retry
+from aioloader import SKIP, DataLoader, Failure, Retry, Skip
 from aioloader.errors import FailureBudgetError, WorkerError
 from failing import OddError, drain
 from samples import collect
@@ -229,13 +229,13 @@ async def test_a_callable_decides(way: str) -> None:
 @pytest.mark.parametrize("limit", [2, 0.1])
 async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
     """One failure too many raises, whichever worker it was in."""
-    loader = make(Bad(0, 4, 8), on_error="skip", max_failures=limit)
+    loader = make(Bad(0, 4, 8), on_error=Skip(at_most=limit))
     found = await drain(way, loader)
     errors = [one for one in found if isinstance(one, Exception)]
     assert isinstance(errors[0], FailureBudgetError)
     assert errors[0].failures == (3 if limit == 2 else 2)
     assert isinstance(errors[0].__cause__, LookupError)
-    fresh = make(Bad(0, 4), on_error="skip", max_failures=2)
+    fresh = make(Bad(0, 4), on_error=Skip(at_most=2))
     assert await drain(way, fresh) == [[1, 2, 3], [5, 6, 7], [8, 9, 10, 11]]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info as torch_worker_info
 
-from aioloader import DataLoader, RayWorkers, get_worker_info
+from aioloader import DataLoader, RayWorkers, Skip, get_worker_info
 from aioloader.errors import (
     BatchTimeoutError,
     WorkerDiedError,
@@ -236,7 +236,7 @@ def test_errors_keep_their_type_and_gain_notes() -> None:
 
 def test_failures_are_skipped_and_listed() -> None:
     """The budget is the loader's."""
-    loader = make(Bad(12), on_error="skip", max_failures=1)
+    loader = make(Bad(12), on_error=Skip(at_most=1))
     assert [batch.tolist() for batch in loader] == [
         [0, 1, 2, 3],
         [4, 6, 7],

@@ -97,7 +97,7 @@ class Mover:
         port: The device; None if batches stay in host memory.
         keys: Which entries of a batch move: their keys, or a function of a key; None:
             all.
-        transform: The ``device_transform``, run on the stream of the copies, or None.
+        transform: That of ``Device``, run on the stream of the copies, or None.
         pins: Whether batches that stay on the host are page-locked, for consumers that
             move them themselves.
     """
@@ -191,8 +191,8 @@ class Mover:
         try:
             return self._transform(batch)
         except BaseException as error:
-            error = raisable(error, "device_transform")
-            raise noted(error, "in device_transform")  # noqa: B904  (it keeps its cause)
+            error = raisable(error, "Device.transform")
+            raise noted(error, "in Device.transform")  # noqa: B904  (it keeps its cause)
 
 
 def _by_way(batch: Any, chosen: Choose | None = None) -> defaultdict[str, list[Any]]:
@@ -260,7 +260,7 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
     """
     if is_leaf(batch):
         raise TypeError(
-            "device_keys needs batches with entries, such as dicts or tuples, and this "
+            "Device.keys needs batches with entries, such as dicts or tuples, and this "
             f"is one {type(batch).__name__}"
         )
     if callable(keys):
@@ -269,7 +269,7 @@ def _chooser(keys: Keys, batch: Any) -> Choose:
     missing = [key for key in keys if key not in known]
     if missing:
         raise ValueError(
-            f"device_keys names {missing!r}, which the batch lacks: it has {known!r}"
+            f"Device.keys names {missing!r}, which the batch lacks: it has {known!r}"
         )
     return keys.__contains__
 
@@ -279,7 +279,7 @@ def _check_dense(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             raise TypeError(
-                f"device_transform returned a {type(tensor).__name__} of layout "
+                f"Device.transform returned a {type(tensor).__name__} of layout "
                 f"{tensor.layout}: only dense tensors can be prefetched"
             )
 

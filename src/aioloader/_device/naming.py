@@ -3,15 +3,87 @@
 import operator
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, TypeAlias
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Generic, TypeAlias
 
 import torch
+from typing_extensions import TypeVar
 
+from aioloader.protocols import is_async_function
+
+# What the transform of a device makes; None without one.
+Made_co = TypeVar("Made_co", covariant=True, default=None)
 Choose: TypeAlias = Callable[[Any], bool]
 Keys: TypeAlias = Collection[Any] | Choose
 Transform: TypeAlias = Callable[[Any], Any]
 
 _KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
+
+
+@dataclass(frozen=True)
+class Device(Generic[Made_co]):
+    """Where batches are delivered, and how: ``device=Device("cuda", ahead=2)``.
+
+    ``device="cuda"`` is short for ``device=Device("cuda")``.
+
+    Example:
+        >>> Device("cuda", keys=["image"])
+        Device(name='cuda', ahead=1, keys=['image'], transform=None)
+
+    Args:
+        name: What ``DataLoader`` takes for ``device``: a name such as ``"cuda:1"``, a
+            local rank, a ``DeviceMesh`` of one dimension, ``"auto"``; or ``None``:
+            batches stay in host memory.
+        ahead: Batches moved to the device before they are requested.
+        keys: Which entries of a batch move: their keys, fields or positions, or a
+            function of a key. The others stay in host memory.
+        transform: Turns a batch into another, after its copies are queued: its kernels
+            follow the copies on their stream and overlap the training step. Called on
+            the host where there is no device.
+
+    Raises:
+        ValueError: If ``ahead`` is below 1.
+        TypeError: If an argument but ``name`` is of the wrong type; the name is checked
+            by the loader.
+    """
+
+    name: Any = None
+    _: KW_ONLY
+    ahead: int = 1
+    keys: Keys | None = None
+    transform: Callable[[Any], Made_co] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            ahead = operator.index(self.ahead)
+        except TypeError:
+            raise TypeError(
+                f"Device.ahead must be an integer, got {self.ahead!r}"
+            ) from None
+        if ahead < 1:
+            raise ValueError(f"Device.ahead must be at least 1, got {ahead}")
+        keys, transform = self.keys, self.transform
+        is_names = isinstance(keys, Collection) and not isinstance(keys, (str, bytes))
+        if keys is not None and not (is_names or callable(keys)):
+            raise TypeError(
+                "Device.keys must be a list of keys, such as ['image'], or a function "
+                f"of a key, got {keys!r}"
+            )
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"Device.transform must be callable, got {type(transform).__name__!r}"
+            )
+        if is_async_function(transform):
+            raise TypeError(
+                "Device.transform must be a plain function: a thread calls it"
+            )
+
+
+def found_here(device: Any) -> "torch.device | Device[Any] | None":
+    """Return ``device``, a name or a ``Device``, with the device that it names."""
+    if isinstance(device, Device):
+        return replace(device, name=device_of(device.name))
+    return device_of(device)
 
 
 def device_of(device: Any) -> torch.device | None:

@@ -52,13 +52,7 @@ def can_look_ahead(options: Options) -> bool:
 
 
 class Ahead:
-    """An epoch started before its iterator is requested.
-
-    Args:
-        options: The loader's options.
-        numbers: The epoch's number; left unchanged.
-        make: Makes the epoch; may draw from the generator.
-    """
+    """An epoch started before its iterator is requested."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Torch's arguments, checked as torch checks them, but all in the constructor.
+"""How the arguments are checked: each by itself, then those that go together.
 
-The messages are torch's, so that users can search for them. ``DataLoader`` documents
-where more is accepted than in torch.
+``DataLoader`` declares them, with defaults and words; those about ranks are checked by
+``Ranks``, sizes of batches by torch's samplers. The messages are torch's where it has
+them, so that users can search for them. All are checked in the constructor.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import multiprocessing
 import multiprocessing.context
 import operator
 import os
-from collections.abc import Collection
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
@@ -17,7 +18,7 @@ from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
 from aioloader._loader.options import Options, suits
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
-from aioloader._order.failures import check_failure_options
+from aioloader._order.failures import check_on_error, parts_of
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
@@ -31,44 +32,63 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "on_timeout": ("raise", "restart"),
     "loop": ("thread", "caller"),
 }
+_FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
+# Counts, and whether they may be None.
+_COUNTS = {
+    "num_workers": False,
+    "prefetch_factor": True,
+    "snapshot_every_n_steps": True,
+    "concurrency": False,
+    "prefetch_bytes": True,
+}
+# What took the place of former arguments.
+_FORMER = {
+    "prefetch_device": "device=Device(..., ahead={!r})",
+    "device_keys": "device=Device(..., keys={!r})",
+    "device_transform": "device=Device(..., transform={!r})",
+    "max_failures": "on_error=Skip(at_most={!r})",
+}
+
+
+def refuse(unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that a loader does not have; say what became of former ones."""
+    name, value = next(iter(unknown.items()))
+    if name in _FORMER:
+        now = _FORMER[name].format(value)
+        raise TypeError(f"{name}={value!r} is now {now}")
+    raise TypeError(
+        f"DataLoader.__init__() got an unexpected keyword argument {name!r}"
+    )
 
 
 def check(options: Options, shuffle: Any) -> None:
-    """Check the arguments of a loader, before samplers are made from them.
-
-    Args:
-        options: The arguments.
-        shuffle: The argument that ``Options`` does not keep.
-
-    Raises:
-        TypeError: If one is of the wrong type.
-        ValueError: If one is out of range, or two exclude each other.
-    """
+    """Check the arguments of a loader, before samplers are made from them."""
     _check_numbers(options)
-    _check_sampling(options, shuffle)
-    _check_workers(options)
     for name, words in _WORDS.items():
         value = getattr(options, name)
         if value not in words:
             known = " or ".join(repr(word) for word in words)
             raise ValueError(f"{name} must be {known}, got {value!r}")
-    for name in ("collate_fn", "transform", "worker_init_fn", "device_transform"):
+    for name in _FUNCTIONS:
         function = getattr(options, name)
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
-    _check_moves(options)
-    _check_failures(options)
+    check_on_error(options.on_error)
+    if is_async_function(parts_of(options.on_error)[0]):
+        raise TypeError("on_error must be a plain function: it is never awaited")
+    if not isinstance(options.retry, (Retry, type(None))):
+        raise TypeError(
+            f"retry must be an aioloader.Retry or None, got {options.retry!r}"
+        )
+    _check_sampling(options, shuffle)
+    _check_workers(options)
     _check_places(options)
     _check_rng(options)
     check_auto(options)
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
-    """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0.
-
-    Raises:
-        ValueError: If both are given and differ.
-    """
+    """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0."""
     num_workers = placed("num_workers", num_workers)
     if is_chosen(num_workers):
         is_fixed = isinstance(workers, RayWorkers)
@@ -85,15 +105,10 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     return workers.num_workers
 
 
-def check_context(context: Any, num_workers: int, workers: Any) -> None:
-    """Check a ``multiprocessing_context``, and that processes will use it.
-
-    Raises:
-        ValueError: If they do not, or if it is a string that names no start method.
-        TypeError: If it is neither a name nor a context.
-    """
+def context_of(context: Any, num_workers: int, workers: Any) -> Any:
+    """Return the context object for ``multiprocessing_context``, or None."""
     if context is None:
-        return
+        return None
     if num_workers == 0:
         raise ValueError(
             "multiprocessing_context can only be used with multi-process loading "
@@ -104,16 +119,6 @@ def check_context(context: Any, num_workers: int, workers: Any) -> None:
             "multiprocessing_context can only be used with workers='process', but "
             f"got workers={workers!r}"
         )
-    context_of(context)
-
-
-def context_of(context: Any) -> Any:
-    """Return the context object for ``multiprocessing_context``, or None.
-
-    Raises:
-        ValueError: If it is a string that names no start method.
-        TypeError: If it is neither a name nor a context.
-    """
     if isinstance(context, str):
         valid = multiprocessing.get_all_start_methods()
         if context not in valid:
@@ -122,8 +127,7 @@ def context_of(context: Any) -> Any:
                 f"{valid!r}, but got multiprocessing_context={context!r}"
             )
         return multiprocessing.get_context(context)
-    is_context = isinstance(context, multiprocessing.context.BaseContext)
-    if context is not None and not is_context:
+    if not isinstance(context, multiprocessing.context.BaseContext):
         raise TypeError(
             "multiprocessing_context option should be a valid context object or a "
             "string specifying the start method, but got "
@@ -161,73 +165,61 @@ def _check_rng(options: Options) -> None:
 
 
 def _check_numbers(options: Options) -> None:
-    _check_count("num_workers", options.num_workers)
+    for name, is_optional in _COUNTS.items():
+        value = getattr(options, name)
+        try:
+            if not (is_optional and value is None):
+                operator.index(value)
+        except TypeError:
+            or_auto = " or 'auto'" if name in NAMES else ""
+            raise TypeError(
+                f"{name} must be an integer{or_auto}, got {value!r}"
+            ) from None
     if options.num_workers < 0:
         raise ValueError(
             "num_workers option should be non-negative; "
             "use num_workers=0 to disable multiprocessing."
         )
-    timeout = options.timeout
+    factor, steps = options.prefetch_factor, options.snapshot_every_n_steps
+    if factor is not None and factor < 1:
+        raise ValueError(
+            "prefetch_factor option should be non-negative and at least 1, "
+            f"got {factor}"
+        )
+    if steps is not None and steps < 0:
+        raise ValueError(
+            "snapshot_every_n_steps must be at least 0 (0 and None mean "
+            f"never), got {steps}"
+        )
+    for name in ("concurrency", "prefetch_bytes"):
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    _check_timeout(options.timeout)
+
+
+def _check_timeout(timeout: Any) -> None:
     try:
-        timeout < 0  # noqa: B015  (as torch does: numpy's and a tensor's count)
+        is_time = bool(timeout >= 0)  # as torch: numpy's and a tensor's count
     except TypeError:
         raise TypeError(
             f"timeout option should be a number of seconds, got {timeout!r}"
         ) from None
-    if not timeout >= 0:  # also not a number
+    if not is_time:  # also if it is not a number
         raise ValueError(f"timeout option should be non-negative, got {timeout!r}")
-    _check_counts(options)
-
-
-def _check_counts(options: Options) -> None:
-    """Check the limits on batches and samples in flight."""
-    factor = options.prefetch_factor
-    if factor is not None:
-        _check_count("prefetch_factor", factor)
-        if factor < 1:
-            raise ValueError(
-                "prefetch_factor option should be non-negative and at least 1, "
-                f"got {factor}"
-            )
-    for name in ("concurrency", "prefetch_device"):
-        count = getattr(options, name)
-        _check_count(name, count)
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    held = options.prefetch_bytes
-    if held is not None:
-        _check_count("prefetch_bytes", held)
-        if held < 1:
-            raise ValueError(f"prefetch_bytes must be at least 1, got {held}")
-    steps = options.snapshot_every_n_steps
-    if steps is not None:
-        _check_count("snapshot_every_n_steps", steps)
-        if steps < 0:
-            raise ValueError(
-                "snapshot_every_n_steps must be at least 0 (0 and None mean "
-                f"never), got {steps}"
-            )
-
-
-def _check_count(name: str, value: Any) -> None:
-    try:
-        operator.index(value)
-    except TypeError:
-        or_auto = " or 'auto'" if name in NAMES else ""
-        raise TypeError(f"{name} must be an integer{or_auto}, got {value!r}") from None
 
 
 def _check_sampling(options: Options, shuffle: Any) -> None:
     """Check that the ways to choose samples do not exclude each other."""
     sampler, batch_sampler = options.sampler, options.batch_sampler
     if options.kind is not Kind.MAP:
+        hint = ""
+        if options.is_own_stream:
+            hint = (
+                "; a stream shuffles itself: .shuffle(size) permutes windows of "
+                "samples, and shuffle=True of a dataset of shards their order"
+            )
         if shuffle not in {False, None}:
-            hint = ""
-            if options.is_own_stream:
-                hint = (
-                    "; a stream shuffles itself: .shuffle(size) permutes windows of "
-                    "samples, and shuffle=True of a dataset of shards their order"
-                )
             raise ValueError(
                 "DataLoader with IterableDataset: expected unspecified shuffle option, "
                 f"but got shuffle={shuffle}{hint}"
@@ -274,7 +266,6 @@ def _check_workers(options: Options) -> None:
         )
     if options.persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
-    check_context(options.multiprocessing_context, num_workers, workers)
     if options.has_processes:
         if not allows_processes():
             raise ValueError(
@@ -296,29 +287,6 @@ def _warn_of_many(num_workers: int) -> None:
             "freeze, lower the worker number to avoid potential slowness/freeze if "
             "necessary."
         )
-
-
-def _check_moves(options: Options) -> None:
-    """Check the arguments for moving batches to the device."""
-    if is_async_function(options.device_transform):
-        raise TypeError("device_transform must be a plain function: a thread calls it")
-    keys = options.device_keys
-    is_names = isinstance(keys, Collection) and not isinstance(keys, (str, bytes))
-    if keys is not None and not (is_names or callable(keys)):
-        raise TypeError(
-            "device_keys must be a list of keys, such as ['image'], or a function of a "
-            f"key, got {keys!r}"
-        )
-
-
-def _check_failures(options: Options) -> None:
-    """Check the arguments for failed reads."""
-    on_error, retry = options.on_error, options.retry
-    check_failure_options(on_error, options.max_failures)
-    if retry is not None and not isinstance(retry, Retry):
-        raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
-    if is_async_function(on_error):
-        raise TypeError("on_error must be a plain function: it is never awaited")
 
 
 def _check_places(options: Options) -> None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from aioloader._pipeline.tuner import Tuner, Tuning
 
 AUTO = "auto"
-NAMES = ("num_workers", "prefetch_factor", "concurrency")
 # First values, until the dataset is known, and the greatest concurrency.
 _FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
+NAMES = tuple(_FIRST)
 _MOST_CONCURRENCY = 1024
 # Fixed, in workers that read.
 _IN_WORKERS = 64
@@ -40,11 +40,7 @@ def is_chosen(value: Any) -> bool:
 
 
 def check_auto(options: Options) -> None:
-    """Refuse ``num_workers="auto"`` where samples depend on the number of workers.
-
-    Raises:
-        ValueError: If they do; says why.
-    """
+    """Refuse ``num_workers="auto"`` where samples depend on the number of workers."""
     if not is_chosen(options.num_workers):
         return
     reason = ""
@@ -96,14 +92,7 @@ def _first_workers(options: Options) -> int:
 
 
 def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None:
-    """Let the next iteration start with what earlier ones found out.
-
-    Args:
-        loader: The loader whose attributes are set.
-        tuning: What earlier iterations found out.
-        deaths: Workers that have died so far.
-        is_kept: Whether workers persist: new ones would draw a new seed.
-    """
+    """Let the next iteration start with what earlier ones found out."""
     for name in NAMES:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
@@ -121,13 +110,7 @@ def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None
 
 
 def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
-    """Return the tuner of an iteration.
-
-    Args:
-        options: The loader's options.
-        tuning: What earlier iterations found out.
-        reads_here: Whether this process reads the samples.
-    """
+    """Return the tuner of an iteration."""
     from aioloader._pipeline.tuner import Tuner
 
     concurrency: Controller | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._device.naming import Keys, device_of
+from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of
@@ -18,6 +18,7 @@ from aioloader._loader.ranks import (
     Rank,
     Ranks,
     check_batches,
+    end_together,
     repeats_samples,
     warn_of_repeats,
 )
@@ -31,7 +32,7 @@ from aioloader._loader.sampling import (
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
-from aioloader._order.failures import OnError
+from aioloader._order.failures import OnError, Skip
 from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator, Start, length_check
@@ -97,13 +98,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
             accelerator, if there is one). Batches are moved ahead on a side stream and
-            delivered without making the host wait.
-        prefetch_device: Batches moved to the device before they are requested.
-        device_keys: Which entries of a batch move: their keys, fields or positions, or
-            a function of a key. The others stay in host memory.
-        device_transform: Turns a batch into another, after its copies are queued: its
-            kernels follow the copies on their stream and overlap the training step.
-            Called on the host where there is no device.
+            delivered without making the host wait. A ``Device`` says as well how many
+            are moved ahead, which of their entries, and a transform to run there.
         workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
             ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
@@ -115,9 +111,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
         on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.
         loop: ``"thread"``: the loader's own loop in a private thread, which keeps
             running while the consumer computes; ``"caller"``: the loop that iterates.
-        on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); or a
-            callable that maps a ``Failure`` to a replacement or ``SKIP``.
-        max_failures: Budget of failed samples per epoch: a count, or a fraction.
+        on_error: ``"raise"``; ``"skip"`` a failed sample (its batch is smaller); a
+            callable that maps a ``Failure`` to a replacement or ``SKIP``; or a
+            ``Skip``, which limits how many may fail in an epoch.
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
             ``"auto"``: from ``torch.distributed``, else RANK and WORLD_SIZE, at
@@ -242,7 +238,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         *,
         transform: Callable[[Any], Any] | None = None,
         tail: Tail | None = None,
-        device_transform: Callable[[Any], Any] | None = None,
+        device: "sig.Place | Device[Any]" = None,
         **arguments: "Unpack[sig.KeywordOnly]",
     ) -> None: ...
     def __init__(
@@ -269,69 +265,35 @@ class DataLoader(Observed, TorchLoader[Batch]):
         transform: Callable[[Any], Any] | None = None,
         concurrency: int | Literal["auto"] = 64,
         device: Any = None,
-        prefetch_device: int = 1,
-        device_keys: Keys | None = None,
-        device_transform: Callable[[Any], Any] | None = None,
         workers: arguments.Workers = "process",
         fetch: Literal["auto", "loader", "workers"] = "auto",
         rng: Rng | None = None,
         on_timeout: Literal["raise", "restart"] = "raise",
         loop: Literal["thread", "caller"] = "thread",
-        on_error: OnError = "raise",
-        max_failures: float | None = None,
+        on_error: OnError | Skip = "raise",
         retry: Retry | None = None,
         rank: Rank = None,
         world_size: int | None = None,
         tail: Tail | None = None,
         lifespan: MakeLifespan | None = None,
         prefetch_bytes: int | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            arguments.refuse(unknown)
         dataset, shuffle = settle_shuffle(dataset, shuffle)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.sampler: Any = sampler
-        self.batch_sampler: Any = batch_sampler
-        self.num_workers: int = arguments.count_workers(num_workers, workers)
-        self.collate_fn: Any = collate_fn
-        self.pin_memory = pin_memory
-        self.drop_last = drop_last
-        self.timeout = timeout
-        self.worker_init_fn = worker_init_fn
-        self.multiprocessing_context: Any = multiprocessing_context
-        self.generator = generator
-        self.prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
-        self.persistent_workers = persistent_workers
-        self.pin_memory_device = pin_memory_device
-        self.in_order = in_order
-        self._hold(
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            transform=transform,
-            concurrency=auto.placed("concurrency", concurrency),
-            device=device,
-            prefetch_device=prefetch_device,
-            device_keys=device_keys,
-            device_transform=device_transform,
-            workers=workers,
-            fetch=fetch,
-            rng=rng,
-            on_timeout=on_timeout,
-            loop=loop,
-            on_error=on_error,
-            max_failures=max_failures,
-            retry=retry,
-            rank=rank,
-            world_size=world_size,
-            tail=tail,
-            lifespan=lifespan,
-            prefetch_bytes=prefetch_bytes,
-        )
-
-        given = Options.of(attributes_of(self), WHOLE)
+        num_workers = arguments.count_workers(num_workers, workers)
+        prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
+        concurrency = auto.placed("concurrency", concurrency)
+        self._hold(locals())
+        given = Options(attributes_of(self), WHOLE)
         arguments.check(given, shuffle)
         for name, value in auto.first_values(given).items():
             self._replace(name, value)
-        self.multiprocessing_context = arguments.context_of(multiprocessing_context)
-        self._replace("device", device_of(device))
+        context = multiprocessing_context
+        context = arguments.context_of(context, self.num_workers, workers)
+        self.multiprocessing_context = context
+        self._replace("device", found_here(device))
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
         self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
         made = make_samplers(given, ranks, shuffle)
@@ -344,7 +306,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
         if self.num_workers:
-            self._live.warm(Options.of(attributes_of(self), WHOLE))
+            self._live.warm(Options(attributes_of(self), WHOLE))
         self.__initialized = True  # from here on torch's __setattr__ guards samplers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -370,26 +332,18 @@ class DataLoader(Observed, TorchLoader[Batch]):
         return self._iterate(is_async=False)
 
     def _options(self, *, settles: bool = False) -> Options:
-        """Return the arguments as they are now, and what follows from them.
-
-        Args:
-            settles: Whether an iteration starts: it fixes the ranks that are looked
-                up.
-
-        Raises:
-            ValueError: If ranks are looked up, and the environment is wrong or a
-                sampler also splits samples between ranks.
-        """
+        """Return the arguments as they are now, and what follows from them."""
         live, ranks = self._live, self._ranks
         part = ranks.given or WHOLE
         if ranks.is_auto:
             settled = None if settles else live.part
             part = settled or self._ranks.part_now(self)
-        if settles:
+        if settles:  # an iteration starts: it fixes the ranks that are looked up
             live.settle(part)
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
-        live.options = Options.again(live.options, attributes_of(self), part)
+        values, known = attributes_of(self), live.options
+        live.options = known.again(values, part) if known else Options(values, part)
         return live.options
 
     def __len__(self) -> int:
@@ -421,7 +375,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             deaths, is_kept = live.tally.deaths, live.pools.has_kept()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
-        self._ranks.end_together(options)  # or refuse
+        end_together(options)  # or refuse
         check_batches(options)
         epoch, seed = None, None if live.loaded is None else live.loaded.seed
         if seed is None:

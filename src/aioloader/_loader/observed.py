@@ -107,7 +107,7 @@ class Observed:
         """
         from aioloader._observe.trace import Trace
 
-        trace = Trace(path, self._live.traces)  # type: ignore[arg-type]
+        trace = Trace(path, self._live.traces)
         self._live.show(trace)
         return trace
 

@@ -10,18 +10,17 @@ import multiprocessing
 import operator
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
-from aioloader._device.naming import Keys, Transform
+from aioloader._device.naming import Device, device_of
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
-from aioloader._order.failures import OnError
+from aioloader._order.failures import OnError, Skip, parts_of
 from aioloader._order.indices import State
 from aioloader._order.orders import Order, StreamOrder
 from aioloader._order.ranks import Deal, Part, evened
@@ -47,14 +46,29 @@ class Chosen(int):
         return f"auto({int(self)})"
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """The arguments of ``DataLoader``, under their names.
+class Added:
+    """The arguments that torch's loader lacks, as attributes."""
 
-    Attributes:
-        part: Which part of each global batch is delivered.
-        values: The arguments, for comparison.
-    """
+    snapshot_every_n_steps: int | None
+    transform: Callable[[Any], Any] | None
+    concurrency: int
+    device: Any
+    workers: Any
+    fetch: str
+    rng: Rng | None
+    on_timeout: str
+    loop: str
+    on_error: OnError | Skip
+    retry: Retry | None
+    rank: Any
+    world_size: int | None
+    tail: Any
+    lifespan: Any
+    prefetch_bytes: int | None
+
+
+class Options(Added):
+    """The arguments of ``DataLoader``, under their names."""
 
     dataset: Any
     batch_size: int | None
@@ -72,50 +86,16 @@ class Options:
     persistent_workers: bool
     pin_memory_device: str
     in_order: bool
-    snapshot_every_n_steps: int | None
-    transform: Callable[[Any], Any] | None
-    concurrency: int
-    device: torch.device | None
-    prefetch_device: int
-    device_keys: Keys | None
-    device_transform: Transform | None
-    workers: Any
-    fetch: str
-    rng: Rng | None
-    on_timeout: str
-    loop: str
-    on_error: OnError
-    max_failures: float | None
-    retry: Retry | None
-    rank: Any
-    world_size: int | None
-    tail: Any
-    lifespan: Any
-    prefetch_bytes: int | None
-    part: Part
-    values: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, values: tuple[Any, ...], part: Part) -> "Options":
-        """Return the options of a loader.
+    def __init__(self, values: tuple[Any, ...], part: Part) -> None:
+        vars(self).update(zip(NAMES, values, strict=True))
+        self.values = values
+        self.part = part
 
-        Args:
-            values: What ``attributes_of(loader)`` returns.
-            part: Which part of each global batch is delivered.
-        """
-        return cls(*(*values, part, values))
-
-    @classmethod
-    def again(
-        cls, known: "Options | None", values: tuple[Any, ...], part: Part
-    ) -> "Options":
-        """Return ``known``, or new options if an argument or the part has changed."""
-        is_same = (
-            known is not None
-            and known.part == part
-            and all(map(operator.is_, values, known.values))
-        )
-        return known if known is not None and is_same else cls.of(values, part)
+    def again(self, values: tuple[Any, ...], part: Part) -> "Options":
+        """Return these options, or others if an argument or the part has changed."""
+        is_same = self.part == part and all(map(operator.is_, values, self.values))
+        return self if is_same else Options(values, part)
 
     # -- what the loader chooses --------------------------------------------------
 
@@ -124,11 +104,6 @@ class Options:
         """Whether some argument is ``"auto"``, so that the loader chooses a number."""
         values = self.num_workers, self.prefetch_factor, self.concurrency
         return any(isinstance(one, (Chosen, str)) for one in values)
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether something changes during an iteration."""
-        return self.chooses or self.prefetch_bytes is not None
 
     # -- what is read -------------------------------------------------------------
 
@@ -186,7 +161,7 @@ class Options:
             stream = stream.shard(self.part.rank, self.part.world_size)
         if (stream.ranks or (0, 1))[1] == 1:
             return stream
-        is_skipped = self.on_error == "skip"
+        is_skipped = parts_of(self.on_error)[0] == "skip"
         return stream.evened(self.tail or "wrap", is_skipped=is_skipped)
 
     # -- where it is made ---------------------------------------------------------
@@ -205,11 +180,6 @@ class Options:
     def has_copies(self) -> bool:
         """Whether worker processes have copies of the dataset."""
         return self.has_processes and self.reads_in_workers
-
-    @property
-    def works_here(self) -> bool:
-        """Whether workers are threads of this process or an executor's."""
-        return self.workers == "thread" or isinstance(self.workers, Executor)
 
     @property
     def engine(self) -> tuple[str, ...]:
@@ -253,7 +223,7 @@ class Options:
     @property
     def pins(self) -> bool:
         """Whether batches are page-locked and stay on the CPU; torch's warnings."""
-        is_wanted = self.pin_memory and self.device is None
+        is_wanted = self.pin_memory and self.target.name is None
         return is_wanted and _can_pin(self.pin_memory_device)
 
     @cached_property
@@ -263,9 +233,19 @@ class Options:
         return self.timeout if is_limit else None
 
     @cached_property
+    def target(self) -> Device[Any]:
+        """Where batches are moved, and how; without a name: to host memory."""
+        found = self.device if isinstance(self.device, Device) else Device(self.device)
+        if isinstance(found.name, torch.device):
+            return found
+        return replace(found, name=device_of(found.name))  # assigned to the loader
+
+    @cached_property
     def is_moved(self) -> bool:
         """Whether a stage for the device follows the pipeline."""
-        return self.device is not None or self.device_transform is not None
+        if self.device is None:
+            return False
+        return self.target.name is not None or self.target.transform is not None
 
     @cached_property
     def is_inline(self) -> bool:
@@ -315,14 +295,7 @@ class Options:
         return lambda _saved: StreamOrder(size, part)
 
     def length(self, part: Part | None = None) -> int:
-        """Return the number of batches of an epoch, for this rank.
-
-        Args:
-            part: Which part of each global batch; by default that of the options.
-
-        Raises:
-            TypeError: If the dataset or the sampler has no length.
-        """
+        """Return the number of batches of an epoch, for this rank."""
         part, batches = part or self.part, self.batch_sampler
         if self.is_own_stream:
             return self._stream_length(part)
@@ -389,20 +362,19 @@ def _can_pin(pin_memory_device: str) -> bool:
     return accelerator is not None and accelerator.type != "mps"
 
 
-_NAMES = [one.name for one in fields(Options) if one.name not in {"part", "values"}]
-_FIRST_OWN = _NAMES.index("snapshot_every_n_steps")  # torch has those before it
-_torchs_of = operator.attrgetter(*_NAMES[:_FIRST_OWN])
-_OWN = frozenset(_NAMES[_FIRST_OWN:])
-_own_of = operator.attrgetter(*_NAMES[_FIRST_OWN:])
+TORCHS = tuple(Options.__annotations__)
+ADDED = tuple(Added.__annotations__)
+NAMES = TORCHS + ADDED
+_torchs_of = operator.attrgetter(*TORCHS)
+_added_of = operator.attrgetter(*ADDED)
 
 
 def attributes_of(loader: Any) -> tuple[Any, ...]:
     """Return the arguments of a loader as they are now."""
-    own = loader._own or loader
-    values: tuple[Any, ...] = _torchs_of(loader) + _own_of(own)
+    values: tuple[Any, ...] = _torchs_of(loader) + _added_of(loader._own or loader)
     return values
 
 
 def argument(loader: Any, name: str) -> Any:
     """Return one argument of a loader; see ``_hold`` for those of subclasses."""
-    return getattr(loader if name not in _OWN else loader._own or loader, name)
+    return getattr(loader if name in TORCHS else loader._own or loader, name)

@@ -40,13 +40,13 @@ class Ranks:
 
     @classmethod
     def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
-        """Return what a loader's arguments ask for.
-
-        Raises:
-            ValueError: If two exclude each other or one is out of range.
-            TypeError: If one is of the wrong type.
-        """
-        tail = _tail(tail, is_open=_is_open(dataset))
+        """Return what a loader's arguments ask for."""
+        if tail not in _TAILS:
+            known = " or ".join(repr(word) for word in _TAILS)
+            raise ValueError(f"tail must be {known}, got {tail!r}")
+        # Of some streams nobody knows how long their parts are.
+        is_open = is_own_stream(dataset) and dataset.total() is None
+        tail = tail or ("uneven" if is_open else "wrap")
         if rank == "auto":
             if world_size is not None:
                 raise ValueError(
@@ -68,72 +68,41 @@ class Ranks:
         """Tell whether anything was asked for, if only for one rank."""
         return self.is_auto or self.given is not None
 
-    def part(self) -> Part | None:
-        """Return the part to deliver if an iteration starts now; None: all samples.
-
-        Raises:
-            ValueError: If the environment has only one of RANK and WORLD_SIZE, or
-                they are no numbers.
-        """
-        if not self.is_auto:
-            return self.given
-        return checked(*(_of_group() or _of_environment()), self.tail)
-
     def part_now(self, loader: Any) -> Part:
-        """Return the part of an iteration of ``loader`` that would start now.
-
-        Raises:
-            ValueError: As ``part``, or if a sampler also splits samples between ranks.
-        """
-        part = self.part()
+        """Return the part of an iteration of ``loader`` that would start now."""
+        part = self.given
         if self.is_auto:
+            part = checked(*(_of_group() or _of_environment()), self.tail)
             refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
         return part or WHOLE
 
-    @staticmethod
-    def end_together(options: Options) -> bool:
-        """Tell whether ranks must agree on the end: nobody knows how much each has.
 
-        Raises:
-            ValueError: If nothing says how they end, or if they have no store.
-        """
-        dataset, part = options.dataset, options.part
-        if not is_own_stream(dataset):
-            return False
-        rank, ranks = part.rank, part.world_size
-        if options.rank is None:
-            rank, ranks = dataset.ranks or (0, 1)
-        if ranks == 1 or dataset.total() is not None or dataset.is_endless():
-            return False
-        if options.tail is None:
-            raise ValueError(
-                f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
-                "different numbers of batches, so that some would wait forever in "
-                "collective calls: use the stream's repeat() (endless), or "
-                "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
-                "or 'pad' (ranks end together), or tail='uneven'"
-            )
-        if options.tail != "uneven" and not dataset.has_store():
-            raise ValueError(
-                f"tail={options.tail!r} over {dataset!r} needs a store through which "
-                f"rank {rank} of {ranks} agrees with the others on the end: initialize "
-                "torch.distributed, or use the stream's agree(store), epoch_length(n), "
-                "or tail='uneven'"
-            )
-        return bool(options.tail != "uneven")
-
-
-def _is_open(dataset: Any) -> bool:
-    """Tell whether the lengths of a stream's parts are unknown."""
-    return is_own_stream(dataset) and dataset.total() is None
-
-
-def _tail(tail: Any, *, is_open: bool) -> Tail:
-    if tail not in _TAILS:
-        known = " or ".join(repr(word) for word in _TAILS)
-        raise ValueError(f"tail must be {known}, got {tail!r}")
-    found: Tail = tail or ("uneven" if is_open else "wrap")
-    return found
+def end_together(options: Options) -> bool:
+    """Tell whether ranks must agree on the end: nobody knows how much each has."""
+    dataset, part = options.dataset, options.part
+    if not is_own_stream(dataset):
+        return False
+    rank, ranks = part.rank, part.world_size
+    if options.rank is None:
+        rank, ranks = dataset.ranks or (0, 1)
+    if ranks == 1 or dataset.total() is not None or dataset.is_endless():
+        return False
+    if options.tail is None:
+        raise ValueError(
+            f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
+            "different numbers of batches, so that some would wait forever in "
+            "collective calls: use the stream's repeat() (endless), or "
+            "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
+            "or 'pad' (ranks end together), or tail='uneven'"
+        )
+    if options.tail != "uneven" and not dataset.has_store():
+        raise ValueError(
+            f"tail={options.tail!r} over {dataset!r} needs a store through which "
+            f"rank {rank} of {ranks} agrees with the others on the end: initialize "
+            "torch.distributed, or use the stream's agree(store), epoch_length(n), "
+            "or tail='uneven'"
+        )
+    return bool(options.tail != "uneven")
 
 
 def _of_group() -> tuple[int, int] | None:
@@ -159,12 +128,7 @@ def _of_environment() -> tuple[int, int]:
 
 
 def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
-    """Return the part of one of ``world_size`` ranks.
-
-    Raises:
-        ValueError: If one of the numbers is missing or out of range.
-        TypeError: If one is no integer.
-    """
+    """Return the part of one of ``world_size`` ranks."""
     if rank is None or world_size is None:
         raise ValueError(
             f"rank and world_size go together, got rank={rank!r} and "
@@ -185,11 +149,7 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
 
 
 def check_batches(options: Options) -> None:
-    """Check that ranks that share a stream deliver their batches in step.
-
-    Raises:
-        ValueError: If a rank may have an empty batch where others have one.
-    """
+    """Check that ranks that share a stream deliver their batches in step."""
     if not options.is_own_stream:
         return
     _, ranks = options.dataset.ranks or (0, options.part.world_size)
@@ -198,11 +158,7 @@ def check_batches(options: Options) -> None:
 
 
 def refuse_two_deals(part: Part | None, dataset: Any, *samplers: Any) -> None:
-    """Check that the samples are split between ranks only once.
-
-    Raises:
-        ValueError: If a ``DistributedSampler``, or a stream's ``shard``, does so too.
-    """
+    """Check that the samples are split between ranks only once."""
     if part is None or part.world_size == 1:
         return
     asked = f"rank={part.rank} of world_size={part.world_size}"

@@ -6,9 +6,8 @@ import weakref
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import IterDataPipe
 
 from aioloader._loader.options import Options
@@ -25,7 +24,8 @@ from aioloader._loader.state import (
     resume,
     state_of,
 )
-from aioloader._observe.records import Copies, Counters, Records, Setting
+from aioloader._observe.machine import cores
+from aioloader._observe.records import Counters, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.forks import fork_safe, import_modules
@@ -41,37 +41,20 @@ from aioloader.protocols import Kind, refuse_again
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from aioloader._device.accelerator import Accelerator
     from aioloader._loader.ahead import Ahead
     from aioloader._loader.sources import Source
+    from aioloader._observe.trace import Trace
     from aioloader._order.ranks import Part
     from aioloader._pipeline.iterator import BatchIterator, Start
     from aioloader._pipeline.pipeline_iterator import PipelineIterator
     from aioloader._pipeline.tuner import Tuning
 
 
-class Follower(Protocol):
-    """A ``Trace``, which is imported when one is made."""
-
-    def follow(
-        self, epoch: int, records: Records, setting: Setting, copies: Copies | None
-    ) -> None:
-        """Collect what is recorded of an epoch."""
-
-
 class Runtime:
-    """What a loader has in its own process and never copies.
-
-    Args:
-        dataset: The dataset.
-        numbers: The loader's epoch numbers.
-        loaded: A state for the next iteration, or None.
-
-    Attributes:
-        epoch: The latest epoch that has started.
-        open: The iterators that still exist.
-        traces: The traces being recorded.
-    """
+    """What a loader has in its own process and never copies."""
 
     def __init__(
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
@@ -84,14 +67,14 @@ class Runtime:
         self.servers = Servers()
         self.tally = Tally()
         self.accelerators: dict[torch.device, Accelerator] = {}
-        self.traces: list[Follower] = []
+        self.traces: list[Trace] = []
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
         self.open = weakref.WeakKeyDictionary()
         self.numbers = numbers
         self.loaded = loaded
         self.options: Options | None = None  # the latest
         self.part: Part | None = None  # of the latest iteration
-        self.epoch: Epoch | None = None
+        self.epoch: Epoch | None = None  # the latest that has started
         self._latest_drawn: Callable[[], Epoch | None] = _nothing
         self._base_seed: int | None = None  # of workers that persist
         self._first_numbers: dict[str, int] | None = None
@@ -103,8 +86,6 @@ class Runtime:
     @cached_property
     def cores(self) -> int:
         """How many cores this process may use, when first needed."""
-        from aioloader._observe.machine import cores
-
         return cores()
 
     @cached_property
@@ -121,12 +102,7 @@ class Runtime:
         refuse_again(self._dataset, is_begun=self.epoch is not None)
 
     def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
-        """Draw when torch draws, so that the generators stay in step with torch's.
-
-        Args:
-            options: The loader's options.
-            saved: The state between epochs that it resumes from, or None.
-        """
+        """Draw when torch draws, so that the generators stay in step with torch's."""
         if saved is not None:
             restore_sampler(options, saved)
         moved = self._moved(options)
@@ -137,8 +113,7 @@ class Runtime:
         is_kept = options.persistent_workers and self.pools.has_kept()
         if self._base_seed is None or not is_kept:
             # Persistent workers keep theirs, as in torch.
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
-            self._base_seed = int(drawn.item())
+            self._base_seed = draw_base_seed(generator)
             if options.num_workers:  # with workers torch calls iter(sampler) twice
                 order = options.order_of(None)
                 if isinstance(pipe, IterDataPipe):
@@ -261,7 +236,7 @@ class Runtime:
             self.loaded = None
         return source
 
-    def show(self, trace: "Follower") -> None:
+    def show(self, trace: "Trace") -> None:
         """Let a trace follow the latest iteration, and others under way."""
         latest = None if self.epoch is None else self.epoch.counters
         for iterator in self.iterators():
@@ -271,14 +246,14 @@ class Runtime:
         if latest is not None:
             self._show(trace, latest)
 
-    def _show(self, trace: "Follower", counters: Counters) -> None:
+    def _show(self, trace: "Trace", counters: Counters) -> None:
         setting = self._whole(counters)
         trace.follow(counters.epoch, counters.records, setting, counters.copies)
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch, as it is tuned now."""
         if self.epoch is None:
-            return replace(Setting("inline"), cores=self.cores)
+            return Setting("inline", cores=self.cores)
         return self._whole(self.epoch.counters)
 
     def _whole(self, counters: Counters) -> Setting:

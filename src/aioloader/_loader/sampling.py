@@ -26,20 +26,10 @@ from aioloader.protocols import Kind, is_own_stream
 def make_samplers(
     options: Options, ranks: Ranks, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
-    """Return sampler, batch sampler and batch size for checked arguments.
+    """Return sampler, batch sampler and batch size, as torch's loader has them.
 
-    Args:
-        options: The arguments.
-        ranks: The arguments about ranks.
-        shuffle: The argument that ``Options`` does not keep.
-
-    Returns:
-        The attributes of torch's loader: the sampler of a stream is a placeholder;
-        without batching there is no batch sampler, with the user's no batch size.
-
-    Raises:
-        ValueError: If the size is no positive integer or ``drop_last`` no boolean, or
-            if both the loader and a sampler would split the samples between ranks.
+    The sampler of a stream is a placeholder; without batching there is no batch
+    sampler, with the user's no batch size. ``shuffle`` is used up here.
     """
     sampler, batch_sampler = options.sampler, options.batch_sampler
     size, dataset, generator = options.batch_size, options.dataset, options.generator
@@ -98,13 +88,7 @@ def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> 
 
 
 def tell_epoch(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
-    """Set the next epoch's number in all parts that have ``set_epoch``.
-
-    Args:
-        samplers: The loader's samplers; those that they wrap are set too.
-        dataset: Its dataset.
-        epoch: The number.
-    """
+    """Set the next epoch's number in all parts that have ``set_epoch``."""
     parts = [*itertools.chain.from_iterable(map(nested, samplers)), dataset]
     for part in {id(part): part for part in parts}.values():
         hook = getattr(part, "set_epoch", None)

@@ -6,16 +6,17 @@ runs when a loader is made.
 """
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any, Literal, Protocol, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypeVar
 
-from aioloader._device.naming import Keys
+from aioloader._device.naming import Device
 from aioloader._loader.arguments import Workers
 from aioloader._loader.ranks import Rank
-from aioloader._order.failures import OnError
+from aioloader._order.failures import OnError, Skip
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._workers.rng import Rng
@@ -45,6 +46,8 @@ class NamedFields(Protocol):
 
 Samples: TypeAlias = Indexed[S | Awaitable[S]] | AsyncIterable[S]
 Transform: TypeAlias = Callable[[Any], S | Awaitable[S]]
+# A device whose transform does not change the type of a batch: there is none.
+Place: TypeAlias = str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
 
 # Samples whose batch typing cannot express. A sample of type Any matches this first, so
 # that its batch is Any too.
@@ -66,16 +69,12 @@ class KeywordOnly(TypedDict, total=False):
     in_order: bool
     snapshot_every_n_steps: int | None
     concurrency: int | Literal["auto"]
-    device: Any
-    prefetch_device: int
-    device_keys: Keys | None
     workers: Workers
     fetch: Literal["auto", "loader", "workers"]
     rng: Rng | None
     on_timeout: Literal["raise", "restart"]
     loop: Literal["thread", "caller"]
-    on_error: OnError
-    max_failures: float | None
+    on_error: OnError | Skip
     retry: Retry | None
     rank: Rank
     world_size: int | None
@@ -86,8 +85,8 @@ class KeywordOnly(TypedDict, total=False):
 class Arguments(KeywordOnly, total=False):
     """All but ``dataset``, ``batch_size``, ``collate_fn`` and ``transform``.
 
-    Not ``tail="pad"`` and ``device_transform`` either, which change the type of a
-    batch.
+    Not ``tail="pad"`` and a ``Device`` with a transform either, which change the type
+    of a batch.
     """
 
     shuffle: bool | None
@@ -101,7 +100,7 @@ class Arguments(KeywordOnly, total=False):
     multiprocessing_context: Any
     generator: torch.Generator | None
     tail: Literal["wrap", "drop", "uneven"] | None
-    device_transform: None
+    device: Place
 
 
 class WithTransform(Arguments, total=False):

@@ -16,10 +16,11 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
 from aioloader._loader.options import Options
-from aioloader._loader.ranks import Ranks
+from aioloader._loader.ranks import end_together
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
+from aioloader._order.failures import parts_of
 from aioloader._order.orders import IndexOrder
 from aioloader._order.turns import Turns
 from aioloader._pipeline.awaiting import SideLoop
@@ -74,23 +75,13 @@ class Resources(Protocol):
 def make_source(
     options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
 ) -> Source:
-    """Make the source of the batches of an epoch.
-
-    Args:
-        options: The loader's options.
-        epoch: The epoch, started.
-        resources: What the loader keeps between epochs.
-        is_async: Whether the consumer is a task.
-
-    Raises:
-        RuntimeError: If a plain ``for`` would block the loop that serves it.
-    """
+    """Make the source of the batches of an epoch."""
     tensors = _gathered(options, epoch)
     if tensors is not None:
         from aioloader._pipeline.inline import GatherIterator
 
         return GatherIterator(tensors, epoch)
-    epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
+    epoch.on_error = options.on_error
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, resources)
@@ -108,9 +99,9 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     reads_here = not (pool and pool.reads)
     tuner = None
-    if options.is_tuned:
+    if options.chooses or options.prefetch_bytes is not None:
         tuner = tuner_of(options, resources.tuning, reads_here=reads_here)
-    ends_together = Ranks.end_together(options)
+    ends_together = end_together(options)
     make_ready: Any = (
         _evened_queue(options, epoch, maker) if ends_together else ReadyQueue
     )
@@ -124,7 +115,7 @@ def make_source(
         head_start=_follows_concurrency(options),
         tuner=tuner,
     )
-    on_device = options.prefetch_device if mover else 0
+    on_device = options.target.ahead if mover else 0
     if mover is not None:
         from aioloader._device.stage import Staged
 
@@ -163,8 +154,7 @@ def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None
     is_more = (
         options.num_workers
         or options.pin_memory
-        or options.device is not None
-        or options.device_transform is not None
+        or options.is_moved
         or options.transform is not None
         or options.lifespan is not None
         or options.part.tail == "pad"
@@ -192,14 +182,7 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
 def _window(
     options: Options, pool: Pool | None, *, on_device: int, is_async: bool
 ) -> Window:
-    """Return the window: how many batches may be in flight.
-
-    Args:
-        options: The loader's options.
-        pool: The workers that make them, if any.
-        on_device: Batches waiting on the device: they have left the pipeline.
-        is_async: Whether the consumer is a task.
-    """
+    """Return the window: how many batches may be in flight."""
     if options.is_keyed and not options.num_workers:
         # Keyed seeds replace the user's global generators while a batch is made: no
         # batch may be made before the user requests it.
@@ -258,7 +241,7 @@ def _setting(
         is_replicated=is_users and options.reads_in_workers,
         in_order=options.in_order,
         on_device=on_device,
-        stays_on_host=on_device > 0 and options.device is None,
+        stays_on_host=on_device > 0 and options.target.name is None,
         is_persistent=options.persistent_workers,
         fixed=_fixed_arguments(options),
     )
@@ -308,16 +291,16 @@ def _mover(options: Options, resources: Resources) -> "Mover | None":
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
+    to, port = options.target, None
     pins = options.num_workers > 0 and options.pins
     if not (options.is_moved or pins):
         return None
     from aioloader._device.accelerator import accelerator_of
     from aioloader._device.mover import Mover
 
-    device, port = options.device, None
-    if device is not None:
-        port = accelerator_of(device, resources.accelerators)
-    return Mover(port, options.device_keys, options.device_transform, pins=options.pins)
+    if to.name is not None:
+        port = accelerator_of(to.name, resources.accelerators)
+    return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
 # -- what makes one batch -------------------------------------------------------------
@@ -342,7 +325,7 @@ def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMak
         collate_fn=collate_fn,
         batched=options.batched,
         drop_last=options.drop_last,
-        on_error=options.on_error,
+        on_error=parts_of(options.on_error)[0],
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
@@ -375,7 +358,8 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
     if not options.num_workers:
         return swapped_for
-    return use_batch_rng if options.works_here else nothing_around
+    is_here = options.workers == "thread" or isinstance(options.workers, Executor)
+    return use_batch_rng if is_here else nothing_around
 
 
 # -- workers --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ torch's ``__init__``, which does not support async datasets, is not called.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic
 
@@ -17,7 +16,8 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
-from aioloader._loader.arguments import check_context, context_of
+from aioloader._loader.arguments import context_of
+from aioloader._loader.options import ADDED, TORCHS, Added
 from aioloader._observe.warnings import warn
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
@@ -27,7 +27,7 @@ TORCH_LOADER = torch.utils.data.DataLoader
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
+class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     """Torch's class with the names that frameworks read; it loads nothing.
 
     Every public attribute of an instance is an argument of ``__init__``, so that
@@ -39,27 +39,9 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
     """
 
     dataset: Any
-    # The arguments that torch does not have.
-    snapshot_every_n_steps: int | None
-    transform: Callable[[Any], Any] | None
-    concurrency: int
-    device: Any
-    prefetch_device: int
-    device_keys: Any
-    device_transform: Callable[[Any], Any] | None
-    workers: Any
-    fetch: str
-    rng: str | None
-    on_timeout: str
-    loop: str
-    on_error: Any
-    max_failures: float | None
-    retry: Any
-    rank: Any
-    world_size: int | None
-    tail: str | None
-    lifespan: Any
-    prefetch_bytes: int | None
+    sampler: Any
+    batch_sampler: Any
+    collate_fn: Any
     _live: Any
     # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
@@ -70,16 +52,19 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
         cls._is_subclassed = TorchLoader not in cls.__bases__
         _make_explicit(cls)
 
-    def _hold(self, **arguments: Any) -> None:
-        """Keep the arguments that torch does not have, as attributes.
+    def _hold(self, arguments: dict[str, Any]) -> None:
+        """Keep the arguments as attributes.
 
-        In a subclass written for torch's loader these names are free: one that it uses
-        itself, before or after this, is its own. So there only what was passed to the
-        constructor counts.
+        In a subclass written for torch's loader the names of those that torch does not
+        have are free: one that it uses itself, before or after this, is its own. So
+        there only what was passed to the constructor counts.
         """
+        for name in TORCHS:
+            setattr(self, name, arguments[name])
+        added = {name: arguments[name] for name in ADDED}
         if self._is_subclassed:
-            self._own = SimpleNamespace(**arguments)
-        for name, value in arguments.items():
+            self._own = SimpleNamespace(**added)
+        for name, value in added.items():
             is_taken = name in vars(self) or hasattr(type(self), name)
             if not (self._is_subclassed and is_taken):
                 setattr(self, name, value)
@@ -101,15 +86,9 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
-        """Set it to a context or to the name of a start method.
-
-        Raises:
-            ValueError: If there are no worker processes, or no such start method.
-            TypeError: If it is neither.
-        """
+        """Set it to a context or to the name of a start method."""
         if vars(self).get("_DataLoader__initialized"):  # the constructor checks, too
-            check_context(context, self.num_workers, self.workers)
-            context = context_of(context)
+            context = context_of(context, self.num_workers, self.workers)
         vars(self)["multiprocessing_context"] = context
 
     @property
@@ -121,11 +100,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        """End persistent workers when set to None, which frameworks do with torch's.
-
-        Raises:
-            AttributeError: If it is set to anything else.
-        """
+        """End persistent workers when set to None, which frameworks do with torch's."""
         if iterator is not None:
             raise AttributeError("_iterator can only be set to None, to end workers")
         if self.persistent_workers and self.num_workers:
@@ -137,15 +112,12 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Generic[Batch]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate leaves the loader as it is; checked by ``prepare``.
-
-        Raises:
-            ValueError: If torch's loader, which accelerate would make from this one,
-                would not give the same batches; says why.
-        """
+        """Whether accelerate leaves the loader as it is; checked by ``prepare``."""
         prepared: bool | None = vars(self).get("_accelerate_prepared")
-        if prepared is None and _is_asked_by("accelerate"):
-            check_torch_suffices(self)
+        if prepared is None:  # not by a debugger
+            asking: str = sys._getframe(1).f_globals.get("__name__", "")
+            if asking.split(".", maxsplit=1)[0] == "accelerate":
+                check_torch_suffices(self)
         return bool(prepared)
 
     @_is_accelerate_prepared.setter
@@ -173,11 +145,7 @@ def dataset_kind(dataset: Any, kind: Kind) -> int:
 
 
 def refuse_overridden(cls: Any, base: Any) -> None:
-    """Refuse ``async for`` over a subclass of ``base`` that changes ``for`` alone.
-
-    Raises:
-        TypeError: If it overrides how ``for`` iterates, and not ``__aiter__``.
-    """
+    """Refuse ``async for`` over a subclass of ``base`` that changes ``for`` alone."""
     if cls.__aiter__ is not base.__aiter__:
         return
     for name in ("__iter__", "_get_iterator"):
@@ -189,11 +157,7 @@ def refuse_overridden(cls: Any, base: Any) -> None:
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
-    """Check that torch's loader, made from these arguments, gives the same batches.
-
-    Raises:
-        ValueError: If it cannot, because of an argument or of the dataset.
-    """
+    """Check that torch's loader, made from these arguments, gives the same batches."""
     advice = (
         "use aioloader.accelerate.prepare(accelerator, ...) instead of "
         "accelerator.prepare(...), or for transformers' Trainer the TrainerMixin there"
@@ -234,15 +198,8 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
 _FOR_SPEED = {
     "concurrency",
     "prefetch_bytes",
-    "prefetch_device",
     "snapshot_every_n_steps",
 }
-
-
-def _is_asked_by(package: str) -> bool:
-    """Tell whether the caller's caller belongs to ``package`` (not to a debugger)."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
-    return name.split(".", maxsplit=1)[0] == package
 
 
 # Py_TPFLAGS_HEAPTYPE: set for classes defined in Python.

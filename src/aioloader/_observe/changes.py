@@ -153,7 +153,7 @@ def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     for new in (2 * old, 4 * old) if old and window != 0 else ():
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
-        yield Change("prefetch_device", old, new, why, 1, ahead, batches)
+        yield Change("Device.ahead", old, new, why, 1, ahead, batches)
     is_copied = old and not setting.stays_on_host
     nbytes = mean(one.nbytes for one in batches) if is_copied else 0
     if nbytes:
@@ -162,7 +162,7 @@ def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         rate = nbytes * len(batches) / seconds / 1e9 if seconds else 0.0
         why = (
             f"they are copied at {rate:.3g} GB/s: send bytes or half floats, and cast "
-            "them in device_transform"
+            "them in Device.transform"
         )
         smaller = scaled(batches, "device", 0.5)
         yield Change("the size of batches", size, half, why, 4, setting, smaller)

@@ -210,7 +210,7 @@ class Setting:
         is_replicated: Whether each worker iterates over a copy of the user's iterable.
         in_order: Whether batches are delivered in the sampler's order.
         on_device: How many batches are moved to the device ahead, or page-locked or
-            passed to ``device_transform``; 0 without such a stage.
+            passed to ``Device.transform``; 0 without such a stage.
         stays_on_host: Whether there is such a stage without a device.
         is_persistent: Whether workers are kept between epochs.
         cores: How many cores this process may use; filled in when needed.

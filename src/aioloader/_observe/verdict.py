@@ -56,7 +56,7 @@ _WORDS = {
     "transport": "The transport of batches to the consumer",
     "device": "The copy to the device",
 }
-_ON_HOST = "Page-locking batches, or device_transform,"
+_ON_HOST = "Page-locking batches, or Device.transform,"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Advice:
     """The one change that gains most.
 
     Attributes:
-        argument: What to change: an argument of ``DataLoader``, or a coroutine's name.
+        argument: What to change: an argument of ``DataLoader`` or ``Device``, or a
+            coroutine's name.
         old: Its value.
         new: Its new value.
         gain: Expected gain in steps per second, percent.

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from aioloader._observe.records import Counters
-from aioloader._order.failures import FailurePolicy, OnError
+from aioloader._order.failures import FailurePolicy, OnError, Skip, parts_of
 from aioloader._order.forks import fork_safe
 from aioloader._order.indices import IndexBatch, State
 from aioloader._order.orders import IndexOrder, IteratedOrder, Order, StreamOrder
@@ -187,8 +187,7 @@ class Epoch:
         head: The constant part of its state, once needed.
     """
 
-    on_error: OnError = "raise"
-    max_failures: float | None = None
+    on_error: OnError | Skip = "raise"
     number: int = -1
     shuffled: int | None = None
     seen: int | None = None
@@ -220,7 +219,7 @@ class Epoch:
     @cached_property
     def policy(self) -> FailurePolicy:
         """The policy for failed samples; made when first needed."""
-        return FailurePolicy(self.on_error, self.max_failures)
+        return FailurePolicy(*parts_of(self.on_error))
 
     @property
     def failures(self) -> FailurePolicy | None:

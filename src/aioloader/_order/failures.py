@@ -58,7 +58,63 @@ class Failure:
         )
 
 
+@dataclass(frozen=True)
+class Skip:
+    """Leave out or replace samples that fail: ``on_error=Skip(at_most=0.01)``.
+
+    ``on_error="skip"`` is short for ``Skip()``, and ``on_error=function`` for
+    ``Skip(instead=function)``: without a limit.
+
+    Example:
+        >>> Skip(at_most=10)
+        Skip(at_most=10, instead=None)
+
+    Args:
+        at_most: Failed samples allowed per epoch, in all: a count such as ``10``, or a
+            share such as ``0.01`` of the samples tried (one is always allowed);
+            ``None``: no limit.
+        instead: Maps a ``Failure`` to a sample to use instead, or to ``SKIP``; it may
+            raise. ``None``: failed samples are left out, and their batch is smaller.
+
+    Raises:
+        ValueError: If the limit is negative, or no share between 0 and 1.
+        TypeError: If the limit is no number, or ``instead`` no function.
+    """
+
+    at_most: float | None = None
+    instead: Callable[[Failure], Any] | None = None
+
+    def __post_init__(self) -> None:
+        limit, instead = self.at_most, self.instead
+        if instead is not None and not callable(instead):
+            raise TypeError(f"Skip.instead must be callable, got {instead!r}")
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+            raise TypeError(
+                f"Skip.at_most must be a count, a share or None, got {limit!r}"
+            )
+        if isinstance(limit, float) and limit == 1.0:
+            raise ValueError(
+                "Skip.at_most=1.0 would allow every sample to fail, and 1 allows one: "
+                "pass 1, a share below 1.0, or None for no limit"
+            )
+        most = 1.0 if isinstance(limit, float) else math.inf
+        if not 0 <= limit <= most:  # nor is NaN
+            raise ValueError(
+                "Skip.at_most must be a count of at least 0 or a share below 1.0, got "
+                f"{limit!r}"
+            )
+
+
 OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
+
+
+def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
+    """Return what happens to a failed sample, and how many may fail."""
+    if isinstance(on_error, Skip):
+        return on_error.instead or "skip", on_error.at_most
+    return on_error, None
 
 
 class FailurePolicy:
@@ -67,8 +123,7 @@ class FailurePolicy:
     Args:
         on_error: ``"raise"``, ``"skip"``, or a callable that takes a ``Failure`` and
             returns a sample to use instead, or ``SKIP``, or raises.
-        max_failures: Failed samples allowed per epoch: a count, or a fraction of the
-            samples tried (of which one failure is always allowed); ``None``: no limit.
+        at_most: As that of ``Skip``.
 
     Attributes:
         attempted: Samples that were tried.
@@ -78,10 +133,10 @@ class FailurePolicy:
     """
 
     def __init__(
-        self, on_error: OnError = "raise", max_failures: float | None = None
+        self, on_error: OnError = "raise", at_most: float | None = None
     ) -> None:
         self.on_error = on_error
-        self.max_failures = max_failures
+        self.at_most = at_most
         self.attempted: int = 0
         self.count: int = 0
         self.retries: int = 0
@@ -151,15 +206,15 @@ class FailurePolicy:
         self._spend(failure, count)
 
     def _spend(self, failure: Failure, count: int) -> None:
-        limit, attempted = self.max_failures, self.attempted
+        limit, attempted = self.at_most, self.attempted
         if limit is None:
             return
         allowed = max(1.0, limit * attempted) if isinstance(limit, float) else limit
         if count > allowed:
             raise FailureBudgetError(
                 f"{count} of {attempted} samples failed in epoch {failure.epoch}, more "
-                f"than max_failures={limit} allows; the last one {failure.describe()}: "
-                f"{failure.error!r}",
+                f"than Skip(at_most={limit}) allows; the last one "
+                f"{failure.describe()}: {failure.error!r}",
                 failures=count,
                 attempted=attempted,
             ) from failure.error
@@ -173,31 +228,15 @@ def noted(error: BaseException, where: str) -> BaseException:
     return error
 
 
-def check_failure_options(on_error: object, max_failures: object) -> None:
-    """Check a loader's arguments ``on_error`` and ``max_failures``.
+def check_on_error(on_error: object) -> None:
+    """Check a loader's argument ``on_error``.
 
     Raises:
-        ValueError: If ``on_error`` is another word, or the budget is negative.
-        TypeError: If the budget is not a number.
+        ValueError: If it is another word.
     """
-    if not callable(on_error) and on_error not in {"raise", "skip"}:
+    is_known = isinstance(on_error, Skip) or callable(on_error)
+    if not is_known and on_error not in {"raise", "skip"}:
         raise ValueError(
-            f"on_error must be 'raise', 'skip' or a callable, got {on_error!r}"
-        )
-    if max_failures is None:
-        return
-    if isinstance(max_failures, bool) or not isinstance(max_failures, (int, float)):
-        raise TypeError(
-            f"max_failures must be a count, a fraction or None, got {max_failures!r}"
-        )
-    if isinstance(max_failures, float) and max_failures == 1.0:
-        raise ValueError(
-            "max_failures=1.0 would allow every sample to fail, and 1 allows one: pass "
-            "1, a fraction below 1.0, or None for no limit"
-        )
-    most = 1.0 if isinstance(max_failures, float) else math.inf
-    if not 0 <= max_failures <= most:  # nor is NaN
-        raise ValueError(
-            "max_failures must be a count of at least 0 or a fraction below 1.0, got "
-            f"{max_failures!r}"
+            "on_error must be 'raise', 'skip', aioloader.Skip(...) or a callable, got "
+            f"{on_error!r}"
         )
