@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils.data import TensorDataset
@@ -22,17 +22,13 @@ from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
+from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.hosts import Hosts, Place
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.pipeline_iterator import (
-    Patience,
-    PipelineIterator,
-    Window,
-    refuse_blocking,
-)
+from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Lease, Pool
@@ -52,12 +48,8 @@ from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
     from aioloader._device.opening import Devices, DeviceSide
-    from aioloader._pipeline.inline import GatherIterator, InlineIterator
-    from aioloader._pipeline.plain import PlainIterator
     from aioloader._pipeline.tuner import Tuning
     from aioloader._workers.worker_spec import WorkerSpec
-
-Source: TypeAlias = "PlainIterator | InlineIterator | GatherIterator | PipelineIterator"
 
 
 class Resources(Protocol):
@@ -81,8 +73,8 @@ class Resources(Protocol):
 
 def make_source(
     options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
-) -> Source:
-    """Make the source of the batches of an epoch.
+) -> Feed:
+    """Make the feed of the batches of an epoch.
 
     Args:
         options: The loader's options.
@@ -95,9 +87,9 @@ def make_source(
     """
     tensors = _gathered(options, epoch)
     if tensors is not None:
-        from aioloader._pipeline.inline import GatherIterator
+        from aioloader._pipeline.inline import GatherFeed
 
-        return GatherIterator(tensors, epoch)
+        return GatherFeed(tensors, epoch)
     epoch.on_error, epoch.max_failures = options.on_error, options.max_failures
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
@@ -107,10 +99,10 @@ def make_source(
     side = _device_side(options, resources)
     locker = resources.slots.locker = side.locker if side else None
     if options.is_inline and side is None and not is_async:
-        from aioloader._pipeline.inline import InlineIterator
+        from aioloader._pipeline.inline import InlineFeed
 
         host = hosts.lease("inline") if options.lifespan else None
-        return InlineIterator(epoch, maker, host)
+        return InlineFeed(epoch, maker, host)
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
@@ -137,18 +129,18 @@ def make_source(
         pipeline.stage = side.stage(pipeline.ready, epoch.number, copies)
     on_device = side.depth if side else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
-    patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
     epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.mark())
     epoch.reads_ahead = True  # samples read are not samples delivered
+    make_feed = AheadFeed
     if ends_together:
-        readers = options.readers
-        from aioloader._pipeline.evened import EvenedIterator
+        from aioloader._pipeline.evened import EvenedFeed
 
-        return EvenedIterator(pipeline, epoch, window, patience, readers=readers)
-    return PipelineIterator(pipeline, epoch, window, patience)
+        make_feed = EvenedFeed
+    restarts, timeout = options.on_timeout == "restart", options.patience
+    return make_feed(pipeline, epoch, window, timeout=timeout, restarts=restarts)
 
 
 def _evened_queue(
@@ -161,7 +153,7 @@ def _evened_queue(
     at = epoch.number, epoch.bookmark.read()
     talk = maker.dataset.end_talk(options.tail, at)
     end = SharedEnd(pads=options.tail != "drop")
-    return partial(EvenedQueue, end, talk, epoch.dropped())
+    return partial(EvenedQueue, end, talk, epoch.dropped(), options.readers)
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
