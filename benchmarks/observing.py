@@ -25,11 +25,11 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from aioloader._loader import runtime, sources
+from aioloader._pipeline.ahead_feed import AheadFeed
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.inline import GatherIterator, InlineIterator
+from aioloader._pipeline.inline import GatherFeed, InlineFeed
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.pipeline_iterator import PipelineIterator
-from aioloader._pipeline.plain import PlainIterator
+from aioloader._pipeline.plain import PlainFeed
 from harness import Contender, Figures, Limit, Metric, Options, Question, main
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ BATCHES = 400
 _CLOCKS = {"perf_counter", "processor_time", "thread_time"}
 # Functions that record something about a batch, or read a clock for that.
 _OBSERVING: dict[type, tuple[str, ...]] = {
-    PlainIterator: ("next",),
-    InlineIterator: ("next",),
-    GatherIterator: ("next",),
-    PipelineIterator: ("_take",),
+    PlainFeed: ("next", "_deliver"),
+    InlineFeed: ("next", "_deliver"),
+    GatherFeed: ("next", "_deliver"),
+    AheadFeed: ("_take", "_deliver"),
     Pipeline: ("_work",),
     BatchMaker: ("read", "apply", "collate"),
 }
@@ -64,7 +64,7 @@ class Unobserved(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         """Drop weighing calls."""
-        is_weighing = "CLOCKED" in ast.unparse(node.test)
+        is_weighing = "is_clocked" in ast.unparse(node.test)
         if is_weighing:
             return None
         visited = self.generic_visit(node)

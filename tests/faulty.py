@@ -267,7 +267,7 @@ def await_ready(pool: Any) -> None:
 
 def pools_of(iterator: Any) -> Any:
     """Return the pool that an iterator draws from."""
-    return iterator._steps.source.pipeline.pool._pool
+    return iterator._steps.feed.pipeline.pool._pool
 
 
 def parent_of(pid: int) -> int:

@@ -186,8 +186,8 @@ ELSEWHERE = {
         "the state was saved with tail=…, but the loader has tail=…",
         "the state was saved with … readers of the iterable",
     ),
-    "_pipeline/pipeline_iterator.py:PipelineIterator._time_out": (
-        "_pipeline/timeouts.py",
+    "_pipeline/ahead_feed.py:AheadFeed._time_out": (
+        "_pipeline/ahead_feed.py",
         "DataLoader timed out after … seconds",
     ),
     "_workers/process/recovery.py:Death.error": (

@@ -262,7 +262,7 @@ def test_a_thread_that_ends_is_waited_for(name: str) -> None:
 def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     """A thread that never returns cannot be joined: the exit goes on without it."""
     code = IMPORTS + (
-        "import aioloader._pipeline.iterator as it; it.GRACE = 0.1\n"
+        "import aioloader._pipeline.ahead_feed as it; it.GRACE = 0.1\n"
         "class Stuck(S):\n"
         "    def __getitem__(self, i): threading.Event().wait()\n"
         "it = iter(DataLoader(Stuck(), timeout=0.05))\n"
@@ -278,7 +278,7 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
     """It waits for no threads or processes: they are its parent's."""
     code = IMPORTS + (
         "import os\n"
-        "import aioloader._pipeline.iterator as it; it.GRACE = threading.TIMEOUT_MAX\n"
+        "import aioloader._pipeline.ahead_feed as it; it.GRACE = threading.TIMEOUT_MAX\n"
         f"it = iter(DataLoader(S(), 4, num_workers=2, workers={workers!r}))\n"
         "next(it)\n"
         "if not (pid := os.fork()): sys.exit(3)\n"

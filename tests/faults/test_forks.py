@@ -90,8 +90,8 @@ def pools_of_prepared(iterator: Any) -> Any:
     """Return the pool of an iterator, begun or not."""
     return (
         pools_of(iterator)
-        if iterator._steps.source
-        else iterator._steps._prepared.pipeline.pool._pool
+        if iterator._steps.feed
+        else iterator._steps.prepared.pipeline.pool._pool
     )
 
 

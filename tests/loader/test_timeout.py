@@ -113,8 +113,8 @@ def test_a_ready_batch_is_never_late() -> None:
         try:
             taken.append(next(iterator))
         except BatchTimeoutError:
-            source: Any = iterator._steps.source
-            source.pipeline.ready.wait()
+            feed: Any = iterator._steps.feed
+            feed.pipeline.ready.wait()
     assert labels(taken) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

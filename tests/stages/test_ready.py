@@ -4,6 +4,8 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
@@ -37,6 +39,21 @@ def test_a_put_wakes_a_thread() -> None:
     threading.Thread(target=queue.put, args=(0, BatchResult("a"))).start()
     assert queue.wait(10)
     assert numbers(queue) == [0]
+
+
+@given(st.permutations(range(9)), st.sets(st.integers(1, 8)), st.booleans())
+def test_any_order_of_arrival(
+    arriving: list[int], without: set[int], in_order: bool
+) -> None:
+    """In order, results leave by number, and none is lost; or else as they come."""
+    queue = ReadyQueue(in_order=in_order, without=frozenset(without))
+    wanted = [number for number in arriving if number not in without]
+    found: list[int] = []
+    for number in wanted:
+        queue.put(number, BatchResult())
+        found += numbers(queue)
+    assert found == (sorted(wanted) if in_order else wanted)
+    assert queue.held_back() == 0
 
 
 async def test_early_outcomes_wait_for_their_turn() -> None:

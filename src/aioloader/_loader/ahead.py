@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from aioloader._loader.options import Options
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._pipeline.pipeline_iterator import PipelineIterator
+from aioloader._pipeline.ahead_feed import AheadFeed
 from aioloader._workers.reachable import holds_shared_memory
 from aioloader.protocols import Kind
 
@@ -58,7 +58,7 @@ class Ahead:
         self,
         options: Options,
         numbers: EpochNumbers,
-        make: Callable[[], tuple[Epoch, PipelineIterator]],
+        make: Callable[[], tuple[Epoch, AheadFeed]],
     ) -> None:
         generator = getattr(options.index_sampler, "generator", None)
         self._generator = torch.default_generator if generator is None else generator
@@ -80,7 +80,7 @@ class Ahead:
         self._issue(now)
 
     def _issue(self, now: torch.Tensor) -> None:
-        self.source.issue()
+        self.source.open(1)
         self._after = self._drawn()
         self._generator.set_state(now)
 

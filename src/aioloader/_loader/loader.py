@@ -3,6 +3,7 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -35,7 +36,7 @@ from aioloader._order.epoch import EpochNumbers, index_sampler_of
 from aioloader._order.failures import OnError, Skip
 from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
-from aioloader._pipeline.iterator import BatchIterator, Start, length_check
+from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
@@ -381,21 +382,20 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if seed is None:
             epoch = live.draw(options, live.loaded)
             seed = epoch.base_seed
-        prepared = None
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
         begin = partial(live.start, options, epoch, is_async=is_async)
-        start = Start(begin, options.engine)
-        if options.has_processes and options.starts_at_iter(is_async=is_async):
-            epoch, prepared = live.prepare(options, epoch, start, is_async=is_async)
-            start.make = partial(live.begin, epoch, prepared)
-            seed = epoch.base_seed
         check = None if self._IterableDataset_len_called is None else length_check(self)
+        steps = Steps(begin, options.engine, check)
+        if options.has_processes and options.starts_at_iter(is_async=is_async):
+            epoch, feed = live.prepare(options, epoch, steps, is_async=is_async)
+            steps.start, steps.prepared = partial(live.begin, epoch, feed), feed
+            seed = epoch.base_seed
         iterator: BatchIterator[Batch] = BatchIterator(
-            start, self.__len__, check, seed, prepared, is_async=is_async
+            steps, self.__len__, seed, is_async=is_async
         )
         live.open[iterator] = None
-        if prepared is not None and prepared.pipeline is not None:
-            prepared.open(fills=not is_async)
+        if steps.prepared is not None:
+            steps.prepared.open(0 if is_async else sys.maxsize)
         return iterator
 
     # -- its state, and the end ---------------------------------------------------

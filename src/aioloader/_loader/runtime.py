@@ -32,7 +32,7 @@ from aioloader._order.forks import fork_safe, import_modules
 from aioloader._order.indices import epoch_of
 from aioloader._order.raising import raisable
 from aioloader._pipeline.hosts import Hosts
-from aioloader._pipeline.plain import PlainIterator
+from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import SlotPool
 from aioloader._workers.kept import Pools, Servers, Tally
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
 
     from aioloader._device.accelerator import Accelerator
     from aioloader._loader.ahead import Ahead
-    from aioloader._loader.sources import Source
     from aioloader._observe.trace import Trace
     from aioloader._order.ranks import Part
-    from aioloader._pipeline.iterator import BatchIterator, Start
-    from aioloader._pipeline.pipeline_iterator import PipelineIterator
+    from aioloader._pipeline.iterator import BatchIterator, Steps
     from aioloader._pipeline.tuner import Tuning
 
 
@@ -79,7 +77,7 @@ class Runtime:
         self._base_seed: int | None = None  # of workers that persist
         self._first_numbers: dict[str, int] | None = None
         self._ahead: Ahead | None = None
-        self._claim: Callable[[], Start | None] = _nothing
+        self._claim: Callable[[], Steps | None] = _nothing
         self._lock = fork_safe(threading.Lock())
         self._guesses_wrong = False
 
@@ -125,8 +123,8 @@ class Runtime:
         return epoch
 
     def start(
-        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
-    ) -> "Source":
+        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
+    ) -> Feed:
         """Make the source of one iteration, when its first batch is requested.
 
         Args:
@@ -139,8 +137,8 @@ class Runtime:
         return self.begin(epoch, source)
 
     def prepare(
-        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
-    ) -> tuple[Epoch, "Source"]:
+        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
+    ) -> tuple[Epoch, Feed]:
         """Make one iteration; it takes effect with ``begin``."""
         try:
             return self._prepared(options, drawn, claim, is_async=is_async)
@@ -148,8 +146,8 @@ class Runtime:
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
     def _prepared(
-        self, options: Options, drawn: Epoch | None, claim: "Start", *, is_async: bool
-    ) -> tuple[Epoch, "Source"]:
+        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
+    ) -> tuple[Epoch, Feed]:
         self.refuse_again()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.loaded is None and ahead.claim(options):
@@ -175,7 +173,7 @@ class Runtime:
                 if options.is_stateful or options.kind is not Kind.MAP:
                     self._note_first(options, epoch)
             if not is_async and options.is_bare:
-                return epoch, PlainIterator(
+                return epoch, PlainFeed(
                     epoch,
                     options.dataset,
                     options.collate_fn,
@@ -196,7 +194,7 @@ class Runtime:
         return epoch, source
 
     def _to_resume(
-        self, options: Options, drawn: Epoch | None, claim: "Start"
+        self, options: Options, drawn: Epoch | None, claim: "Steps"
     ) -> Epoch | None:
         """Return the epoch of a loaded state, if no other iteration resumes it."""
         saved = self._saved(claim)
@@ -214,7 +212,7 @@ class Runtime:
             self.numbers.reserve_again(epoch, saved)
         return epoch
 
-    def _saved(self, claim: "Start") -> LoaderState | None:
+    def _saved(self, claim: "Steps") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
         other = self._claim()
         if other is not None and other is not claim and other.is_held:
@@ -224,9 +222,7 @@ class Runtime:
             saved = latest.saved if latest.is_untouched() else None
         return saved
 
-    def begin(
-        self, epoch: Epoch, source: "Source", _claim: "Start | None" = None
-    ) -> "Source":
+    def begin(self, epoch: Epoch, source: Feed, _claim: "Steps | None" = None) -> Feed:
         """Start a prepared iteration: its epoch is now the latest."""
         self.numbers.begin(epoch)
         self.epoch = epoch
@@ -266,20 +262,19 @@ class Runtime:
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
 
-    def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> "Source":
+    def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> Feed:
         # Imported late: a plain ``for`` needs none of it.
         import_modules(options.engine)
         from aioloader._loader.sources import make_source
 
         source = make_source(options, epoch, self, is_async=is_async)
-        may_look = options.persistent_workers and not self._guesses_wrong
-        if source.pipeline is None or not may_look:
-            return source
-        from aioloader._loader.ahead import can_look_ahead
+        if options.persistent_workers and not self._guesses_wrong:
+            from aioloader._loader.ahead import can_look_ahead
+            from aioloader._pipeline.ahead_feed import AheadFeed
 
-        if can_look_ahead(options):
-            # A weak reference: the loader may own the source.
-            source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
+            if isinstance(source, AheadFeed) and can_look_ahead(options):
+                # A weak reference: the loader may own the source.
+                source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
         return source
 
     def _note_first(self, options: Options, epoch: Epoch) -> None:
@@ -380,15 +375,16 @@ class Runtime:
             self._ahead.issue()
             return
 
-        def make() -> tuple[Epoch, "PipelineIterator"]:
+        from aioloader._loader.ahead import Ahead
+        from aioloader._pipeline.ahead_feed import AheadFeed
+
+        def make() -> tuple[Epoch, AheadFeed]:
             epoch = Epoch(self._base_seed or 0, options.order_of(None))
             epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
             self.numbers.release(epoch)
             source = self._source(options, epoch, is_async=False)
-            assert source.pipeline is not None
+            assert isinstance(source, AheadFeed)
             return epoch, source
-
-        from aioloader._loader.ahead import Ahead
 
         self._ahead = Ahead(options, self.numbers, make)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils.data import TensorDataset
@@ -23,17 +23,13 @@ from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
 from aioloader._order.orders import IndexOrder
 from aioloader._order.turns import Turns
+from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.hosts import Hosts, Place
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.pipeline_iterator import (
-    Patience,
-    PipelineIterator,
-    Window,
-    refuse_blocking,
-)
+from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
@@ -48,12 +44,8 @@ from aioloader.protocols import Kind, batch_getter, is_async_function
 if TYPE_CHECKING:
     from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.inline import GatherIterator, InlineIterator
-    from aioloader._pipeline.plain import PlainIterator
     from aioloader._pipeline.tuner import Tuning
     from aioloader._workers.worker_spec import WorkerSpec
-
-Source: TypeAlias = "PlainIterator | InlineIterator | GatherIterator | PipelineIterator"
 
 
 class Resources(Protocol):
@@ -74,13 +66,13 @@ class Resources(Protocol):
 
 def make_source(
     options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
-) -> Source:
-    """Make the source of the batches of an epoch."""
+) -> Feed:
+    """Make the feed of the batches of an epoch."""
     tensors = _gathered(options, epoch)
     if tensors is not None:
-        from aioloader._pipeline.inline import GatherIterator
+        from aioloader._pipeline.inline import GatherFeed
 
-        return GatherIterator(tensors, epoch)
+        return GatherFeed(tensors, epoch)
     epoch.on_error = options.on_error
     hosts = resources.hosts
     hosts.lifespan = options.lifespan
@@ -90,10 +82,10 @@ def make_source(
     mover = _mover(options, resources)
     locker = resources.slots.locker = mover.locker() if mover else None
     if options.is_inline and mover is None and not is_async:
-        from aioloader._pipeline.inline import InlineIterator
+        from aioloader._pipeline.inline import InlineFeed
 
         host = hosts.lease("inline") if options.lifespan else None
-        return InlineIterator(epoch, maker, host)
+        return InlineFeed(epoch, maker, host)
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
@@ -122,18 +114,18 @@ def make_source(
         copies = epoch.counters.copies = Copies()
         pipeline.stage = Staged(pipeline.ready, mover, on_device, epoch.number, copies)
     window = _window(options, pool, on_device=on_device, is_async=is_async)
-    patience = Patience(options.patience, restarts=options.on_timeout == "restart")
     epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
     epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.mark())
     epoch.reads_ahead = True  # samples read are not samples delivered
+    make_feed = AheadFeed
     if ends_together:
-        readers = options.readers
-        from aioloader._pipeline.evened import EvenedIterator
+        from aioloader._pipeline.evened import EvenedFeed
 
-        return EvenedIterator(pipeline, epoch, window, patience, readers=readers)
-    return PipelineIterator(pipeline, epoch, window, patience)
+        make_feed = EvenedFeed
+    restarts, timeout = options.on_timeout == "restart", options.patience
+    return make_feed(pipeline, epoch, window, timeout=timeout, restarts=restarts)
 
 
 def _evened_queue(
@@ -146,7 +138,7 @@ def _evened_queue(
     at = epoch.number, epoch.bookmark.read()
     talk = maker.dataset.end_talk(options.tail, at)
     end = SharedEnd(pads=options.tail != "drop")
-    return partial(EvenedQueue, end, talk, epoch.dropped())
+    return partial(EvenedQueue, end, talk, epoch.dropped(), options.readers)
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:

@@ -44,16 +44,14 @@ class Counts(NamedTuple):
     @classmethod
     def of(cls, counts: Sequence[Count]) -> "Counts":
         """Return what follows from the counts of all ranks, in order."""
-        all_of = [one.batches for one in counts]
         going = [one.batches for one in counts if not one.has_ended]
         ended = [one.batches for one in counts if one.has_ended]
-        left = [rank for rank, one in enumerate(counts) if one.has_left]
         return cls(
-            min(all_of),
-            max(all_of),
-            min(going, default=None),
-            min(ended, default=None),
-            left,
+            least=min(going + ended),
+            most=max(going + ended),
+            going=min(going, default=None),
+            cut=min(ended, default=None),
+            left=[rank for rank, one in enumerate(counts) if one.has_left],
         )
 
 
@@ -134,9 +132,7 @@ class EndTalk(abc.ABC):
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
         """Start to tell what ``end`` knows of this rank, and to update it.
 
-        Args:
-            end: This rank's side.
-            wake: Called after each update, in another thread, and with an error.
+        ``wake`` is called after each update, in another thread, and with an error.
         """
 
     @abc.abstractmethod

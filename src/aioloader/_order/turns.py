@@ -18,34 +18,26 @@ class Turns:
 
     def __init__(self, readers: int, start: int) -> None:
         self._next = [start + (reader - start) % readers for reader in range(readers)]
-        self._held = [0] * readers
-        self._active = set(range(readers))
+        self._held = dict.fromkeys(range(readers), 0)  # by those that have not ended
 
     def __iter__(self) -> Iterator[int]:
         """Yield the next number, for the reader with the fewest requests."""
-        while self._active:
-            reader = min(
-                self._active, key=lambda one: (self._held[one], self._next[one])
-            )
+        while self._held:
+            reader = min(self._held, key=lambda one: (self._held[one], self._next[one]))
             number = self._next[reader]
             self._next[reader] += len(self._next)
             self._held[reader] += 1
             yield number
 
     def may_issue(self, window: int) -> bool:
-        """Tell whether some reader has less than its share of the window."""
-        if not self._active:
-            return False
-        share = max(1, window // len(self._active))
-        return min(self._held[reader] for reader in self._active) < share
+        """Tell whether a reader has less than its share of the window, or all ended."""
+        share = max(1, window // max(1, len(self._held)))
+        return min(self._held.values(), default=0) < share
 
     def take(self, number: int, *, has_ended: bool) -> None:
         """Note that a request was answered, and whether its reader has ended."""
         reader = number % len(self._next)
-        self._held[reader] -= 1
         if has_ended:
-            self._active.discard(reader)
-
-    def are_over(self) -> bool:
-        """Tell whether all readers have ended."""
-        return not self._active
+            self._held.pop(reader, None)
+        elif reader in self._held:
+            self._held[reader] -= 1

@@ -5,7 +5,7 @@
     consumer ─BatchTask─▶ Pipeline ─▶ Lanes ─▶ CpuThread ─▶ ReadyQueue ─▶ consumer
                                 event loop   plain code   ordered, bounded
 
-``inline`` makes batches where ``next`` is called, ``pipeline_iterator`` is the
+``plain`` and ``inline`` make batches where ``next`` is called, ``ahead_feed`` is the
 consumer's side of a ``pipeline``; ``host`` and ``loop_host`` own the threads and loops;
 ``batch_maker`` holds the user's functions.
 """

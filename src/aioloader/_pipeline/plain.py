@@ -1,25 +1,29 @@
-"""Iterations without a pipeline: ``next`` makes the batch in the calling thread.
+"""Feeds, from which an iterator takes its batches; and torch's loop, the plainest one.
 
-``PlainIterator`` is torch's loop over a map-style dataset; ``inline`` has the others.
+A ``PlainFeed`` makes a batch of a map-style dataset when it is asked for one, in the
+calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead.
 """
 
 import abc
-import asyncio
-import time
+import sys
 import types
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioloader._collate.collate import lending
-from aioloader._observe.records import Counters, spent, thread_clocks
+from aioloader._observe.records import (
+    Counters,
+    RecordTuple,
+    is_clocked,
+    spent,
+    thread_clocks,
+)
 from aioloader._order.blocks import Bad
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.orders import StreamOrder
 from aioloader._order.raising import raisable
-from aioloader._order.ranks import WHOLE
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
@@ -27,112 +31,114 @@ from aioloader._pipeline.awaiting import (
     refuse_coroutines,
 )
 from aioloader._pipeline.batch_task import place_of
-from aioloader._pipeline.waiting import Latch
 from aioloader._transport.slots import SlotPool
 
-# Seconds after which an async consumer that never waits yields to its loop.
-_YIELD_EVERY = 0.001
+if TYPE_CHECKING:
+    from aioloader._order.turns import Turns
+    from aioloader._pipeline.batch_task import BatchResult
+
+# Seconds after which a task that never waits gives the other tasks of its loop a turn.
+TURN = 0.001
 
 
-class LocalIterator(abc.ABC):
-    """Base of these iterators: async consumers are served on their own loop.
+class Feed(abc.ABC):
+    """Draws the requests of an epoch, and delivers and counts their batches."""
 
-    Args:
-        epoch: The epoch to deliver; its progress is updated here.
-        requests: The epoch's requests.
-
-    Attributes:
-        must_close: Whether something must be released when the iterator is dropped.
-        pipeline: None: batches are made by ``next``.
-    """
-
-    must_close = False
-    pipeline = None
+    # Of streams: batches that are not delivered again, and the order of their readers.
+    _dropped: frozenset[int] = frozenset()
+    _turns: "Turns | None" = None
 
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
-        self.epoch = epoch
         self.counters: Counters = epoch.counters
+        self.is_finished: bool = False  # there are no more batches
+        self._epoch = epoch
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests = requests
-        self._is_closed = False
-        self._yielded = time.monotonic()
 
     @abc.abstractmethod
     def next(self) -> Any:
-        """Return the next batch, made now.
+        """Return the next batch, or raise ``StopIteration``."""
 
-        Raises:
-            StopIteration: At the end.
-        """
+    def open(self, most: int = sys.maxsize) -> None:  # noqa: B027  (a default)
+        """Start workers, and request at most so many batches, before any is wanted."""
 
-    def is_finished(self) -> bool:
-        """Tell whether there are no more batches."""
-        return self._is_closed or self._progress.is_over
-
-    def _end(self, *, is_over: bool) -> None:
-        """Close after the last request, at the epoch's end or a sampler's error."""
-        if is_over and not self._is_closed:
-            self._progress.finish()
-        self.close()
-
-    async def next_async(self) -> Any:
-        """Return the next batch; yield to other tasks about every millisecond.
-
-        Raises:
-            StopAsyncIteration: At the end.
-        """
-        now = time.monotonic()
-        if now - self._yielded > _YIELD_EVERY:
-            await asyncio.sleep(0)
-            self._yielded = time.monotonic()
-        # Another task may take a batch during each wait; no await follows this loop.
-        while (drawn := self.undrawn()) is not None:
-            await drawn.wait_async()
+    def _draw(self) -> IndexBatch:
+        """Return the next request; close after the last one or a sampler's error."""
         try:
-            return self.next()
-        except StopIteration:
-            raise StopAsyncIteration from None
+            return next(self._requests)
+        except BaseException as error:
+            if isinstance(error, StopIteration) and not self.is_finished:
+                self._progress.finish()
+            self.close()
+            raise
 
-    def undrawn(self) -> Latch | None:
-        """Return what is set when a thread has drawn the next request, or None."""
-        return None
+    # -- the end of each batch ------------------------------------------------------
+
+    def _deliver(self, batch: Any, state: Any, record: RecordTuple) -> None:
+        """Count a batch and record it; note that it was delivered."""
+        number = record[0]
+        self.counters.batches += 1
+        if is_clocked(number):
+            self.counters.weigh(batch)
+        self._records.append(record)
+        self._progress.take(number, state)  # last: an interrupt would lose the batch
+
+    def _note(
+        self, number: int, result: "BatchResult", asked: float, taken: float
+    ) -> bool:
+        """Note the result of a request; return whether it is a batch to hand over.
+
+        Raises:
+            BaseException: The error that came instead of a batch.
+        """
+        progress, state, error = self._progress, result.state, result.error
+        is_wanted = number not in self._dropped
+        if result.dataset is not None:
+            progress.leave(*result.dataset)
+        if error is not None:
+            progress.fail(number, state)
+        elif result.is_end:
+            progress.end(number, state)
+        elif result.is_empty or not is_wanted:
+            progress.take(number, state)
+        else:
+            record = number, asked, taken, result.lane, result.size, result.made
+            self._deliver(result.batch, state, record)
+            return True
+        if self._turns is not None and result.has_ended:
+            progress.end_reader(number)
+        result.error = None
+        try:
+            if error is not None and is_wanted:
+                raise raisable(error, "user code")
+        finally:
+            del error  # its traceback has this frame
+        return False
+
+    # -- the end --------------------------------------------------------------------
+
+    def dismiss(self) -> None:  # noqa: B027  (a default)
+        """Start ending; ``close`` and ``aclose`` wait for it."""
 
     def close(self) -> None:
-        """Release what the iteration holds."""
-        self._requests, self._is_closed = iter(()), True
+        """Release what the iteration holds, and wait for it."""
+        self._requests, self.is_finished = iter(()), True
 
     async def aclose(self) -> None:
-        """Release what the iteration holds."""
+        """Release what the iteration holds, without blocking the loop."""
+        self.close()
+
+    def abandon(self) -> None:
+        """Release what the iteration holds; nobody waits for it."""
         self.close()
 
 
-class ClosedIterator(LocalIterator):
-    """No batches: the iteration was closed before its first step."""
-
-    def __init__(self) -> None:
-        super().__init__(Epoch(0, StreamOrder(None, WHOLE)), iter(()))
-
-    def next(self) -> Any:
-        """End.
-
-        Raises:
-            StopIteration: At once.
-        """
-        raise StopIteration
-
-
-class PlainIterator(LocalIterator):
+class PlainFeed(Feed):
     """Read and collate in the caller's thread, one batch at a time, as torch does.
 
-    Args:
-        epoch: The epoch to deliver.
-        dataset: Map-style and plain.
-        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
-        slots: The slots that big batches are written into.
-        batched: Whether samples are gathered into batches.
-        concurrency: Limit on concurrent awaitables of one batch, if plain code
-            returns awaitables.
+    Big batches are written into ``slots``. If plain code returns awaitables, up to
+    ``concurrency`` of a batch are awaited at once.
     """
 
     def __init__(
@@ -155,17 +161,8 @@ class PlainIterator(LocalIterator):
         self._took = 1.0
 
     def next(self) -> Any:
-        """Return the next batch, made now.
-
-        Raises:
-            StopIteration: At the end.
-        """
         asked = perf_counter()
-        try:
-            number, _, indices, _, state = next(self._requests)
-        except BaseException as error:
-            self._end(is_over=isinstance(error, StopIteration))
-            raise
+        number, _, indices, _, state = self._draw()
         clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
         stage = "fetch"
@@ -183,43 +180,31 @@ class PlainIterator(LocalIterator):
             close_coroutines(samples)
             self._progress.fail(number, state)
             raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
-        self.counters.batches += 1
-        cpu, delayed = spent(clocks)
-        if clocks is not None:
-            self.counters.weigh(batch)
+        cpu, delayed = (0.0, 0.0) if clocks is None else spent(clocks)
         taken = perf_counter()
         self._took = taken - asked
         self.counters.waited += self._took
         made = asked, read, read, read, taken, 0.0, cpu, delayed
-        self._records.append((number, asked, taken, 0, len(indices), made))
-        self._progress.take(number, state)
+        self._deliver(batch, state, (number, asked, taken, 0, len(indices), made))
         return batch
 
     def _noted(
         self, stage: str, number: int, indices: Any, read: int, error: BaseException
     ) -> BaseException:
         """Return the error to raise, with a note that names its stage and batch."""
-        epoch = self.epoch.number
-        if stage == "collate":
-            error = raisable(error, "collate_fn")
-            return noted(error, place_of(stage, epoch, number, indices))
-        error = raisable(error, "the dataset")
-        if read < len(indices):
+        what = "collate_fn" if stage == "collate" else "the dataset"
+        error, epoch = raisable(error, what), self._epoch.number
+        where = place_of(stage, epoch, number, indices)
+        if stage == "fetch" and read < len(indices):  # else one of several coroutines
             index = indices[read]
             failure: Any = Failure(stage, epoch, number, read, index, error)  # type: ignore[arg-type]
             where = failure.describe()
-        else:  # raised by one of several coroutines
-            where = place_of(stage, epoch, number, indices)
         return noted(error, where)
 
     def _awaited(self, samples: list[Any]) -> list[Any]:
-        """Await what a plain ``__getitem__`` has returned.
-
-        Raises:
-            Exception: The error of the first sample that failed.
-        """
+        """Await what a plain ``__getitem__`` has returned, or raise the first error."""
         if self._side_loop is None:
-            self._side_loop, self.must_close = SideLoop(), True
+            self._side_loop = SideLoop()
         found = self._side_loop.resolve(samples, self._concurrency)
         for position, sample in enumerate(found):
             if type(sample) is Bad:
@@ -228,7 +213,6 @@ class PlainIterator(LocalIterator):
         return found
 
     def close(self) -> None:
-        """Release the thread that awaits what plain code returned, if any."""
         super().close()
         if self._side_loop is not None:
             self._side_loop.close()

@@ -31,14 +31,13 @@ class Loads:
     was not in that state: its first state is loaded, and the epoch is whole.
     """
 
-    def __init__(self) -> None:
-        self._first: tuple[Any] | None = None  # before anything was read or loaded
-        self._loaded: Any = None
-        self._is_beside = False  # its own state remained another one
-        self._begun: Any = None  # after the first sample of the resumed epoch
-        self.is_pending: bool = False  # an epoch may start from it by mistake
-        self.is_early: bool = False  # it was loaded before its epoch is opened
-        self.keeps_generator: bool = False  # torch's, where it is, as it resumes
+    _first: tuple[Any] | None = None  # before anything was read or loaded
+    _loaded: Any = None
+    _is_beside = False  # its own state remained another one
+    _begun: Any = None  # after the first sample of the resumed epoch
+    is_pending = False  # an epoch may start from it by mistake
+    is_early = False  # it was loaded before its epoch is opened
+    keeps_generator = False  # torch's, where it is, as it resumes
 
     def kept_generator(self) -> torch.Tensor | None:
         """Return where torch's generator is to stay while a dataset resumes, if it is.
@@ -49,12 +48,10 @@ class Loads:
         return torch.get_rng_state() if keeps else None
 
     def begin(self, dataset: Any) -> None:
-        """Note the first state of the dataset, if it is not known."""
         if self._first is None:
             self._first = (copy.deepcopy(dataset.state_dict()),)
 
     def load(self, dataset: Any, state: Any) -> None:
-        """Load a state into the dataset."""
         dataset.load_state_dict(state)
         self.is_early = False
         self._loaded, self._begun, self.is_pending = copy.deepcopy(state), None, True
@@ -79,9 +76,7 @@ class Loads:
     def correction(self, dataset: Any, *, is_empty: bool) -> StreamState:
         """Return what must be loaded for an epoch that does not resume, if anything.
 
-        Args:
-            dataset: The dataset, of which one sample was read.
-            is_empty: Whether there was none.
+        One sample of the dataset was read, unless it ``is_empty``.
         """
         assert self._first is not None
         (first,), now, self.is_pending = self._first, dataset.state_dict(), False
@@ -152,11 +147,8 @@ class Position:
         self._is_own = is_own_stream(dataset)
         # The objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
-        self._latest: StreamState = {
-            name: self._resume[name]
-            for name in (*STATES, "is_dataset")
-            if name in self._resume
-        }
+        kept_names = {*STATES, "is_dataset"}
+        self._latest = {k: v for k, v in self._resume.items() if k in kept_names}
         self._at = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
@@ -184,11 +176,7 @@ class Position:
         return self._loads.is_pending and not self.has_ended
 
     def starts_again(self, *, is_empty: bool) -> bool:
-        """Tell whether the dataset must be opened again, from the right state.
-
-        Args:
-            is_empty: Whether there was no first sample.
-        """
+        """Tell whether the dataset must be opened again, from the right state."""
         if self._resumes:
             self._loads.resumed(self._dataset)
             return False
@@ -196,7 +184,6 @@ class Position:
         return bool(self._resume)
 
     def load_iterator(self, iterator: Any) -> None:
-        """Load the iterator's state before it is read."""
         dataset = self._dataset
         if self._is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
@@ -215,9 +202,8 @@ class Position:
     def state(self, *, has_ended: bool = False) -> StreamState:
         """Return where the stream is after the latest batch.
 
-        Args:
-            has_ended: Whether the stream has ended: a dataset that restarts then, as
-                generators do, must not be read again in the same epoch.
+        A dataset that restarts after its end, as generators do, must not be read again
+        in the same epoch: the state says that the stream ``has_ended``.
         """
         if latest := self._states():
             self._latest, self._at = latest, self.read
@@ -227,7 +213,6 @@ class Position:
         return state
 
     def _states(self) -> StreamState:
-        """Return the states of dataset and iterator, if they have any."""
         found: StreamState = {}
         for name, part in self._stateful.items():
             if self._is_own:

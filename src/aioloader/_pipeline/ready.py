@@ -1,32 +1,50 @@
-"""The queue to the consumer: ordered, bounded by the window, never polled.
+"""Results on their way to the consumer: ordered, bounded by the window, never polled.
 
 Producers are threads and loops of the pipeline; the consumer is a task on any event
 loop, or any thread. An item stays in the queue until it is taken, so that a cancelled
-wait loses nothing.
+wait loses nothing. There is no thread between worker processes and consumer: a waiting
+thread polls their sockets, a waiting task lets its loop watch them, and either reads
+the results that arrive.
 """
 
+import asyncio
 import contextlib
+import math
+import os
+import select
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
-from aioloader._order.reorder import Reorder
+from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult
-from aioloader._pipeline.pumping import Pump, PumpingWaiters
-from aioloader._pipeline.waiting import Waiters
+from aioloader._pipeline.waiting import LOOK_UP, Waiters
 from aioloader.errors import LoaderClosedError
 
-Items: TypeAlias = deque[tuple[int, BatchResult]]
+
+class Pump(Protocol):
+    """A source of results that must be read by the consumer."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return descriptors that are readable when ``collect`` has work."""
+
+    def collect(self) -> None:
+        """Read and deliver the results that have arrived, without blocking."""
 
 
-class ReadyQueue:
-    """Results on their way to the consumer.
+class ReadyQueue(Waiters):
+    """The results of one iteration.
 
     Args:
         in_order: Deliver by number, or else as they complete.
         start: The first number.
         without: Later numbers that will not come.
         pump: The pump for the consumer to operate while it waits, or None.
+
+    Attributes:
+        naps: Whether the consumer wakes soon by itself.
     """
 
     def __init__(
@@ -37,66 +55,51 @@ class ReadyQueue:
         without: frozenset[int] = frozenset(),
         pump: Pump | None = None,
     ) -> None:
-        self._reorder: Reorder[BatchResult] = Reorder(
-            in_order=in_order, start=start, without=without
-        )
-        items: Items = deque()
-        self._items = items
+        super().__init__()
+        self._pumps = [] if pump is None else [pump]
+        self._in_order = in_order
+        self._next = start
+        self._without = without
+        self._early: dict[int, BatchResult] = {}  # they wait for an earlier one
+        self._items: deque[tuple[int, BatchResult]] = deque()
         self._broken: BaseException | None = None
-        ends = self._ends = list[None]()  # not empty: every wait ends
+        self._is_over = False  # every wait ends
         self._is_closed = False
-        self._naps = False  # whether the consumer wakes soon by itself
-        self._pump = pump
+        self.naps = False
 
-        is_settled = self._settled(items, ends)
-        self._waiters = (
-            Waiters(is_settled) if pump is None else PumpingWaiters(is_settled, pump)
-        )
-        self.wait: Callable[..., bool] = self._waiters.wait
-        self.wait_async: Callable[..., Coroutine[Any, Any, bool]] = (
-            self._waiters.wait_async
-        )
-
-    def _settled(self, items: Items, ends: list[None]) -> Callable[[], bool]:
-        """Return what tells that a wait ends; it must not refer to the queue."""
-        return lambda: bool(items or ends)
+    def _is_true(self) -> bool:
+        return bool(self._items) or self._is_over
 
     def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
         """Add the result of request ``number``, from any thread.
 
-        Args:
-            number: The request's number.
-            result: Its result.
-            more: Whether more results follow at once: a ``napping`` consumer is only
-                woken by the last one, or by its timeout.
+        With ``more``, other results follow at once: a consumer that naps is only woken
+        by the last one.
         """
-        with self._waiters.lock:
+        with self.lock:
             if self._is_closed:
                 return
-            self._items.extend(self._reorder.accept(number, result))
-            is_quiet = more and self._naps
+            if not self._in_order:
+                self._items.append((number, result))
+            else:
+                self._early[number] = result
+                while self._next in self._early or self._next in self._without:
+                    if self._next not in self._without:
+                        self._items.append((self._next, self._early.pop(self._next)))
+                    self._next += 1
+            is_quiet = more and self.naps
         if self._items and not is_quiet:
-            self._waiters.wake(len(self._items))
-
-    @contextlib.contextmanager
-    def napping(self) -> Iterator["ReadyQueue"]:
-        """Wake the consumer only with the last of several results."""
-        self._naps = True
-        try:
-            yield self
-        finally:
-            self._naps = False
+            self.wake(len(self._items))
 
     def fail(self, error: BaseException) -> None:
         """End every wait with ``error`` once the items are taken."""
         self._broken = self._broken or error
-        self._ends.append(None)
-        self._waiters.wake()
+        self.finish()
 
     def finish(self) -> None:
         """End every wait: there will be no more items."""
-        self._ends.append(None)
-        self._waiters.wake()
+        self._is_over = True
+        self.wake()
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
         """Take the next item, or None if there is none yet.
@@ -104,8 +107,8 @@ class ReadyQueue:
         Raises:
             BaseException: The error given to ``fail``, when nothing is left.
         """
-        if not self._items and self._pump is not None:
-            self._pump.collect()
+        if not self._items:
+            self.collect()
         try:
             return self._items.popleft()
         except IndexError:
@@ -122,21 +125,12 @@ class ReadyQueue:
             finally:
                 del error
 
-    def restart(self, number: int) -> None:
-        """Expect ``number`` next; nothing is under way."""
-        self._reorder.restart(number)
-
     def close(self) -> None:
         """Drop ready and later results: they may hold workers' memory."""
-        with self._waiters.lock:
+        with self.lock:
             self._is_closed = True
             self._items.clear()
-            self._reorder.clear()
-
-    def drop_pump(self) -> None:
-        """Release the pump: the consumer is gone."""
-        self._pump = None
-        self._waiters.drop_pump()
+            self._early.clear()
 
     def join(self) -> bool:
         """Wait, bounded, for threads of its own; return whether they have ended."""
@@ -151,4 +145,109 @@ class ReadyQueue:
 
     def held_back(self) -> int:
         """Return how many results wait for an earlier one."""
-        return self._reorder.held_back()
+        return len(self._early)
+
+    # -- waiting: the consumer operates the pump, if there is one ---------------------
+
+    def drop_pump(self) -> None:
+        """Release the pump: the consumer is gone."""
+        self._pumps.clear()
+
+    def descriptors(self) -> list[int]:
+        """Return what is readable when ``collect`` has work."""
+        return [descriptor for pump in self._pumps for descriptor in pump.descriptors()]
+
+    def collect(self) -> None:
+        """Read and deliver the results that have arrived."""
+        for pump in self._pumps:
+            pump.collect()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._pumps:
+            return super().wait(timeout)
+        with contextlib.closing(_Bell()) as bell:
+            if not self._enter(bell.ring):
+                return True
+            try:
+                is_true = self._pump_until(bell.fileno, timeout)
+            except BaseException:
+                self._leave(bell.ring)
+                raise
+            return not self._leave(bell.ring) or is_true
+
+    def _pump_until(self, bell: int, timeout: float | None) -> bool:
+        """Poll the pump and the bell; return False after ``timeout`` seconds."""
+        left = math.inf if timeout is None else max(0.0, timeout)
+        until = time.monotonic() + left
+        while True:
+            poll = select.poll()
+            for descriptor in (bell, *self.descriptors()):
+                poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(min(left, LOOK_UP) * 1000)
+            self.collect()
+            if self._is_true() or any(descriptor == bell for descriptor, _ in ready):
+                return True
+            left = max(0.0, until - time.monotonic())
+            if not ready and not left:
+                return False
+
+    def wait_async(self, timeout: float | None = None) -> Coroutine[Any, Any, bool]:
+        return self._watch(timeout) if self._pumps else super().wait_async(timeout)
+
+    async def _watch(self, timeout: float | None) -> bool:
+        """Suspend while the loop watches the pump."""
+        with _Watch(asyncio.get_running_loop(), self):
+            return await super().wait_async(timeout)
+
+
+class _Watch:
+    """A loop's readers of a pump, while a task waits there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pump: Pump) -> None:
+        self._loop = loop
+        self._pump = pump
+        self._watched: Sequence[int] = ()
+        self._copies: list[int] = []
+
+    def __enter__(self) -> None:
+        self._watched = self._pump.descriptors()
+        # Duplicates: if the originals are closed meanwhile, their numbers may be reused
+        # while the loop still watches them.
+        for descriptor in self._watched:
+            with contextlib.suppress(OSError):  # just closed: nothing more comes
+                self._copies.append(os.dup(descriptor))
+        for copy in self._copies:
+            self._loop.add_reader(copy, self._look)
+
+    def __exit__(self, *_exc: object) -> None:
+        for copy in self._copies:
+            self._loop.remove_reader(copy)
+            os.close(copy)
+        self._copies = []
+
+    def _look(self) -> None:
+        self._pump.collect()
+        if self._copies and self._pump.descriptors() != self._watched:
+            self.__exit__()  # a part of the pump was replaced
+            self.__enter__()
+
+
+class _Bell:
+    """A descriptor that wakes a thread from its poll."""
+
+    def __init__(self) -> None:
+        self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_open = True
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+
+    def ring(self) -> None:
+        """Wake; late calls are harmless."""
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.fileno, 1)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        with self._lock:
+            self._is_open = False
+            os.close(self.fileno)

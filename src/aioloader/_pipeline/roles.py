@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pumping import Pump
+from aioloader._pipeline.ready import Pump
 
 # A ``Pipeline``, which imports this module.
 Pipeline: TypeAlias = Any

@@ -25,12 +25,19 @@ _NOTHING: Final = contextlib.nullcontext()
 
 
 class Waiters:
-    """The tasks of any loop and the threads that wait for a condition."""
+    """The tasks of any loop and the threads that wait for a condition.
 
-    def __init__(self, is_true: Callable[[], bool]) -> None:
+    Args:
+        is_true: The condition; a subclass may define it as a method.
+    """
+
+    _is_true: Callable[[], bool]
+
+    def __init__(self, is_true: Callable[[], bool] | None = None) -> None:
         self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
-        self._is_true = is_true
         self._wakes: deque[Callable[[], None]] = deque()
+        if is_true is not None:
+            self._is_true = is_true
 
     def wake(self, count: int | None = None) -> None:
         """Wake ``count`` waiters (all, if None); called without the lock."""
@@ -49,11 +56,16 @@ class Waiters:
         if not self._enter(gate.release):
             return True
         try:
-            woken = _acquire(gate, timeout)
+            left = math.inf if timeout is None else max(0.0, timeout)
+            until = time.monotonic() + left
+            while not gate.acquire(timeout=min(left, LOOK_UP)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return not self._leave(gate.release)
         except BaseException:
             self._leave(gate.release)
             raise
-        return woken or not self._leave(gate.release)
+        return True
 
     async def wait_async(self, timeout: float | None = None) -> bool:
         """Suspend this task until woken; return False after ``timeout`` seconds."""
@@ -66,7 +78,7 @@ class Waiters:
         if not self._enter(wake):
             return True
         try:
-            with looking_up(loop), self._watching(loop):
+            with looking_up(loop):
                 if timeout is None:
                     await woken
                 else:
@@ -78,16 +90,6 @@ class Waiters:
             self._leave(wake)
             raise
         return True
-
-    def drop_pump(self) -> None:
-        """Release the pump, if there is one."""
-
-    def _watching(
-        self,
-        loop: asyncio.AbstractEventLoop,  # noqa: ARG002  (for subclasses)
-    ) -> AbstractContextManager[object]:
-        """Return the context to enter while a task of ``loop`` waits."""
-        return _NOTHING
 
     def _enter(self, wake: Callable[[], None]) -> bool:
         with self.lock:
@@ -104,6 +106,23 @@ class Waiters:
                 return True
         self.wake(1)
         return False
+
+
+class Latch(Waiters):
+    """A one-way switch that threads and tasks can wait for."""
+
+    _is_set = False
+
+    def is_set(self) -> bool:
+        """Tell whether ``set`` was called."""
+        return self._is_set
+
+    _is_true = is_set
+
+    def set(self) -> None:
+        """Open for good and wake all."""
+        self._is_set = True
+        self.wake()
 
 
 class _LookUp:
@@ -141,43 +160,6 @@ def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object
     if (found := _LOOK_UPS.get(loop)) is None:
         found = _LOOK_UPS[loop] = _LookUp(loop)
     return found
-
-
-class Latch:
-    """A one-way switch that threads and tasks can wait for."""
-
-    def __init__(self) -> None:
-        # A list instead of an attribute: the waiters must not refer back to the latch.
-        flag = self._flag = [False]
-        self._waiters = Waiters(lambda: flag[0])
-
-    def is_set(self) -> bool:
-        """Tell whether ``set`` was called."""
-        return self._flag[0]
-
-    def set(self) -> None:
-        """Open for good and wake all."""
-        self._flag[0] = True
-        self._waiters.wake()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until set; return whether it is."""
-        return self._waiters.wait(timeout)
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until set; return whether it is."""
-        return await self._waiters.wait_async(timeout)
-
-
-def _acquire(gate: threading.Lock, timeout: float | None) -> bool:
-    """Block until it is released; return False after ``timeout`` seconds."""
-    left = math.inf if timeout is None else max(0.0, timeout)
-    until = time.monotonic() + left
-    while not gate.acquire(timeout=min(left, LOOK_UP)):
-        left = until - time.monotonic()
-        if left <= 0:
-            return False
-    return True
 
 
 def call_threadsafe(
@@ -223,11 +205,7 @@ _NEEDS_ASYNCIO = (
 
 
 def require_asyncio() -> None:
-    """Raise unless an asyncio task runs here.
-
-    Raises:
-        RuntimeError: If another async library, such as trio, does, or none.
-    """
+    """Raise unless an asyncio task runs here."""
     with contextlib.suppress(RuntimeError):
         if asyncio.current_task() is not None:
             return
@@ -235,11 +213,7 @@ def require_asyncio() -> None:
 
 
 def refuse_trio() -> None:
-    """Raise if another async library runs; an iterator may be made where none does.
-
-    Raises:
-        RuntimeError: If trio or another library but asyncio runs here.
-    """
+    """Raise if another async library runs; an iterator may be made where none does."""
     sniffio = sys.modules.get("sniffio")  # trio brings it
     if sniffio is None or not hasattr(sniffio, "current_async_library"):
         return

@@ -1,0 +1,457 @@
+"""The feed that reads ahead: requests out, batches in, never a poll."""
+
+import asyncio
+import contextlib
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, NoReturn
+
+from aioloader._observe.warnings import warn
+from aioloader._order.epoch import Epoch
+from aioloader._order.forks import fork_safe
+from aioloader._order.indices import IndexBatch
+from aioloader._order.retry import last_error
+from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
+from aioloader._pipeline.cpu import in_new_thread
+from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
+from aioloader._pipeline.pipeline import HOP, Pipeline
+from aioloader._pipeline.plain import TURN, Feed
+from aioloader.errors import BatchTimeoutError, LoaderClosedError
+from aioloader.protocols import Kind
+
+_NOTHING: Final = object()
+_MOST_PER_HOP = 64
+_NAP = 2 * HOP
+
+
+def refuse_blocking() -> NoReturn:
+    """Refuse a plain ``for`` in the thread of the loop that makes its batches."""
+    raise RuntimeError(
+        "loop='caller' hosts coroutines on the loop that iterates, and a plain `for` "
+        "would block it: use `async for`, or loop='thread'"
+    )
+
+
+@dataclass(frozen=True)
+class Window:
+    """How many batches may be in flight.
+
+    Attributes:
+        batches: Their number; with ``samples``, the number on top of those being read.
+        samples: How many samples to have in flight, whatever the batch sizes; 0: only
+            batches count.
+        is_lazy: Whether a batch only starts while its consumer waits for it.
+        per_hop: Whether more may be in flight if they are made fast, so that a hop to
+            their thread makes several.
+        most: Upper limit on batches in flight.
+    """
+
+    batches: int
+    samples: int = 0
+    is_lazy: bool = False
+    per_hop: bool = False
+    most: int = sys.maxsize
+
+    def in_all(self, in_flight: int, samples: int) -> int:
+        """Return the limit on batches, given the sizes of those in flight."""
+        size = samples / in_flight if samples else 1
+        return min(self.most, self.batches + math.ceil(self.samples / size))
+
+    def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
+        """Tell whether another batch may be requested.
+
+        ``in_flight`` batches, with so many samples, are not yet delivered; making one
+        takes so many seconds, or 0 if that is not known.
+        """
+        if in_flight >= self.most:
+            return False
+        batches = self.batches
+        if self.per_hop and seconds:
+            batches += min(_MOST_PER_HOP, int(HOP / seconds))
+        if in_flight < batches:
+            return True
+        return (in_flight - batches) * samples < self.samples * in_flight
+
+
+class AheadFeed(Feed):
+    """Keep a window of batches in flight in a pipeline, and hand its results over.
+
+    The sampler advances here, while the consumer asks for a batch and never beyond the
+    window, so it draws when torch's would (the first draw, which may permute millions,
+    runs off an async consumer's loop). A request goes out when a batch is delivered.
+
+    Args:
+        pipeline: Makes the batches; owned, and dismissed at the end.
+        epoch: The epoch to deliver; its requests are drawn as the window opens.
+        window: How many batches may be in flight, and when.
+        timeout: Seconds to wait for a batch, or None.
+        restarts: Whether a worker that delays a batch is then replaced, once per batch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        epoch: Epoch,
+        window: Window,
+        *,
+        timeout: float | None = None,
+        restarts: bool = False,
+    ) -> None:
+        super().__init__(epoch, epoch.requests())
+        self.pipeline: Final = pipeline
+        self._results: Final = pipeline.stage or pipeline.ready
+        self._asked = 0.0  # when the consumer asked for its batch
+        self._dropped = epoch.dropped()
+        self._turns = epoch.turns
+        self._next = epoch.bookmark.done
+        self._tuner = pipeline.tuner
+        self._window = window if self._tuner is None else self._tuner.begin(window)
+        self._timeout = timeout
+        self._restarts = restarts
+        self._restarted: BatchTask | None = None
+        self._has_started = self._reads_ahead = False
+        # Batches requested and not yet delivered: number to samples.
+        self._in_flight: dict[int, int] = {}
+        self._samples = 0
+        self._is_exhausted = False  # there is nothing more to request
+        self._is_cut = False  # cut short by an error of the sampler
+        self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
+        self._lock = fork_safe(threading.RLock())
+        # Called for each delivered batch when there is nothing more to request.
+        self.when_exhausted: Callable[[], None] | None = None
+
+    # -- next, for threads and for tasks ------------------------------------------
+
+    def next(self) -> Any:
+        self._asked = perf_counter()
+        if not (self._has_started or self.is_finished):
+            self._begin()
+        else:
+            self._go_on()
+        while (batch := self._take()) is _NOTHING:
+            if self.is_finished:
+                self._finish()
+                self.close()
+                raise StopIteration
+            if self.pipeline.host.is_on_loop():
+                refuse_blocking()
+            began, ready = perf_counter(), self.pipeline.ready
+            ready.naps = self._naps()
+            came = ready.naps and ready.wait(_NAP)
+            ready.naps = False
+            came = came or self._results.wait(self._limit())
+            waited = perf_counter() - began
+            self.counters.waited += waited
+            if not came:
+                self._time_out(waited)
+        return batch
+
+    async def next_async(self) -> Any:
+        """Do as ``next``, without blocking the loop."""
+        now = perf_counter()
+        if now - self._turn > TURN:  # not with a batch in hand: a cancel would lose it
+            self._turn = now
+            await asyncio.sleep(0)
+        self._asked = now
+        if self._has_started or self.is_finished:
+            self._go_on()
+        elif self.pipeline.pool is None and self._epoch.begins_quickly():
+            self._begin()
+        else:  # in the thread: it waits for workers, or draws a long permutation
+            begin = partial(self.pipeline.run_in_context, self._begin)
+            # If the thread has ended, the pipeline has failed or was closed.
+            with contextlib.suppress(LoaderClosedError):
+                await self.pipeline.host.cpu.call(begin)
+        while (batch := self._take()) is _NOTHING:
+            if self.is_finished:
+                self._finish()
+                await self.aclose()
+                raise StopAsyncIteration
+            self.pipeline.host.check_loop()
+            began, ready = perf_counter(), self.pipeline.ready
+            ready.naps = self._naps()
+            came = ready.naps and await ready.wait_async(_NAP)
+            ready.naps = False
+            came = came or await self._results.wait_async(self._limit())
+            self._turn = perf_counter()
+            waited = self._turn - began
+            self.counters.waited += waited
+            if not came:
+                await in_new_thread(partial(self._time_out, waited))
+        return batch
+
+    def _limit(self) -> float | None:
+        """Return how many seconds to wait now, or None."""
+        return None if self._timeout is None else float(self._timeout)
+
+    def _naps(self) -> bool:
+        """Tell whether to wait for the batches of a whole hop.
+
+        Waking up for each would cost more than making it. No batch waits for longer
+        than two hops.
+        """
+        is_quick = 0 < self.pipeline.seconds_per_batch < HOP
+        return self._window.per_hop and is_quick and self.pipeline.stage is None
+
+    # -- requests out -------------------------------------------------------------
+
+    def open(self, most: int = sys.maxsize) -> None:
+        with self._lock:
+            self.pipeline.open()
+            self._fill(most)
+
+    def _begin(self) -> None:
+        """Issue the first requests; wait for workers, which ``timeout`` excludes."""
+        with self._lock:
+            if not self._has_started:
+                self._has_started = True
+                self.open()
+        if self.pipeline.pool is not None:
+            self.pipeline.pool.wait_up()
+
+    def _go_on(self) -> None:
+        """Read past the first batch: the consumer has asked for more."""
+        if not self._reads_ahead:
+            self._reads_ahead = True
+            self.pipeline.read_ahead()
+        # Otherwise the window was filled when the latest batch was delivered.
+        if self._window.is_lazy or not self._in_flight:
+            self._fill()
+
+    def _fill(self, most: int = sys.maxsize) -> None:
+        """Issue requests until the window is full, at most so many.
+
+        The batches of a hop are requested together, when the previous ones are nearly
+        used up. With one request at a time, the thread would contend for the GIL with
+        a consumer that frees tensors, which releases the GIL.
+        """
+        with self._lock:
+            seconds = 0.0
+            while most and not self._is_exhausted and self._may_issue(seconds):
+                most -= 1
+                self._issue()
+                seconds = self.pipeline.seconds_per_batch
+
+    def _may_issue(self, seconds: float = 0.0) -> bool:
+        in_flight, window = len(self._in_flight), self._window
+        if self._turns is not None:
+            in_all = window.in_all(in_flight, self._samples)
+            if not self._turns.may_issue(in_all):
+                return False
+        return window.is_open(in_flight, self._samples, seconds)
+
+    def _issue(self) -> None:
+        try:
+            request = next(self._requests)
+        except StopIteration:
+            self._is_exhausted = True
+        except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
+            self._interrupt()
+            raise
+        except BaseException as error:  # delivered in order
+            self._is_exhausted = self._is_cut = True
+            self._in_flight[self._next] = 0
+            self.pipeline.ready.put(self._next, BatchResult(error=error))
+        else:
+            self._send(request)
+
+    def _send(self, request: IndexBatch, *, again: bool = False) -> None:
+        """Send one request out; ``again``: for samples of a stream's beginning."""
+        size = len(request.indices) if self._window.samples else 0
+        self._in_flight[request.number] = size
+        self._samples += size
+        self._next = request.number + 1
+        try:
+            task = self.pipeline.maker.task(request)
+            task.again = again
+            self.pipeline.submit(task)
+        except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
+            self._interrupt()
+            raise
+
+    def _interrupt(self) -> None:
+        self._is_exhausted = self._is_cut = True
+        text = "the loader was interrupted; start a new iteration"
+        self.pipeline.fail(LoaderClosedError(text))
+
+    # -- results in -----------------------------------------------------------------
+
+    def _take(self) -> Any:
+        """Return a ready batch, or ``_NOTHING``; raise its error if it failed."""
+        if self.pipeline.host.is_foreign():
+            raise RuntimeError(
+                "an iterator does not survive a fork; make a new one in the child"
+            )
+        with self._lock:
+            while not self.is_finished:
+                item = self._pop()
+                if item is None:
+                    self.is_finished = self._is_over()
+                    break
+                number, result = item
+                self._account(number, result)
+                self.is_finished = self._is_over()
+                if self.is_finished:
+                    self._results.finish()  # other consumers may be waiting
+                # Last: an interrupt after this would lose the batch, and user code,
+                # such as the sampler, has run before.
+                if self._note(number, result, self._asked, perf_counter()):
+                    return result.batch
+            return _NOTHING
+
+    def _pop(self) -> tuple[int, BatchResult] | None:
+        try:
+            return self._results.pop_nowait()
+        except BaseException:
+            self.dismiss()
+            raise
+
+    def _account(self, number: int, result: BatchResult) -> None:
+        """Count a delivered result and issue new requests in its place."""
+        self._samples -= self._in_flight.pop(number)
+        if self._tuner is not None:
+            waited = self.counters.waited
+            self._window = self._tuner.note_batch(result.batch, self._window, waited)
+        if result.attempted or result.failures:
+            self.pipeline.count(result)
+        if self._turns is not None:
+            self._turns.take(number, has_ended=result.has_ended)
+        self._is_exhausted = self._is_exhausted or result.is_end
+        is_nothing = result.is_empty or number in self._dropped
+        if is_nothing or not self._window.is_lazy:  # otherwise its consumer still waits
+            self._fill()
+        if self._is_exhausted and self.when_exhausted is not None:
+            self.when_exhausted()
+        self.counters.in_flight = len(self._in_flight)
+
+    def _is_over(self) -> bool:
+        """Tell whether nothing is under way and nothing more will be requested."""
+        return self._is_exhausted and not self._in_flight
+
+    # -- the end ------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Note that the epoch is over, unless it was only closed."""
+        if self._is_exhausted and not (self._in_flight or self._is_cut):
+            self._progress.finish()
+
+    def dismiss(self) -> None:
+        self.is_finished = True
+        self.counters.in_flight = 0
+        self.pipeline.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
+        pipeline = self.pipeline
+        try:
+            wait_released(pipeline.host, pipeline.ended, pipeline)
+        finally:
+            if pipeline.ended.is_set():
+                pipeline.drop_pool()
+
+    async def aclose(self) -> None:
+        self.dismiss()
+        pipeline = self.pipeline
+        try:
+            await wait_released_async(pipeline.host, pipeline.ended, pipeline)
+        finally:
+            if pipeline.ended.is_set():
+                pipeline.drop_pool()
+
+    def abandon(self) -> None:
+        """End the pipeline in the background; before Python's exit, wait for it."""
+        pipeline = self.pipeline
+        host = pipeline.host
+        if threading.main_thread().is_alive():
+            pipeline.abandon()
+            return
+        if pipeline.ended.is_set() or host.is_foreign():  # a child has no threads
+            return
+        pipeline.dismiss()
+        # The main thread has ended: the interpreter is exiting, and our threads must
+        # end first, or requests in flight would run in a half-finalized process.
+        if not hasattr(sys, "last_value"):  # an uncaught error may hold the iterator
+            warn(
+                "a DataLoader was left open until the interpreter's exit; close its "
+                "iterator, or iterate inside `with loader:` or `async with loader:`",
+                ResourceWarning,
+            )
+        pipeline.ended.wait(GRACE)
+        if host.is_left() and host.closed.wait(GRACE):
+            host.join()
+        if pipeline.stage is not None:
+            pipeline.stage.join()
+        if pipeline.pool is not None and pipeline.pool.pump is None:
+            pipeline.join()  # threads of this process
+
+    # -- a batch that does not come -------------------------------------------------
+
+    def _time_out(self, waited: float) -> None:
+        """Restart the worker that delays the batch, once, if ``on_timeout`` says so.
+
+        Raises:
+            BatchTimeoutError: Otherwise.
+        """
+        pipeline, pool = self.pipeline, self.pipeline.pool
+        number = next(iter(self._in_flight), self._next)
+        # The awaited task is the oldest one if batches come unordered.
+        task = min(
+            (task for task, _ in list(pipeline.under_way.values())),
+            key=lambda task: (task.number < number, task.number),
+            default=None,
+        )
+        if self._restarts and pool and task and task is not self._restarted:
+            self._restarted = task
+            if pool.restart(task):
+                return
+        assert self._timeout is not None
+        progress = ["is not under way"]
+        if task is not None:
+            number, progress = task.number, _progress(pipeline, task)
+        text = f"DataLoader timed out after {self._timeout} seconds: batch {number}"
+        queues = (
+            f"queues: {len(pipeline.under_way)} batches under way, "
+            f"{len(pipeline.ready)} ready, {pipeline.ready.held_back()} held back for "
+            f"an earlier one; waited {waited:.2f} s"
+        )
+        lines = [f"{text} {progress[0]}", queues, *progress[1:], last_error()]
+        raise BatchTimeoutError(
+            "\n".join(filter(None, lines)), timeout=self._timeout, batch=number
+        )
+
+
+def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
+    """Say where a batch is and since when; and where the thread is that makes it.
+
+    Asking a worker process for its stack may take a second.
+    """
+    maker, stage, now = pipeline.maker, task.stage, time.monotonic()
+    if pipeline.pool is not None and stage == "pool":
+        return [pipeline.pool.explain(task)]
+    since = pipeline.under_way.get(id(task), (task, now))[1]
+    found = [f"has been in stage {stage!r} for {now - since:.2f} s"]
+    if stage == "fetch":
+        pairs = zip(task.indices, task.samples, strict=False)
+        missing = [index for index, sample in pairs if sample is MISSING]
+        missing += task.indices[len(task.samples) :]
+        if missing:
+            text = f"{len(missing)} samples missing, first index {missing[0]!r}"
+            found = [f"{found[0]}, {text}"]
+    is_on_loop = {
+        "fetch": maker.reads_async or maker.kind is Kind.ASYNC_ITERABLE,
+        "transform": maker.transforms_async,
+        "collate": maker.collates_async,
+    }
+    ident = pipeline.host.cpu.ident()
+    frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
+    if frame is not None and not is_on_loop.get(stage):
+        stack = "".join(traceback.format_stack(frame)[-8:])
+        found.append(f"the loader's thread is at:\n{stack}")
+    return found
