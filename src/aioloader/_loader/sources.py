@@ -89,10 +89,11 @@ def make_source(
     pool = _pool(options, epoch, maker, resources, locker)
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
-    reads_here = not (pool and pool.reads)
     tuner = None
     if options.chooses or options.prefetch_bytes is not None:
-        tuner = tuner_of(options, resources.tuning, reads_here=reads_here)
+        tuner = tuner_of(
+            options, resources.tuning, reads_here=not (pool and pool.reads)
+        )
     ends_together = end_together(options)
     make_ready: Any = (
         _evened_queue(options, epoch, maker) if ends_together else ReadyQueue
