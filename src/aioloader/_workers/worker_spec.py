@@ -224,11 +224,22 @@ def ship(spec: WorkerSpec) -> int:
     header, buffers = spec.pickled({**SHIPPING, **ONLY_TO_WORKERS})
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q")
-    file, at = os.memfd_create("aioloader-dataset"), 0
+    file, at, small = os.memfd_create("aioloader-dataset"), 0, bytearray()
     try:
-        with open(file, "wb", closefd=False) as out:
-            for part in (memoryview(sizes.tobytes()), *parts):
-                at += out.write(bytes(_gap(at, part.nbytes))) + out.write(part)
+        for part in (memoryview(sizes.tobytes()), *parts):
+            gap = _gap(at, part.nbytes)
+            small += bytes(gap)
+            is_big = part.nbytes >= _BIG
+            if not is_big:  # there may be millions
+                small += part
+            at += gap + part.nbytes
+            if is_big or len(small) >= _BIG:
+                end = at - part.nbytes * is_big
+                _write(file, memoryview(bytes(small)), end - len(small))
+                small.clear()
+            if is_big:
+                _write(file, part, at - part.nbytes)
+        _write(file, memoryview(small), at - len(small))
     except BaseException:
         os.close(file)
         raise
@@ -246,6 +257,14 @@ def receive(file: int) -> WorkerSpec:
         at += nbytes
     spec: WorkerSpec = decode(parts[0], parts[1:])
     return spec
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    """Write all of ``data``: the kernel takes at most 2 GB at once."""
+    data = data.cast("B") if data.nbytes else data
+    while len(data):
+        written = os.pwrite(file, data[: 1 << 30], at)
+        data, at = data[written:], at + written
 
 
 def _gap(at: int, nbytes: int) -> int:
