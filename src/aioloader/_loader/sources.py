@@ -424,10 +424,10 @@ def _pool(
         from aioloader._workers.ray.pool import lease_actors
 
         return lease_actors(resources.pools, workers, spec, keep=keep)
-    from aioloader._workers.process.start import start_pool
+    from aioloader._workers.process.pool import ProcessPool
 
     servers, tally = resources.servers, resources.tally
-    start = partial(start_pool, spec, options.start_method, servers, locker, tally)
+    start = partial(ProcessPool, spec, options.start_method, servers, locker, tally)
     begin = partial(resources.pools.open, start, keep=keep)
     return Lease(begin, reads=reads, keep=keep, pumps=True)
 
