@@ -137,9 +137,9 @@ def _is_bare(text: str) -> bool:
 INTERNAL = {
     "_observe/machine.py:": "caught where it is raised",
     "_transport/channel.py:": "caught by both ends of the channel",
-    "_workers/process/batch_codec.py:": "the batch is pickled instead",
-    "_workers/process/launch.py:": "caught by the pool",
-    "_workers/process/serve_async.py:": "in a worker whose loader has ended",
+    "_workers/process/messages.py:": "the batch is pickled instead",
+    "_workers/process/launcher.py:Launcher": "caught by the pool",
+    "_workers/process/worker_main.py:_Server": "in a worker whose loader has ended",
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_batcher.py:_read": "becomes a TruncatedReadError",

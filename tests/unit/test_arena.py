@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from aioloader._transport import arena as module
 from aioloader._transport.arena import (
+    PLACES,
     ArenaReader,
     ArenaWriter,
     SlotRef,
@@ -311,6 +312,21 @@ def test_beyond_any_file(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "memory_left", lambda: 1 << 62)
         with pytest.raises(BatchTooLargeError):
             pair.writer.take(1 << 61)
+
+
+def test_what_a_writer_makes_is_seen_after_its_death() -> None:
+    """The oldest ticket comes first; what was sent is gone; slots are elsewhere."""
+    with Pair() as pair:
+        for place in range(PLACES):
+            pair.writer.begin(place, 100 - place)
+        pair.writer.enter(3, 2)
+        pair.writer.clear(0)
+        assert pair.pass_on(5000, 5).min() == 5
+        pair.writer.close()
+        found = pair.reader.in_flight()
+    assert [one.ticket for one in found] == list(range(69, 100))
+    assert [one.ticket for one in found if one.stage == 2] == [97]
+    assert all(one.seconds >= 0 for one in found)
 
 
 def test_nothing_has_a_name() -> None:

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aioloader._transport.channel import MAX_INLINE, Channel
-from aioloader._transport.in_flight_table import (
-    PLACES,
-    InFlightTable,
-    make_in_flight_table,
-)
+from aioloader._transport.channel import MAX_INLINE, NO_WAIT, Channel
 
 Ends = tuple[Channel, Channel]
 
@@ -42,12 +37,11 @@ def test_a_default_timeout_of_the_process_does_not_count() -> None:
     socket.setdefaulttimeout(7)
     try:
         ends = Channel.pair()
-        adopted = Channel.adopt(os.dup(ends[0].fileno()))
+        adopted = Channel.adopt(os.dup(ends[1].fileno()))
     finally:
         socket.setdefaulttimeout(None)
+    assert [end._socket.gettimeout() for end in (*ends, adopted)] == [0, None, None]
     for end in (*ends, adopted):
-        assert os.get_blocking(end.fileno())
-        assert end._socket.gettimeout() is None
         end.close()
 
 
@@ -80,18 +74,17 @@ def test_the_end_comes_after_all_frames(ends: Ends) -> None:
         ends[1].send(b"to nobody")
 
 
-def test_nothing_blocks_where_that_was_asked(ends: Ends) -> None:
+def test_the_loaders_end_never_blocks(ends: Ends) -> None:
     """A full queue refuses a frame; an empty one has none."""
-    ends[0].never_block()
-    ends[1].never_block()
-    assert ends[1].receive() is None
+    assert ends[0].receive() is None
+    assert ends[1].receive(NO_WAIT) is None
     count = 0
     while ends[0].send(b"x" * 10_000):
         count += 1
     assert count > 10
     for _ in range(count):
         assert ends[1].receive() == (b"x" * 10_000, [])
-    assert ends[1].receive() is None
+    assert ends[1].receive(NO_WAIT) is None
     assert ends[0].send(b"again")
 
 
@@ -102,34 +95,5 @@ def test_several_readers_share_an_end(ends: Ends) -> None:
         ends[0].send(bytes([number]))
     found = [end.receive() for _ in range(3) for end in (twin, ends[1])]
     assert [one and one[0] for one in found] == [bytes([n]) for n in range(6)]
-    assert twin.receive(socket.MSG_DONTWAIT) is None
+    assert twin.receive(NO_WAIT) is None
     twin.close()
-
-
-def test_waiting(ends: Ends) -> None:
-    """It tells whether there is something."""
-    assert not ends[0].wait(0)
-    ends[1].send(b"x")
-    assert ends[0].wait(0)
-    ends[0].receive()
-    ends[1].close()
-    assert ends[0].wait(0)  # the end is something too
-
-
-def test_a_board_outlives_its_writer() -> None:
-    """Each row has its own places; the oldest ticket comes first."""
-    descriptor = make_in_flight_table(2)
-    mine, theirs = InFlightTable(descriptor, 2), InFlightTable(descriptor, 2)
-    os.close(descriptor)
-    for place in range(PLACES):
-        theirs.begin(1, place, 100 - place)
-    theirs.begin(0, 3, 0)
-    theirs.enter(0, 3, 2)
-    theirs.clear(1, 0)
-    del theirs
-    assert [(one.ticket, one.stage) for one in mine.in_flight(0)] == [(0, 2)]
-    assert [one.ticket for one in mine.in_flight(1)] == list(range(69, 100))
-    assert all(one.seconds >= 0 for one in mine.in_flight(1))
-    mine.wipe(1)
-    assert mine.in_flight(1) == []
-    assert len(mine.in_flight(0)) == 1

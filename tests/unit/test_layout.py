@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._transport.layout import ALIGN, do_overlap, lay_out
+from aioloader._transport.codec import ALIGN, do_overlap, lay_out
 
 MEMORY = bytes(k % 251 for k in range(4096))
 BASE = 1 << 20  # its address, say
@@ -17,15 +17,15 @@ def test_laws(drawn: list[tuple[int, int, bool]], at: int) -> None:
     """Contents arrive; what overlaps does so again, by as much; nothing else does."""
     raws = [memoryview(MEMORY)[first : first + size] for first, size, _ in drawn]
     addresses = [BASE + first if tied else 0 for first, _, tied in drawn]
-    layout = lay_out(raws, addresses, at)
-    target = bytearray(layout.end)
-    for start, raw in layout.copies:
+    places, copies, end = lay_out(raws, addresses, at)
+    target = bytearray(end)
+    for start, raw in copies:
         target[start : start + raw.nbytes] = raw
-    for (start, size), raw, address in zip(layout.places, raws, addresses, strict=True):
+    for (start, size), raw, address in zip(places, raws, addresses, strict=True):
         assert start >= at
         assert target[start : start + size] == bytes(raw)
         assert start % ALIGN == address % ALIGN
-    whole = [(p, a, n) for (p, n), a in zip(layout.places, addresses, strict=True) if n]
+    whole = [(p, a, n) for (p, n), a in zip(places, addresses, strict=True) if n]
     for k, (place, address, size) in enumerate(whole):
         for other, its_address, its_size in whole[:k]:
             is_one = place < other + its_size and other < place + size
@@ -39,9 +39,9 @@ def test_laws(drawn: list[tuple[int, int, bool]], at: int) -> None:
 def test_copies_are_made_once() -> None:
     """Ten views of one memory take no more room than that."""
     raws = [memoryview(MEMORY)[k:] for k in range(10)]
-    layout = lay_out(raws, [BASE + k for k in range(10)], 0)
-    assert layout.end == len(MEMORY)
-    assert sum(raw.nbytes for _, raw in layout.copies) == len(MEMORY)
+    _, copies, end = lay_out(raws, [BASE + k for k in range(10)], 0)
+    assert end == len(MEMORY)
+    assert sum(raw.nbytes for _, raw in copies) == len(MEMORY)
 
 
 def test_overlaps() -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from aioloader import default_collate
 from aioloader._collate.collate import lending
 from aioloader._transport.arena import ArenaReader, ArenaWriter, make_arena
-from aioloader._workers.process.batch_codec import Packer, slot_of, unpack
+from aioloader._workers.process.messages import Packer, slot_of, unpack
 
 INLINE = 1 << 14
 DTYPES = [

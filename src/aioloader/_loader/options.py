@@ -186,8 +186,7 @@ class Options(Added):
         """The modules that make batches other than in the plainest ``for``."""
         names = ["aioloader._loader.sources"]
         if self.has_processes:
-            room = "aioloader._workers.process"
-            names += [f"{room}.start", f"{room}.fork_launcher"]
+            names.append("aioloader._workers.process.pool")
         if not self.is_plain:
             names += ["aioloader._pipeline.loop_host", "anyio._backends._asyncio"]
         return tuple(names)

@@ -392,10 +392,10 @@ def _pool(
 
         start = partial(RayPool, workers, spec)
     else:
-        from aioloader._workers.process.start import start_pool
+        from aioloader._workers.process.pool import ProcessPool
 
         servers, tally = resources.servers, resources.tally
-        start = partial(start_pool, spec, options.start_method, servers, locker, tally)
+        start = partial(ProcessPool, spec, options.start_method, servers, locker, tally)
     begin = partial(resources.pools.open, start, keep=keep)
     return Lease(begin, reads=reads, keep=keep, pumps=workers == "process")
 

@@ -5,11 +5,16 @@ first page says which side has it: the writer takes free slots, the reader frees
 when the last view of its batch is dropped. That is one store to memory, safe in any
 finalizer. There is no wake-up and no polling: a writer without a free slot adds one. A
 slot that the reader has page-locked keeps its pages, which a device may know.
+
+The first page also has the batches that its writer, a worker, is making: ticket, stage
+and start of each. Stores of eight bytes need no lock and no message, and the reader
+finds them there after the writer's death.
 """
 
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +27,10 @@ from aioloader._order.forks import fork_safe
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 
-_STATES = mmap.PAGESIZE
+# The first page: a state per slot, then the table of batches in the making.
+_PAGE = mmap.PAGESIZE
+PLACES, _FIELDS = 32, 3
+_MOST_SLOTS = _PAGE - PLACES * _FIELDS * 8
 # Free, with pages that may be returned; taken; free and locked; locked and given up.
 _FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
 # Free slots not needed for this many batches return their pages.
@@ -40,6 +48,14 @@ class SlotRef(NamedTuple):
     number: int
     start: int
     size: int
+
+
+class InFlight(NamedTuple):
+    """A ticket that a worker has taken, its stage, and how many seconds ago."""
+
+    ticket: int
+    stage: int
+    seconds: float
 
 
 @dataclass(eq=False)
@@ -61,24 +77,38 @@ class _Slot:
 def make_arena() -> int:
     """Return the descriptor of a new, empty arena; the caller owns it."""
     descriptor = os.memfd_create("aioloader-arena")
-    os.ftruncate(descriptor, _STATES)
+    os.ftruncate(descriptor, _PAGE)
     return descriptor
 
 
-class ArenaWriter:
-    """The side that takes and fills slots; used from any thread.
+class _Side:
+    """Either side: it owns its descriptor of the memory file, and has the first page.
 
-    Args:
-        descriptor: The result of ``make_arena``; owned from now on.
+    Mappings, and views of them, stay valid when it is closed.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._states = mmap.mmap(descriptor, _STATES)
+        self._states = mmap.mmap(descriptor, _PAGE)
+        self._cells = memoryview(self._states)[_MOST_SLOTS:].cast("q")
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self.descriptor)
+
+
+class ArenaWriter(_Side):
+    """The side that takes and fills slots; used from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
         self._slots: list[_Slot] = []
         self._locked: set[int] = set()  # by the reader, as far as known here
         self._count = 0
-        self._end = _STATES
+        self._end = _PAGE
         self._clock = 0
         self._lock = fork_safe(threading.Lock())
 
@@ -108,9 +138,17 @@ class ArenaWriter:
         """Free a slot that was taken and will not be sent or read."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
-    def close(self) -> None:
-        """Close the file; mappings stay valid."""
-        os.close(self.descriptor)
+    def begin(self, place: int, ticket: int) -> None:
+        cell = place * _FIELDS
+        self._cells[cell + 1] = 0
+        self._cells[cell + 2] = time.monotonic_ns()
+        self._cells[cell] = ticket + 1  # last: it makes the place valid
+
+    def enter(self, place: int, stage: int) -> None:
+        self._cells[place * _FIELDS + 1] = stage
+
+    def clear(self, place: int) -> None:
+        self._cells[place * _FIELDS] = 0
 
     def _find(self, nbytes: int) -> _Slot | None:
         for slot in self._slots:
@@ -125,16 +163,19 @@ class ArenaWriter:
     def _add(self, nbytes: int) -> _Slot:
         self._drop_smaller(nbytes)
         size = rounded(nbytes)
-        _check_room(size)
+        if size >= _BIG and size > (left := memory_left()):
+            raise _too_large(size, left)
         alike = sum(slot.ref.size == size for slot in self._slots)
-        number = min(max(1, alike), _MOST_ADDED, _STATES - self._count)
+        number = min(max(1, alike), _MOST_ADDED, _MOST_SLOTS - self._count)
         if not number:
-            raise MemoryError(f"more than {_STATES} batches of one worker are in use")
+            raise MemoryError(
+                f"more than {_MOST_SLOTS} batches of one worker are in use"
+            )
         try:
             os.ftruncate(self.descriptor, self._end + number * size)
             memory = mmap.mmap(self.descriptor, number * size, offset=self._end)
-        except (OSError, OverflowError) as error:
-            raise _too_large(size, memory_left(), str(error)) from error
+        except (OSError, OverflowError) as error:  # by a limit of the process, say
+            raise _too_large(size, memory_left(), f" ({error})") from error
         for offset in range(0, number * size, size):
             ref = SlotRef(self._count, self._end, size)
             self._slots.append(_Slot(ref, memory, offset))
@@ -153,29 +194,24 @@ class ArenaWriter:
                     slot.drop_pages()
 
     def _empty_idle(self) -> None:
-        """Return the pages of idle slots to the kernel."""
         for slot in self._slots:
             is_idle = slot.used_at < self._clock - _IDLE and self._is_free(slot)
             if is_idle and self._states[slot.ref.number] == _FREE:
                 slot.drop_pages()
 
 
-class ArenaReader:
+class ArenaReader(_Side):
     """The side that reads in place and frees slots when their views are dropped.
 
-    Args:
-        descriptor: The same memory file; owned from now on.
-        locker: Page-locks slots when they are first leased, or None.
+    ``locker`` page-locks slots when they are first leased.
     """
 
     def __init__(self, descriptor: int, locker: Locker | None = None) -> None:
-        self.descriptor = descriptor
+        super().__init__(descriptor)
         self._locker = locker
         self._locked: dict[int, SlotRef] = {}
-        self._states = mmap.mmap(descriptor, _STATES)
         self._segments: list[tuple[int, LockableMap]] = []  # first byte, and mapping
         self._pid = os.getpid()
-        self._is_closed = False
         self.lent = 0
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
@@ -198,14 +234,16 @@ class ArenaReader:
         """Free a slot that was sent and is not wanted."""
         self._free(ref.number)
 
-    def close(self) -> None:
-        """Close the file; existing views stay valid. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self.descriptor)
+    def in_flight(self) -> list[InFlight]:
+        """Return the tickets that the writer has, the oldest first."""
+        cells, now = self._cells, time.monotonic_ns()
+        return sorted(
+            InFlight(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
+            for at in range(0, len(cells), _FIELDS)
+            if cells[at]
+        )
 
     def _unlock_retired(self) -> None:
-        """Unlock slots that the writer has given up."""
         for number, ref in list(self._locked.items()):
             if self._states[number] == _RETIRED:
                 del self._locked[number]
@@ -232,13 +270,7 @@ class ArenaReader:
             self._free(number)
 
 
-def _check_room(size: int) -> None:
-    if size >= _BIG and size > (available := memory_left()):
-        raise _too_large(size, available)
-
-
-def _too_large(size: int, available: int, reason: str = "") -> BatchTooLargeError:
-    refused = f" ({reason})" if reason else ""  # by a limit of the process, say
+def _too_large(size: int, available: int, refused: str = "") -> BatchTooLargeError:
     return BatchTooLargeError(
         f"a batch needs {size:,} bytes of shared memory, but {available:,} are "
         f"available{refused}; use smaller batches or fewer workers",

@@ -11,12 +11,9 @@ import select
 import socket
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 # A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
-# The kernel gathers a frame from at most 1,024 pieces of memory.
-MAX_PARTS = 1000
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
@@ -35,27 +32,26 @@ _ADOPTED: list["Channel"] = []
 
 
 class Channel:
-    """One end of a channel; owns its socket.
+    """One end of a channel; owns its socket, a connected ``SOCK_SEQPACKET``."""
 
-    Args:
-        end: A connected ``SOCK_SEQPACKET`` socket.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, *, blocks: bool = True) -> None:
         self._socket = end
-        if end.gettimeout() is not None:  # set by socket.setdefaulttimeout()
-            end.settimeout(None)
+        # Blocking or not, whatever socket.setdefaulttimeout() says.
+        end.setblocking(blocks)
         # A worker process ends without unwinding; no ResourceWarning for its sockets.
         weakref.finalize(self, end.close).atexit = False
         self.fileno = end.fileno
 
     @classmethod
     def pair(cls) -> tuple["Channel", "Channel"]:
-        """Return the two ends of a new channel; each has its own owner."""
+        """Return the ends of a new channel; the first one, the loader's, never blocks.
+
+        Each has its own owner.
+        """
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (one, other):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        return cls(one), cls(other)
+        return cls(one, blocks=False), cls(other)
 
     @classmethod
     def adopt(cls, descriptor: int) -> "Channel":
@@ -63,11 +59,6 @@ class Channel:
         channel = cls(socket.socket(fileno=descriptor))
         _ADOPTED.append(channel)
         return channel
-
-    def never_block(self) -> "Channel":
-        """Make ``send`` and ``receive`` return at once; return the channel."""
-        self._socket.setblocking(False)  # noqa: FBT003  (its only argument)
-        return self
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> bool:
         """Send a frame with copies of ``descriptors``; return whether there was room.
@@ -85,25 +76,22 @@ class Channel:
         finally:
             os.close(file)
 
-    def send_parts(self, parts: Sequence[Any]) -> bool:
-        """Send one frame, given as at most ``MAX_PARTS`` contiguous buffers.
-
-        They must have at most ``MAX_INLINE`` bytes in total. Returns whether there was
-        room.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
-        return self._send((_INLINE, *parts), ())
+    def _send(self, parts: Sequence[bytes], descriptors: Sequence[int]) -> bool:
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                self._socket.sendmsg(parts, extra)
+            else:
+                self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return False
+        return True
 
     def receive(self, flags: int = 0) -> tuple[bytes | memoryview, list[int]] | None:
         """Return the next frame and its descriptors, now owned by the caller.
 
-        Args:
-            flags: ``NO_WAIT``, on an end that others may wait on.
-
-        Returns:
-            None if there is none yet, on an end that never blocks.
+        None if there is none yet, on an end that never blocks or with ``NO_WAIT``.
 
         Raises:
             EOFError: If the other end is gone and all its frames have been read.
@@ -128,38 +116,24 @@ class Channel:
         finally:
             os.close(file)
 
-    def wait(self, timeout: float) -> bool:
-        """Wait until there is something to receive; return whether there is."""
-        poll = select.poll()
-        poll.register(self.fileno(), select.POLLIN)
-        return bool(poll.poll(timeout * 1000))
-
-    def pause(self, seconds: float) -> None:
-        """Sleep.
+    def pause(self, seconds: float | None) -> None:
+        """Sleep; None: for ever.
 
         Raises:
             EOFError: As soon as the other end is gone.
         """
         poll = select.poll()
         poll.register(self.fileno(), 0)  # hanging up is reported in any case
-        if poll.poll(seconds * 1000):
+        if poll.poll(None if seconds is None else seconds * 1000):
             raise EOFError("the other process is gone")
+
+    def finish(self) -> None:
+        """Let the other end see the end of this side's frames."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._socket.close()
-
-    def _send(self, parts: Sequence[Any], descriptors: Sequence[int]) -> bool:
-        try:
-            if descriptors:
-                rights = array.array("i", descriptors)
-                extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                self._socket.sendmsg(parts, extra)
-            else:
-                self._socket.sendmsg(parts)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def _descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:

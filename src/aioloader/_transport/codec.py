@@ -1,9 +1,9 @@
 """Encode objects as a small header and raw buffers, and back (pickle protocol 5).
 
 Arrays, and other objects that the sender's reducers turn into buffers, go out of band:
-the header refers to them, and the sender decides where to put them. Plain pickle is
-tried first; objects that it refuses (lambdas, local classes, classes of ``__main__``)
-are pickled by value.
+the header refers to them, and the sender decides where to put them (``lay_out``). Plain
+pickle is tried first; objects that it refuses (lambdas, local classes, classes of
+``__main__``) are pickled by value.
 """
 
 import copyreg
@@ -16,12 +16,16 @@ from typing import Any, TypeAlias
 
 Reducers: TypeAlias = Mapping[type, Callable[[Any], Any]]
 Buffers: TypeAlias = list[pickle.PickleBuffer]
+Place: TypeAlias = tuple[int, int]  # first byte, and size
+Copies: TypeAlias = list[tuple[int, memoryview]]  # to which first byte
 
 # Of values that go to the loader's own workers, in memory, and into no other pickle.
 ONLY_TO_WORKERS: dict[type, Callable[[Any], Any]] = {}
 
 # Smaller buffers stay in the header, which is cheaper.
 LEAST_BYTES = 1 << 9
+# Alignment of buffers, enough for every type.
+ALIGN = 64
 
 
 def encode(
@@ -29,16 +33,21 @@ def encode(
 ) -> tuple[bytes, Buffers]:
     """Return ``value`` as a header and the buffers it refers to.
 
-    Args:
-        value: What to send; it is not changed.
-        reducers: Reducers by exact type, as for ``copyreg``.
-        least_bytes: Buffers of fewer bytes stay in the header.
+    It accepts the same objects as a queue of ``multiprocessing``. ``reducers`` are by
+    exact type, as for ``copyreg``; buffers of less than ``least_bytes`` stay in the
+    header.
 
     Raises:
         Exception: Any error of pickling it by value.
     """
+    known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (torch's are there)
     try:
-        return _dump(_plain(reducers), value, least_bytes)
+        return _dump(
+            pickle.Pickler,
+            value,
+            least_bytes,
+            {**copyreg.dispatch_table, **known, **reducers},
+        )
     except (pickle.PicklingError, AttributeError, TypeError):
         return encode_by_value(value, reducers, least_bytes)
 
@@ -55,37 +64,11 @@ def encode_by_value(
     return _dump(pickler, value, least_bytes)
 
 
-class _Table(dict[type, Callable[[Any], Any]]):
-    """Reducers, and those of ``multiprocessing``, which include torch's.
-
-    With them these picklers accept the same objects as a queue of ``multiprocessing``.
-    """
-
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001
-        reducer: Callable[[Any], Any] = known.get(kind) or copyreg.dispatch_table[kind]
-        return reducer
-
-
-def _plain(reducers: Reducers) -> Callable[..., Any]:
-    """Return a function that makes plain picklers with ``reducers``."""
-    table = _Table(reducers)
-
-    def make(*args: Any, **options: Any) -> pickle.Pickler:
-        pickler = pickle.Pickler(*args, **options)
-        pickler.dispatch_table = table
-        return pickler
-
-    return make
-
-
-def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
-    """Return an encoded object; its arrays are views that keep ``buffers`` alive."""
-    return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
-
-
 def _dump(
-    pickler_class: Callable[..., Any], value: Any, least_bytes: int
+    pickler_class: Callable[..., Any],
+    value: Any,
+    least_bytes: int,
+    table: Reducers | None = None,
 ) -> tuple[bytes, Buffers]:
     file, buffers = io.BytesIO(), Buffers()
 
@@ -95,5 +78,68 @@ def _dump(
         buffers.append(buffer)
         return False
 
-    pickler_class(file, protocol=5, buffer_callback=is_in_band).dump(value)
+    pickler = pickler_class(file, protocol=5, buffer_callback=is_in_band)
+    if table is not None:
+        pickler.dispatch_table = table
+    pickler.dump(value)
     return file.getvalue(), buffers
+
+
+def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
+    """Return an encoded object; its arrays are views that keep ``buffers`` alive."""
+    return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
+
+
+# -- where buffers go -----------------------------------------------------------------
+
+
+def lay_out(
+    raws: Sequence[memoryview], addresses: Sequence[int], at: int
+) -> tuple[list[Place], Copies, int]:
+    """Lay buffers out from byte ``at`` on; those that share memory stay together.
+
+    Tensors may be views of the same memory, such as the inputs and targets of a
+    language model. Overlapping parts are copied once, so that the tensors share memory
+    at the receiver too, as in torch. Costs as much as a sort.
+
+    Args:
+        raws: The buffers, of shape ``(nbytes,)``.
+        addresses: The address of each; 0: keep it separate from others.
+        at: The first free byte.
+
+    Returns:
+        The place of each, what to copy in that order, and the first byte after all.
+    """
+    places: list[Place] = [(0, 0)] * len(raws)
+    copies: Copies = []
+    start = first = last = 0  # of a block of memory: its place, its addresses
+    for k in sorted(range(len(raws)), key=addresses.__getitem__):
+        raw, address, nbytes = raws[k], addresses[k], raws[k].nbytes
+        if address < last:
+            place = start + address - first
+            if address + nbytes > last:
+                copies.append((start + last - first, raw[last - address :]))
+                last = address + nbytes
+                at = place + nbytes
+        else:
+            place = aligned(at) + address % ALIGN
+            if address:
+                start, first, last = place, address, address + nbytes
+            copies.append((place, raw))
+            at = place + nbytes
+        places[k] = place, nbytes
+    return places, copies, aligned(at)
+
+
+def do_overlap(spans: Sequence[Place]) -> bool:
+    """Tell whether any two spans of memory overlap."""
+    last = 0
+    for address, nbytes in sorted(spans):
+        if address < last:
+            return True
+        last = address + nbytes
+    return False
+
+
+def aligned(place: int) -> int:
+    return -(-place // ALIGN) * ALIGN

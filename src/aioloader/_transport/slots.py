@@ -25,6 +25,10 @@ MIN_BYTES = 1 << 18
 # consumer has dropped many batches.
 _MOST_FREE = 8
 _MOST_FREE_BYTES = 1 << 28
+# A forked child gets a copy.
+_PRIVATE: dict[str, Any] = {}
+if hasattr(mmap, "MAP_PRIVATE"):
+    _PRIVATE["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Locker(Protocol):
@@ -100,7 +104,7 @@ class SlotPool:
             memory = free.pop()
         except IndexError:
             self._drop_surplus()
-            memory = _map(size)
+            memory = LockableMap(-1, size, **_PRIVATE)
             if self.locker is not None:
                 memory.lock(self.locker, 0, size)
         slot = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
@@ -117,13 +121,6 @@ class SlotPool:
                 while surplus > 0:
                     free.popleft()
                     surplus -= size
-
-
-def _map(size: int) -> LockableMap:
-    """Return fresh memory, private to this process: a forked child gets a copy."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return LockableMap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return LockableMap(-1, size)
 
 
 def rounded(nbytes: int) -> int:

@@ -8,8 +8,8 @@
     loader ◀──results─── all workers               (one socket; batches stay in arenas)
     loader ◀──starts and deaths─── supervisor      (the workers' parent; reaps them)
 
-In ``process/``, ``start`` chooses how workers start, ``launch`` is the loader's handle
-on a supervisor, ``spawn`` needs none. ``pool`` is the loader's side of the workers,
-``worker_main`` the worker's. ``threads``, ``executors`` and ``ray/`` are the other
-kinds of workers.
+In ``process/``, ``launcher`` is the loader's handle on a supervisor, which is forked
+from this process or by the ``fork_server``. ``pool`` is the loader's side of the
+workers, ``worker_main`` the worker's, ``messages`` what passes between them.
+``threads``, ``executors`` and ``ray/`` are the other kinds of workers.
 """

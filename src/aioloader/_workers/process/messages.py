@@ -1,29 +1,52 @@
-"""Requests and results: the messages between a loader and its worker processes.
+"""The messages between a loader and its workers; batches are written once.
 
 A request is a small pickle, or a packed batch if it carries samples; a result is a head
 (kind, worker, ticket, when the batch was made) and a packed batch.
+
+``default_collate`` allocates its result in the slot of an arena, where the loader reads
+it in place; tensors that are elsewhere when the batch is packed (from a custom collate
+function) are copied in. Small batches travel inside the frame: below about 64 KB a copy
+is cheaper than a slot. A small batch of plain tensors is not pickled either: the pickle
+of one with the same structure is followed by its own tensors.
 """
 
-import pickle
 import struct
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+import threading
+from typing import Any, NamedTuple, TypeAlias
 
-from aioloader._observe.records import NOT_MADE, Made
+import numpy as np
+import torch
+
+from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
+from aioloader._transport.codec import (
+    ALIGN,
+    LEAST_BYTES,
+    Copies,
+    Place,
+    aligned,
+    decode,
+    do_overlap,
+    encode,
+    lay_out,
+)
+from aioloader._workers.reducers import REDUCERS, Span, reducers
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any
 # other result of a request, an ``Answer``; FATAL: the ``RemoteError`` because of which
-# the worker could not start; UP: the process runs, but no user code yet; LEFT: the
-# ``RemoteError`` of leaving the lifespan.
-READY: Final = 0
-BATCH: Final = 1
-ANSWER: Final = 2
-FATAL: Final = 3
-UP: Final = 4
-LEFT: Final = 5
+# the worker could not start; LEFT: the ``RemoteError`` of leaving the lifespan.
+READY, BATCH, ANSWER, FATAL, LEFT = range(5)
+
+# slot number (-1: none), start, size; bytes used, bytes of the header, buffers
+_HEAD = struct.Struct("<qqqqqq")
+_PLACE = struct.Struct("<qq")  # first byte and size of a buffer
+_HEADER_INLINE = 1 << 14
+# Limit on cached heads: batches of varying sizes need many.
+_MOST_HEADS = 256
 
 
 class Request(NamedTuple):
@@ -33,50 +56,240 @@ class Request(NamedTuple):
         ticket: Identifies it in the pool; -1: the worker must forget ``iteration``.
         iteration: Identifies its iteration.
         epoch: Epoch number, for notes.
-        number: Position in the epoch; for a replica, in the worker's own stream.
-        indices: The sampler's indices.
-        key: The key that generators are seeded with; None: no seeding.
-        sample_keys: As in ``BatchTask``.
-        padding: As in ``BatchTask``.
-        samples: The samples, if the loader reads them.
+        asked: The first arguments of its ``BatchTask``. Its number is the position in
+            the epoch or, for a replica, in the worker's own stream; the samples are
+            there if the loader reads them.
+        again: As in ``BatchTask``.
         resume: For a replica whose stream is not open yet: the state to start from and
             the seeds of its earlier batches. For the successor of a worker with a copy
             of a stateful map-style dataset: a tuple of the copy's last state.
-        again: As in ``BatchTask``.
         is_alone: Whether the worker must have nothing else in flight: another worker
             has died with this batch.
     """
 
     ticket: int
     iteration: int
-    epoch: int
-    number: int
-    indices: Sequence[Any]
-    key: int | None = None
-    sample_keys: tuple[int, int, int] | None = None
-    padding: int = 0
-    samples: Any = None
-    resume: Any = None
+    epoch: int = 0
+    asked: tuple[Any, ...] = ()
     again: bool = False
+    resume: Any = None
     is_alone: bool = False
 
-    def dump(self) -> bytes:
-        """Return the frame of a request without samples."""
-        return pickle.dumps(tuple(self), 5)
 
-    @classmethod
-    def load(cls, frame: bytes | memoryview) -> "Request":
-        """Return the request of a frame that ``dump`` returned."""
-        return cls._make(pickle.loads(frame))  # noqa: S301  (our own processes)
+class Packer(threading.local):
+    """The sender's side: lend memory of a slot, and pack a batch to send.
+
+    Each thread has one batch at a time. Up to ``inline_bytes`` a batch travels inside
+    the frame.
+    """
+
+    def __init__(self, arena: ArenaWriter, inline_bytes: int) -> None:
+        self._arena = arena
+        self._inline_bytes = max(inline_bytes, _HEADER_INLINE)
+        self._ref: SlotRef | None = None
+        self._view: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
+        self._used = 0
+        self._wanted = 0  # by the largest batch so far
+        # By structure of a batch: its head, and the padding after each array.
+        self._heads: dict[Any, tuple[bytes, list[bytes]]] = {}
+
+    def reset(self) -> None:
+        """Start a new batch; memory lent for a failed one is free again."""
+        if self._ref is not None:
+            self._arena.give_back(self._ref)
+        self._forget()
+
+    def lease(self, nbytes: int) -> Any:
+        """Return writable memory for a part of the batch, in its slot if it fits."""
+        if self._ref is None:
+            self._ref, self._view = self._arena.take(max(nbytes, self._wanted))
+        start = aligned(self._used)
+        self._used = start + nbytes
+        if self._used > len(self._view):
+            return np.empty(nbytes, np.uint8)  # the slot of the next batch is larger
+        return _bytes_of(self._view)[start : start + nbytes]
+
+    def pack(self, value: Any) -> list[Any]:
+        """Return the parts of the frame, after writing large ones to the slot.
+
+        Raises:
+            Exception: The error of pickling ``value``.
+            BatchTooLargeError: If the machine has no memory for it.
+        """
+        return self._plain(value) or self._pickled(value)
+
+    def _plain(self, value: Any) -> list[Any] | None:
+        """Return the parts of a small batch of plain tensors, or None."""
+        if self._ref is not None:
+            return None
+        arrays: list[Array] = []
+        addresses: list[Place] = []
+        try:
+            form = _form_of(value, arrays, addresses)
+        except (TypeError, RuntimeError):
+            return None
+        if sum(nbytes for _, nbytes in addresses) + ALIGN * len(arrays) > (
+            self._inline_bytes
+        ) or (len(arrays) > 1 and do_overlap(addresses)):
+            return None
+        known = self._heads.get(form)
+        if known is None:
+            if len(self._heads) >= _MOST_HEADS:
+                self._heads.clear()
+            known = self._heads[form] = _head_of(value, arrays)
+        parts: list[Any] = [known[0]]
+        for array, gap in zip(arrays, known[1], strict=True):
+            parts += (array, gap)
+        return parts
+
+    def _pickled(self, value: Any) -> list[Any]:
+        spans: list[Span] = []
+        header, buffers = encode(value, reducers(spans.append))
+        if _have_small_overlaps(spans):
+            # Tensors that share memory stay together, however small.
+            spans.clear()
+            header, buffers = encode(value, reducers(spans.append), least_bytes=0)
+        of_tensors = {id(buffer): address for buffer, address, _ in spans}
+        raws = [buffer.raw() for buffer in buffers]
+        addresses = [of_tensors.get(id(buffer), 0) for buffer in buffers]
+        total = sum(aligned(raw.nbytes) for raw in raws)
+        is_small = len(header) + total <= self._inline_bytes
+        if is_small and (self._ref is None or not total):
+            self.reset()
+            places, copies, end = lay_out(raws, addresses, 0)
+            memory = bytearray(end)
+            _copy(copies, memoryview(memory))
+            return [*_heads((-1, 0, 0), end, header, places), memory]
+        if len(header) > _HEADER_INLINE:
+            # E.g. a list of long strings: the header is one more buffer.
+            raws.append(memoryview(header))
+            addresses.append(0)
+            header = b""
+        places = self._place(raws, addresses)
+        ref, used = self._ref, max(start + size for start, size in places)
+        assert ref is not None
+        self._wanted = max(self._wanted, used)
+        self._forget()
+        return _heads(ref, used, header, places)
+
+    def _forget(self) -> None:
+        self._ref = None
+        self._view, self._used = np.empty(0, np.uint8), 0
+
+    def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
+        """Copy other buffers into the slot; move all if it is too small."""
+        if self._ref is not None:
+            begin, size = _address(self._view), len(self._view)
+            # Other arrays than tensors' may be in the slot too.
+            places = [(_address(raw) - begin, raw.nbytes) for raw in raws]
+            rest = [k for k, (at, _) in enumerate(places) if not 0 <= at < size]
+            if not rest:
+                return places
+            apart = [raws[k] for k in rest], [addresses[k] for k in rest]
+            others, copies, end = lay_out(*apart, min(self._used, size))
+            if end <= size:
+                _copy(copies, _bytes_of(self._view))
+                for k, place in zip(rest, others, strict=True):
+                    places[k] = place
+                return places
+        places, copies, end = lay_out(raws, addresses, 0)
+        before = self._ref
+        self._ref, self._view = self._arena.take(max(end, self._wanted))
+        _copy(copies, _bytes_of(self._view))
+        if before is not None:
+            self._arena.give_back(before)
+        return places
 
 
-def result_head(
-    kind: int, worker: int, ticket: int = -1, made: Made = NOT_MADE
-) -> bytes:
-    """Return the head of a result."""
-    return RESULT_HEAD.pack(kind, worker, ticket, *made)
+def _heads(
+    slot: tuple[int, int, int], used: int, header: bytes, places: list[Place]
+) -> list[bytes]:
+    head = _HEAD.pack(*slot, used, len(header), len(places))
+    return [head, *(_PLACE.pack(*place) for place in places), header]
 
 
-def forget(iteration: int) -> bytes:
-    """Return the frame that makes workers forget an iteration."""
-    return Request(-1, iteration, 0, 0, ()).dump()
+def _copy(copies: Copies, memory: memoryview) -> None:
+    for start, raw in copies:
+        memory[start : start + raw.nbytes] = raw
+
+
+def _have_small_overlaps(spans: list[Span]) -> bool:
+    """Tell whether some tensors that share memory would stay in the header."""
+    if len(spans) < 2 or min(nbytes for *_, nbytes in spans) >= LEAST_BYTES:
+        return False
+    return do_overlap([(address, nbytes) for _, address, nbytes in spans])
+
+
+def unpack(
+    frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
+) -> Any:
+    """Return the batch that is packed in ``frame`` from byte ``at`` on.
+
+    Its large parts are views of the slot or, with ``copy``, private copies.
+    """
+    number, start, size, used, length, count = _HEAD.unpack_from(frame, at)
+    at += _HEAD.size
+    places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
+    rest = memoryview(frame)[at + count * _PLACE.size :]
+    if number < 0:
+        memory = memoryview(bytearray(rest[length:]))
+    else:
+        view = arena.lease(SlotRef(number, start, size), used)
+        memory = _bytes_of(view.copy() if copy else view)
+        del view
+    buffers = [memory[begin : begin + nbytes] for begin, nbytes in places]
+    return decode(rest[:length] if length else buffers.pop(), buffers)
+
+
+def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
+    """Return the slot of a packed batch, if it has one."""
+    ref = SlotRef(*_HEAD.unpack_from(frame, at)[:3])
+    return None if ref.number < 0 else ref
+
+
+def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
+    """Return the structure of a batch as a key; append its arrays.
+
+    It must consist of plain tensors in lists, tuples and dicts.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        array, shape = value.numpy(), value.shape
+        if not value.is_contiguous() or 0 in shape or 1 in shape:
+            raise TypeError("strides may not follow from the shape")
+        arrays.append(array)
+        addresses.append((value.data_ptr(), value.nbytes))
+        return value.dtype, shape
+    if kind not in {list, tuple, dict} or not value:
+        raise TypeError("no tensor")
+    if kind is dict:
+        if {*map(type, value)} != {str}:
+            raise TypeError("keys may be equal without being the same")
+        keys, value = tuple(value), value.values()
+    else:
+        keys = ()
+    return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
+
+
+def _head_of(value: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
+    """Return the head of all batches with this structure, and the padding of arrays."""
+    header, _ = encode(value, REDUCERS, least_bytes=0)
+    places, gaps, end = list[Place](), list[bytes](), 0
+    for array in arrays:
+        places.append((end, array.nbytes))
+        gaps.append(bytes(-array.nbytes % ALIGN))
+        end += array.nbytes + len(gaps[-1])
+    return b"".join(_heads((-1, 0, 0), end, header, places)), gaps
+
+
+def _address(buffer: Any) -> int:
+    """Return the address of a buffer; 0 for an empty one."""
+    if not len(buffer):
+        return 0
+    memory = np.frombuffer(buffer, np.uint8)
+    return int(memory.__array_interface__["data"][0])
+
+
+def _bytes_of(array: "np.ndarray[Any, np.dtype[np.uint8]]") -> memoryview:
+    """Return the memory of ``array`` and keep it alive; a numpy view would not."""
+    return memoryview(array)  # type: ignore[arg-type]

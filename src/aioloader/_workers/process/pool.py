@@ -8,28 +8,20 @@ themselves, because they take requests from a queue in the kernel.
 import contextlib
 import logging
 import os
-import select
 import threading
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from multiprocessing import connection
 
 from aioloader._order.failures import Failure
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
+from aioloader._transport.arena import InFlight
 from aioloader._transport.channel import Channel
-from aioloader._transport.in_flight_table import (
-    InFlight,
-    InFlightTable,
-    make_in_flight_table,
-)
 from aioloader._transport.slots import Locker
-from aioloader._workers.kept import Tally
-from aioloader._workers.process.batch_codec import slot_of, unpack
+from aioloader._workers.kept import Servers, Tally
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
-from aioloader._workers.process.launch import PATIENCE
+from aioloader._workers.process.launcher import PATIENCE, ForkLauncher, Launcher
 from aioloader._workers.process.messages import (
     BATCH,
     FATAL,
@@ -37,26 +29,19 @@ from aioloader._workers.process.messages import (
     READY,
     RESULT_HEAD,
     STAGES,
-    UP,
+    slot_of,
+    unpack,
 )
-from aioloader._workers.process.supervisor import Note
+from aioloader._workers.process.supervisor import UNKNOWN, Note
 from aioloader._workers.remote_tasks import of_both, opened
 from aioloader._workers.worker_spec import WorkerSpec
-from aioloader.errors import LoaderClosedError, WorkerError, WorkerStartError
-
-if TYPE_CHECKING:
-    from aioloader._workers.process.launch import SupervisedLauncher
-    from aioloader._workers.process.spawn import SpawnLauncher
+from aioloader.errors import LoaderClosedError, WorkerError
 
 _LOG = logging.getLogger("aioloader")
-
-Launcher: TypeAlias = "SupervisedLauncher | SpawnLauncher"
 
 # Limits on processes of one worker that end without taking a batch: before the first is
 # ready, and in total, since an idle one may be killed too.
 _STARTS, _STARTS_IN_ALL = 3, 10
-# Seconds for spawned interpreters to import torch.
-_SPAWNING = 60.0
 # Batches that a consumer may hold, besides those in flight, before it gets copies.
 _HELD = 4
 # While results keep coming, deaths are checked for once in this many collections.
@@ -68,7 +53,8 @@ class ProcessPool(LastingPool):
 
     Args:
         spec: What the workers do.
-        launch: Makes the launcher of workers from the descriptors that they share.
+        method: How they start; its name in ``multiprocessing``.
+        servers: The loader's supervisors of the fork server.
         locker: Page-locks the memory that workers write batches to, or None.
         tally: Counts the deaths of workers.
     """
@@ -76,7 +62,8 @@ class ProcessPool(LastingPool):
     def __init__(
         self,
         spec: WorkerSpec,
-        launch: Callable[[list[int]], Launcher],
+        method: str,
+        servers: Servers,
         locker: Locker | None,
         tally: Tally,
     ) -> None:
@@ -86,36 +73,38 @@ class ProcessPool(LastingPool):
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
-        self._is_up = False  # whether a process of a worker runs
         self._collections = 0
-        with contextlib.ExitStack() as stack:
-            self._dispatcher = Dispatcher(spec, stack, locker)
-            self._results, self._far_results = Channel.pair()
-            self._results.never_block()
-            stack.callback(self._close_results)
-            stack.callback(self._far_results.close)
-            self._stacks, self._far_stacks = os.pipe()
-            os.set_blocking(self._stacks, False)
-            self._table_file = make_in_flight_table(spec.num_workers)
-            for descriptor in (self._stacks, self._far_stacks, self._table_file):
-                stack.callback(os.close, descriptor)
-            self._table = InFlightTable(self._table_file, spec.num_workers)
-            self._launcher = launch(self._common())
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
+            self._dispatcher = Dispatcher(spec, stack, locker)
+            self._results, far_results = Channel.pair()
+            starting.callback(self._results.close)  # later, ``join`` still reads it
+            stack.callback(far_results.close)
+            self._stacks, far_stacks = os.pipe()
+            os.set_blocking(self._stacks, False)
+            for descriptor in (self._stacks, far_stacks):
+                stack.callback(os.close, descriptor)
+            shared = [far_results.fileno(), far_stacks]
+            if self._dispatcher.samples is not None:
+                shared.append(self._dispatcher.samples.descriptor)
+            self._launcher: Launcher
+            if method == "fork":
+                self._launcher = ForkLauncher(spec, shared)
+            else:
+                from aioloader._workers.process.fork_server import ServedLauncher
+
+                self._launcher = ServedLauncher(spec, method, servers, shared)
+            starting.callback(self._launcher.close)
             close_in_children(self._abandon)  # before workers are forked from here
-            with contextlib.ExitStack() as launching:
-                launching.callback(self._launcher.close)
-                self._launcher.open()
-                self._is_up = self._launcher.forks
-                for worker in self._dispatcher.workers:
-                    self._start(worker)
-                launching.pop_all()
+            self._launcher.open()
+            for worker in self._dispatcher.workers:
+                self._start(worker)
+            starting.pop_all()
             self._stack = stack.pop_all()
 
     # -- for iterations -----------------------------------------------------------
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Take a task; its result arrives with ``collect``, in any thread."""
         with self._lock:
             if self._is_over:
                 over = LoaderClosedError("the worker processes have ended")
@@ -125,30 +114,11 @@ class ProcessPool(LastingPool):
                 self._dispatcher.submit(pipeline, task)
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Drop the requests of ``pipeline``."""
         with self._lock:
             if not self._is_over:
                 self._dispatcher.forget(pipeline)
 
-    def wait_up(self) -> None:
-        """Wait until a worker process runs: ``timeout`` excludes its start.
-
-        Raises:
-            WorkerStartError: If none does within a minute.
-        """
-        until = time.monotonic() + _SPAWNING
-        while not (self._is_up or self._is_over):
-            poll = select.poll()
-            for descriptor in self.descriptors():
-                poll.register(descriptor, select.POLLIN)
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise WorkerStartError(
-                    f"no worker process has started within {_SPAWNING:g} s"
-                )
-            self.collect()
-
     def descriptors(self) -> list[int]:
-        """Return descriptors that are readable when ``collect`` has work."""
         if self._is_over:
             return []
         return [self._results.fileno(), *self._launcher.descriptors()]
@@ -179,7 +149,6 @@ class ProcessPool(LastingPool):
     # -- results ------------------------------------------------------------------
 
     def _collect_results(self) -> bool:
-        """Deliver the results that have arrived; return whether there were any."""
         has_results = False
         with contextlib.suppress(EOFError):
             while not self._is_over and (received := self._results.receive()):
@@ -190,60 +159,45 @@ class ProcessPool(LastingPool):
     def _take(self, frame: bytes | memoryview) -> None:
         kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
         worker = self._dispatcher.workers[number]
-        if kind in {READY, UP}:
-            self._is_up = True
-            worker.is_ready = worker.is_ready or kind == READY
+        if kind == READY:
+            worker.is_ready = True
             return
         if kind == FATAL:
             self._fail(unpack(frame, RESULT_HEAD.size, worker.arena).raisable())
             return
         worker.starts = 0
+        slot = slot_of(frame, RESULT_HEAD.size)
         ticket = self._dispatcher.tickets.pop(name, None)
         if ticket is None:  # its iteration has ended, or the batch was made twice
-            slot = slot_of(frame, RESULT_HEAD.size)
             if slot is not None:
                 worker.arena.free(slot)
             return
-        result, failures = self._opened(kind, worker, frame, ticket.task)
-        result.made, result.lane = of_both(ticket.task, made), number
-        result = self._dispatcher.accept(worker, ticket, result)
-        ticket.task.samples = []
-        ticket.pipeline.receive(ticket.task, result, failures)
-
-    def _opened(
-        self, kind: int, worker: Worker, frame: bytes | memoryview, task: BatchTask
-    ) -> tuple[BatchResult, list[Failure]]:
-        """Return the result in a frame, and the samples that failed."""
+        task, failures = ticket.task, list[Failure]()
         try:
-            copy = (
-                slot_of(frame, RESULT_HEAD.size) is not None and self._has_lent_much()
-            )
+            most, workers = self._spec.in_flight + _HELD, self._dispatcher.workers
+            copy = slot is not None and sum(one.arena.lent for one in workers) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
-            number = worker.number
             text = f"a batch of worker {number} could not be unpickled: {error!r}"
             problem = WorkerError(text, worker=number)
             problem.__cause__ = error
-            return BatchResult(error=problem), []
-        return (BatchResult(value), []) if kind == BATCH else opened(value, task)
-
-    def _has_lent_much(self) -> bool:
-        lent = sum(one.arena.lent for one in self._dispatcher.workers)
-        return lent >= self._spec.in_flight + _HELD
+            result = BatchResult(error=problem)
+        else:
+            if kind == BATCH:
+                result = BatchResult(value)
+            else:
+                result, failures = opened(value, task)
+        result.made, result.lane = of_both(task, made), number
+        result = self._dispatcher.accept(worker, ticket, result)
+        task.samples = []
+        ticket.pipeline.receive(task, result, failures)
 
     # -- starts and deaths --------------------------------------------------------
 
-    def _common(self) -> list[int]:
-        """Return the descriptors that all workers share, as ``Ends.of`` takes them."""
-        requests, samples = self._dispatcher.requests, self._dispatcher.samples
-        far = [requests.far.fileno(), self._far_results.fileno()]
-        memory = [] if samples is None else [samples.descriptor]
-        return [*far, self._table_file, self._far_stacks, *memory]
-
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
-        own = [] if worker.own is None else [worker.own.far.fileno()]
-        self._launcher.start(worker.number, [worker.arena.descriptor, *own])
+        ends = [worker.arena.descriptor, worker.queue.far.fileno()]
+        self._launcher.start(worker.number, ends)
 
     def _handle(self, note: Note) -> None:
         if self._is_over:
@@ -255,6 +209,19 @@ class ProcessPool(LastingPool):
             self._dispatcher.workers[note.worker].pid = note.number
         elif note.word == "died":
             self._replace(self._dispatcher.workers[note.worker], note.number)
+        elif note.word == "threads":
+            self._launcher.reopen(note)
+            for worker in self._dispatcher.workers:
+                worker.starts = 0
+                self._start(worker)
+        elif note.word == "orphaned":
+            from aioloader._workers.process.recovery import await_orphan
+
+            for worker in self._dispatcher.workers:
+                await_orphan(worker.pid)
+            self._launcher.reopen(note)
+            for worker in self._dispatcher.workers:
+                self._replace(worker, UNKNOWN)
 
     def _replace(self, worker: Worker, exitcode: int) -> None:
         """Replace a dead process and recover its batches."""
@@ -265,19 +232,22 @@ class ProcessPool(LastingPool):
 
         death = Death(worker, exitcode, self.stack())
         self._tally.deaths += 1
-        died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
-        if self._table.in_flight(worker.number):
+        if death.taken:
             worker.starts = 0  # it had taken a batch, whose ticket counts deaths
-        recover(self._dispatcher, self._table, death)
-        if worker.starts >= (_STARTS_IN_ALL if worker.is_ready else _STARTS):
+        died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
+        has_been_ready = worker.is_ready
+        recover(self._dispatcher, death)
+        if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
-            self._fail(death.before_a_batch())
+            self._fail(
+                death.error(
+                    f"; {worker.starts} processes in a row have died without making a "
+                    "batch; see what they printed"
+                )
+            )
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
         self._tally.restarts += 1
-        arena, worker.arena = worker.arena, self._dispatcher.new_arena()
-        arena.close()
-        worker.pid, worker.is_ready = None, False
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
@@ -295,7 +265,7 @@ class ProcessPool(LastingPool):
         holders = self._holders(task)
         if not holders:
             return "waits for a worker process that is free"
-        from aioloader._workers.process.stacks import stack_of
+        from aioloader._workers.process.recovery import stack_of
 
         parts = []
         for worker, held in holders:
@@ -305,10 +275,9 @@ class ProcessPool(LastingPool):
             )
             if worker.pid is not None:
                 parts.append(stack_of(worker.pid, self.stack))
-        return "\n".join([*parts, *self._launcher.advice()])
+        return "\n".join(filter(None, [*parts, self._launcher.advice()]))
 
     def restart(self, task: BatchTask) -> bool:
-        """Kill the workers that have ``task``; their batches are made again."""
         holders = self._holders(task)
         with self._lock:
             for worker, _ in holders:
@@ -321,22 +290,16 @@ class ProcessPool(LastingPool):
         return [
             (worker, one)
             for worker in self._dispatcher.workers
-            for one in self._table.in_flight(worker.number)
+            for one in worker.arena.in_flight()
             if one.ticket in tickets and tickets[one.ticket].task is task
         ]
 
     def stack(self, seconds: float = 0) -> str:
-        """Return the stacks that workers wrote on request or in a crash.
-
-        Args:
-            seconds: How long to wait for them.
-        """
+        """Return the stacks that workers write within ``seconds``, or in a crash."""
         if self._is_over:
             return ""
         found = b""
-        poll = select.poll()
-        poll.register(self._stacks, select.POLLIN)
-        poll.poll(seconds * 1000)
+        connection.wait([self._stacks], seconds)
         with contextlib.suppress(BlockingIOError, OSError):
             while part := os.read(self._stacks, 1 << 16):
                 found += part
@@ -367,40 +330,28 @@ class ProcessPool(LastingPool):
     def join(self) -> bool:
         """Wait, bounded, until the workers have ended; return whether they have.
 
-        Raises:
-            BaseException: What the dataset's lifespan has raised when one left it.
+        Raises what the dataset's lifespan has raised when one left it.
         """
+        first: BaseException | None = None
         with self._joining:  # several threads may iterate and join together
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
-            error = self._exit_error()
-        if error is not None:
-            raise error
+            with contextlib.suppress(EOFError, OSError):
+                while received := self._results.receive():
+                    kind, number, *_ = RESULT_HEAD.unpack_from(received[0])
+                    if kind == LEFT and first is None:
+                        arena = self._dispatcher.workers[number].arena
+                        sent = unpack(received[0], RESULT_HEAD.size, arena)
+                        first = sent.raisable()
+            self._results.close()
+        if first is not None:
+            raise first
         return is_gone
 
-    def _exit_error(self) -> BaseException | None:
-        """Return the first error of leaving a lifespan among the last results."""
-        first: BaseException | None = None
-        with contextlib.suppress(EOFError, OSError):
-            while received := self._results.receive():
-                kind, number, *_ = RESULT_HEAD.unpack_from(received[0])
-                if kind == LEFT and first is None:
-                    arena = self._dispatcher.workers[number].arena
-                    sent = unpack(received[0], RESULT_HEAD.size, arena)
-                    first = sent.raisable()
-        self._results.close()
-        return first
-
     def close(self) -> None:
-        """Close what this process holds."""
         self.end()
         self._results.close()
         self._launcher.close()
-
-    def _close_results(self) -> None:
-        """Close the channel of results, unless ``join`` still reads it."""
-        if not self._is_over:
-            self._results.close()
 
     def _abandon(self) -> None:
         """Close a forked child's copies; the loader's process is unaffected."""

@@ -1,90 +1,86 @@
 """Recovery after the death of a worker process: no batch is lost.
 
-The in-flight table outlives the worker and records which batches it had taken. Any
+The table in its arena outlives the worker and records which batches it had taken. Any
 other worker can make a map-style batch again. A stream that the worker was reading
-continues in its successor if it has a state, and is lost otherwise.
+continues in its successor if it has a state, and is lost otherwise. Also what is said
+of workers that have died or are stuck.
 """
 
+import contextlib
+import os
 import signal
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from pathlib import Path
 
 from aioloader._pipeline.batch_task import BatchResult, shorten
-from aioloader._transport.in_flight_table import InFlight, InFlightTable
+from aioloader._transport.arena import InFlight
 from aioloader._workers.process.dispatcher import Dispatcher, Ticket, Worker
 from aioloader._workers.process.messages import STAGES
 from aioloader._workers.process.replicas import Replicas
-from aioloader._workers.process.supervisor import UNKNOWN
+from aioloader._workers.process.supervisor import UNKNOWN, kill_group
+from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
 
 # A batch with which this many workers have died is not retried.
 _MOST_DEATHS = 2
+# Seconds for the kernel to kill the workers of a supervisor that has died.
+_ORPHANED = 1.0
+# Seconds to wait for a worker's stack, and then for more of it.
+_FIRST, _MORE = 1.0, 0.05
 
 
 class Death:
-    """The unexpected end of a worker process.
-
-    Args:
-        worker: The worker.
-        exitcode: Its exit status, negative for a signal.
-        stack: What it wrote when it crashed.
-    """
+    """The unexpected end of a worker process, and what it wrote when it crashed."""
 
     def __init__(self, worker: Worker, exitcode: int, stack: str) -> None:
         self.worker = worker
+        self.pid = worker.pid
         self.exitcode = exitcode
+        self.taken: Sequence[InFlight] = worker.arena.in_flight()
         self.cause = cause_of(exitcode)
         self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
 
     def error(self, reason: str, batch: int | None = None) -> WorkerDiedError:
         """Return an error that starts with torch's words, followed by ``reason``."""
-        pid = self.worker.pid
-        text = f"DataLoader worker (pid(s) {pid}) exited unexpectedly, {self.cause}"
+        text = f"DataLoader worker (pid(s) {self.pid}) exited unexpectedly"
         return WorkerDiedError(
-            f"{text}{reason}{self._stack}",
+            f"{text}, {self.cause}{reason}{self._stack}",
             worker=self.worker.number,
-            pid=pid,
+            pid=self.pid,
             exitcode=self.exitcode,
             batch=batch,
         )
 
-    def before_a_batch(self) -> WorkerDiedError:
-        """Return the error for processes that die before they take a batch."""
-        return self.error(
-            f"; {self.worker.starts} processes in a row have died without making a "
-            "batch; see what they printed"
-        )
 
+def recover(dispatcher: Dispatcher, death: Death) -> None:
+    """Recover the batches of a dead worker, after its results have been read.
 
-def recover(dispatcher: Dispatcher, table: InFlightTable, death: Death) -> None:
-    """Recover the batches of a dead worker, after its results have been read."""
+    Its arena is replaced, and with it the table of what it had taken.
+    """
     dead = death.worker
-    taken = table.in_flight(dead.number)
-    table.wipe(dead.number)
+    dispatcher.renew(dead)
     dispatcher.free_answered(dead)
     dispatcher.lose_copy(dead)
     if dispatcher.replicas is not None:
-        _end_streams(dispatcher, dispatcher.replicas, death, taken)
-    for one in taken:
+        _end_streams(dispatcher, dispatcher.replicas, death)
+    for one in death.taken:
         ticket = dispatcher.tickets.get(one.ticket)
         if ticket is not None:
-            _count_death(dispatcher, death, ticket, one, is_only=len(taken) == 1)
-    _send_again(dispatcher, table, dead)
+            _count_death(dispatcher, death, ticket, one)
+    _send_again(dispatcher, dead)
 
 
 def _count_death(
-    dispatcher: Dispatcher,
-    death: Death,
-    ticket: Ticket,
-    one: InFlight,
-    *,
-    is_only: bool,
+    dispatcher: Dispatcher, death: Death, ticket: Ticket, one: InFlight
 ) -> None:
     """Count a death against a batch, if it was the only one that the worker had.
 
     If there were others, the culprit is unknown: next time each has a worker to itself.
     """
-    ticket.deaths += is_only
+    ticket.deaths += len(death.taken) == 1
     ticket.request = ticket.request._replace(is_alone=True)
-    dispatcher.free_samples(one.ticket, ticket.slot)
+    dispatcher.free_samples(ticket.slot, one.ticket)
     ticket.slot = None
     if ticket.deaths >= _MOST_DEATHS:
         del dispatcher.tickets[one.ticket]
@@ -98,34 +94,28 @@ def _count_death(
         ticket.pipeline.receive(task, BatchResult(error=error))
 
 
-def _send_again(dispatcher: Dispatcher, table: InFlightTable, dead: Worker) -> None:
+def _send_again(dispatcher: Dispatcher, dead: Worker) -> None:
     """Resend the requests that neither wait nor are with a live worker.
 
     A live worker may have taken a request without having noted it yet: that batch is
     made twice, with equal results, and the later one is dropped.
     """
-    queue = dead.own or dispatcher.requests
-    taken = {
-        one.ticket
-        for worker in dispatcher.workers
-        for one in table.in_flight(worker.number)
-    }
-    dispatcher.take_back(queue)
+    workers = dispatcher.workers
+    taken = {one.ticket for worker in workers for one in worker.arena.in_flight()}
+    dispatcher.take_back(dead.queue)
     for name, ticket in sorted(dispatcher.tickets.items()):
-        if name not in taken and (ticket.worker.own or dispatcher.requests) is queue:
-            queue.waiting.append(name)
+        if name not in taken and ticket.worker.queue is dead.queue:
+            dead.queue.waiting.append(name)
 
 
-def _end_streams(
-    dispatcher: Dispatcher, replicas: Replicas, death: Death, taken: list[InFlight]
-) -> None:
+def _end_streams(dispatcher: Dispatcher, replicas: Replicas, death: Death) -> None:
     """End the streams that a dead worker was reading, unless they can continue."""
     dead, tickets = death.worker, dispatcher.tickets
-    held = [tickets[one.ticket] for one in taken if one.ticket in tickets]
+    held = [tickets[one.ticket] for one in death.taken if one.ticket in tickets]
     for ticket in held:
         replicas.begin(ticket.pipeline, dead.number)
     is_hopeless = (
-        len(taken) == len(held) == 1 and held[0].deaths + 1 >= _MOST_DEATHS
+        len(death.taken) == len(held) == 1 and held[0].deaths + 1 >= _MOST_DEATHS
     )  # the batch that killed it would kill the next one
     if not is_hopeless:
         _continue_streams(dispatcher, replicas, dead)
@@ -147,14 +137,27 @@ def _continue_streams(dispatcher: Dispatcher, replicas: Replicas, dead: Worker) 
     """Continue each stream in the successor, from its last known state."""
     tickets = dispatcher.tickets.values()
     for pipeline in {ticket.pipeline for ticket in tickets}:
-        if not replicas.restart(pipeline, dead.number):
-            continue
-        state, resume = replicas.resume_of(pipeline, dead.number), None
-        if state is not None:
-            resume = state, pipeline.maker.seeds(dead.number, len(dispatcher.workers))
-        for ticket in tickets:
-            if ticket.pipeline is pipeline and ticket.worker is dead:
-                ticket.request = ticket.request._replace(resume=resume)
+        if replicas.restart(pipeline, dead.number):
+            resume = replicas.resume_of(pipeline, dead.number)
+            for ticket in tickets:
+                if ticket.pipeline is pipeline and ticket.worker is dead:
+                    ticket.request = ticket.request._replace(resume=resume)
+
+
+def await_orphan(pid: int | None) -> None:
+    """Wait until the kernel has killed a worker whose supervisor has died.
+
+    This takes microseconds, but until then it may still take a request. The processes
+    that it has started end with it.
+    """
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                connection.wait([process], _ORPHANED)
+            finally:
+                os.close(process)
+        kill_group(pid)
 
 
 def cause_of(exitcode: int) -> str:
@@ -170,3 +173,36 @@ def cause_of(exitcode: int) -> str:
     if -exitcode == signal.SIGKILL:
         return f"by {name}, often the kernel's out-of-memory killer"
     return f"by {name}"
+
+
+def stack_of(pid: int, read: Callable[[float], str]) -> str:
+    """Return the stack of a worker as text; takes about a second at most.
+
+    A stopped worker is continued for this moment and stopped again. ``read`` returns
+    what workers wrote within the given seconds.
+    """
+    is_stopped = _state(pid) == "T"
+    read(0)  # old stacks
+    try:
+        os.kill(pid, STACK_SIGNAL)
+        if is_stopped:
+            os.kill(pid, signal.SIGCONT)
+        text = read(_FIRST)
+        while text and (more := read(_MORE)):
+            text += more
+    except ProcessLookupError:
+        return "it has ended"
+    finally:
+        if is_stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+    stopped = "it is stopped (SIGSTOP); " if is_stopped else ""
+    return stopped + (f"its Python stack:\n{text}" if text else "it does not answer")
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process from ``/proc``: R, S, D, T, Z."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return text.rpartition(")")[2].split()[0]
+    return ""

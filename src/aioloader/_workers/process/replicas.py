@@ -5,6 +5,7 @@ whose streams have ended. A stream with a state can continue in another process.
 and synchronous.
 """
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aioloader._order.epoch import Bookmark, Progress
@@ -15,62 +16,69 @@ from aioloader.errors import WorkerDiedError
 Pipeline: TypeAlias = Any  # an iteration, by identity
 
 
-class Replicas:
-    """The streams of each iteration.
+@dataclass(eq=False)
+class _Stream:
+    """What one worker reads in one iteration.
 
-    Args:
-        number: How many workers read.
-        has_state: Whether their dataset has a state.
+    Attributes:
+        has_begun: Whether its process has started to read.
+        has_ended: Whether there is no more.
+        lost: The error that its next request raises.
+        read: Which of its batches have arrived.
+        state: Its last state, if it was continued after a death.
     """
+
+    has_begun: bool = False
+    has_ended: bool = False
+    lost: WorkerDiedError | None = None
+    read: Progress | None = None
+    state: Any = None
+
+
+class Replicas:
+    """The streams of each iteration, for ``number`` workers."""
 
     def __init__(self, number: int, *, has_state: bool = False) -> None:
         self._number = number
         self._has_state = has_state
-        self._begun: dict[Pipeline, set[int]] = {}
-        self._ended: dict[Pipeline, set[int]] = {}
-        self._lost: dict[tuple[Pipeline, int], WorkerDiedError] = {}
-        self._read: dict[tuple[Pipeline, int], Progress] = {}
-        self._resumed: dict[tuple[Pipeline, int], Any] = {}
+        self._streams: dict[Pipeline, list[_Stream]] = {}
 
     def result_of(self, pipeline: Pipeline, worker: int) -> BatchResult | None:
         """Return the result of a new request if it is known without the worker."""
-        ended = self._ended.get(pipeline)
-        if not ended:
-            return None
-        lost = self._lost.pop((pipeline, worker), None)
-        if lost is not None:
+        streams = self._streams_of(pipeline)
+        stream = streams[worker]
+        if stream.lost is not None:
+            lost, stream.lost = stream.lost, None
             return BatchResult(error=lost, has_ended=True)
-        if len(ended) == self._number:
-            return BatchResult(is_end=True, has_ended=True)
-        if worker not in ended:
+        if not stream.has_ended:
             return None
+        if all(one.has_ended for one in streams):
+            return BatchResult(is_end=True, has_ended=True)
         return BatchResult(is_empty=True, has_ended=True)
 
     def ask(self, pipeline: Pipeline, worker: int, number: int) -> Any:
-        """Note a request; return the state for a new worker to start from, or None.
+        """Note a request; return where a new process starts to read, or None.
 
-        Args:
-            pipeline: The iteration.
-            worker: The worker; its first request has the lowest number.
-            number: Position of the batch in the worker's own stream.
+        ``number`` is the position of the batch in the worker's own stream; its first
+        request has the lowest one.
         """
-        if (pipeline, worker) not in self._read:
+        stream = self._streams_of(pipeline)[worker]
+        if stream.read is None:
             first = pipeline.bookmark.states.get(worker)
             states = {} if first is None else {0: first}
-            self._read[pipeline, worker] = Progress(Bookmark(number, states=states))
-        if worker in self._begun.get(pipeline, ()):
-            return None
-        return self.resume_of(pipeline, worker)
+            stream.read = Progress(Bookmark(number, states=states))
+        return None if stream.has_begun else self.resume_of(pipeline, worker)
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
-        """Return a stream's last state, or that of the resumed epoch, or None."""
-        return self._resumed.get((pipeline, worker)) or pipeline.bookmark.states.get(
-            worker
-        )
+        """Return the state that a stream continues from, and its seeds; or None."""
+        state = self._streams_of(pipeline)[worker].state
+        state = state or pipeline.bookmark.states.get(worker)
+        if state is None:
+            return None
+        return state, pipeline.maker.seeds(worker, self._number)
 
     def begin(self, pipeline: Pipeline, worker: int) -> None:
-        """Note that a worker has started to read."""
-        self._begun.setdefault(pipeline, set()).add(worker)
+        self._streams_of(pipeline)[worker].has_begun = True
 
     def passed(
         self, pipeline: Pipeline, worker: int, result: BatchResult, number: int = 0
@@ -79,20 +87,14 @@ class Replicas:
 
         The end of one stream is an empty result; the request after the last end ends
         the iteration.
-
-        Args:
-            pipeline: The iteration.
-            worker: The worker that reads the stream.
-            result: The worker's result.
-            number: Position of the batch in the worker's own stream.
         """
-        self.begin(pipeline, worker)
-        progress = self._read.get((pipeline, worker))
-        if progress is not None:
-            progress.take(number, result.state)
+        stream = self._streams_of(pipeline)[worker]
+        stream.has_begun = True
+        if stream.read is not None:
+            stream.read.take(number, result.state)
         if not result.is_end:
             return result
-        self._ended.setdefault(pipeline, set()).add(worker)
+        stream.has_ended = True
         return BatchResult(is_empty=True, has_ended=True, state=result.state)
 
     def restart(self, pipeline: Pipeline, worker: int) -> bool:
@@ -100,17 +102,17 @@ class Replicas:
 
         It is if the stream's state after all sent batches is known.
         """
-        progress = self._read.get((pipeline, worker))
-        if progress is None or worker in self._ended.get(pipeline, ()):
+        stream = self._streams_of(pipeline)[worker]
+        if stream.read is None or stream.has_ended:
             return False
-        bookmark = progress.bookmark()
+        bookmark = stream.read.bookmark()
         state = bookmark.states.get(0)
         can = self._has_state if state is None else has_state(state)
         if bookmark.beyond or not can:
             return False
-        self._begun.setdefault(pipeline, set()).discard(worker)
+        stream.has_begun = False
         if state is not None:
-            self._resumed[pipeline, worker] = state
+            stream.state = state
         return True
 
     def lose(self, worker: int, error: WorkerDiedError) -> list[Pipeline]:
@@ -119,18 +121,19 @@ class Replicas:
         The next request to the worker raises the error if none is in flight.
         """
         lost = []
-        for pipeline, begun in self._begun.items():
-            ended = self._ended.setdefault(pipeline, set())
-            if worker in begun - ended:
-                ended.add(worker)
-                self._lost[pipeline, worker] = error
+        for pipeline, streams in self._streams.items():
+            stream = streams[worker]
+            if stream.has_begun and not stream.has_ended:
+                stream.has_ended, stream.lost = True, error
                 lost.append(pipeline)
         return lost
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Forget an iteration that is over."""
-        self._begun.pop(pipeline, None)
-        self._ended.pop(pipeline, None)
-        for kept in (self._lost, self._read, self._resumed):
-            for key in [key for key in kept if key[0] is pipeline]:
-                del kept[key]
+        self._streams.pop(pipeline, None)
+
+    def _streams_of(self, pipeline: Pipeline) -> list[_Stream]:
+        streams = self._streams.get(pipeline)
+        if streams is None:
+            streams = [_Stream() for _ in range(self._number)]
+            self._streams[pipeline] = streams
+        return streams

@@ -14,25 +14,24 @@ import importlib
 import io
 import logging
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.process
 import os
 import pickle
 import random
-import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from aioloader._transport.channel import Channel
+from aioloader._transport.codec import decode
 from aioloader._workers.process import worker_main
-from aioloader._workers.process.endpoint import Ends, send_fatal
 from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 
@@ -45,28 +44,14 @@ UNKNOWN = -1000
 _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTERM)}
 
 
-@dataclass(frozen=True)
-class Order:
-    """The setup of one set of workers, for a supervisor of the fork server.
-
-    Attributes:
-        surroundings: The surroundings of the loader's process.
-        is_shared: Whether to unpickle here for all workers; otherwise each does so.
-    """
-
-    surroundings: Surroundings
-    is_shared: bool
-
-
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """A report of a supervisor to the loader.
 
     Attributes:
         word: ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"``
             (worker, pid), ``"died"`` (worker, exit status), ``"ended"`` (all workers),
             ``"threads"`` (it cannot fork: unpickling has started threads) or
-            ``"failed"`` (error).
+            ``"failed"`` (error); the loader adds ``"orphaned"``: it has died.
     """
 
     word: str
@@ -81,44 +66,37 @@ class Supervisor:
     Args:
         control: The channel to the loader.
         loader: A pidfd of the loader's process.
+        spec: What the workers do, if they inherit it. Without it, sets of workers
+            follow each other, each with a file that the loader sends.
+        ends: The descriptors that all workers share, with ``spec``.
+        collects: Whether the garbage collector of the workers is on.
     """
 
-    def __init__(self, control: Channel, loader: int) -> None:
+    def __init__(
+        self,
+        control: Channel,
+        loader: int,
+        spec: WorkerSpec | None = None,
+        ends: Sequence[int] = (),
+        *,
+        collects: bool = True,
+    ) -> None:
         self._control = control
         self._loader = loader
-        self._ends: list[int] = []
-        self._spec: WorkerSpec | None = None  # None: each worker unpickles the file
+        self._spec = spec  # None: each worker unpickles the file
+        self._ends = ends
+        self._collects = collects
+        self._is_served = spec is None
         self._file = -1
         self._surroundings: Surroundings | None = None
-        self._is_served = False
+        self._start_method = ""
         self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
         self._parent: Any = _parent_by(loader)
         self._handlers = _ignored_signals()
-        self._collects = True
 
-    def serve_one(self, spec: WorkerSpec, ends: list[int], *, collects: bool) -> None:
-        """Serve one set of workers, which inherit ``spec``; then return.
-
-        Args:
-            spec: What they do.
-            ends: The descriptors that all of them share.
-            collects: Whether their garbage collector is on.
-        """
-        self._spec, self._ends, self._collects = spec, ends, collects
-        self._live()
-
-    def serve_many(self) -> None:
-        """Serve one set of workers after another, until the loader is gone."""
-        self._is_served = True
-        self._live()
-
-    def tell(self, note: Note) -> None:
-        """Report to the loader."""
-        with contextlib.suppress(OSError):  # it is gone, or does not read
-            self._control.send(pickle.dumps(note, 5))
-
-    def _live(self) -> None:
+    def serve(self) -> None:
+        """Follow instructions until the loader is gone or needs no workers."""
         try:
             with contextlib.suppress(EOFError):
                 while self._wait_and_act():
@@ -126,35 +104,30 @@ class Supervisor:
         finally:
             self._kill_all()
 
+    def tell(self, note: Note) -> None:
+        with contextlib.suppress(OSError):  # it is gone, or does not read
+            self._control.send(pickle.dumps(note, 5))
+
     def _wait_and_act(self) -> bool:
-        """Wait for an event and handle it; return whether there may be more.
-
-        Raises:
-            EOFError: If the loader has closed the channel.
-        """
-        poll = select.poll()
-        for descriptor in (self._control.fileno(), self._loader, *self._workers):
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        for pidfd in ready & set(self._workers):
+        """Wait for an event and handle it; return whether there may be more."""
+        ready: list[Any] = connection.wait(
+            [self._control, self._loader, *self._workers]  # type: ignore[list-item]
+        )
+        for pidfd in {*ready} & {*self._workers}:
             self._reap(pidfd)
-        if self._control.fileno() in ready:
-            return self._follow()
-        return self._loader not in ready
-
-    def _follow(self) -> bool:
-        """Follow one instruction; return whether there may be more."""
+        if self._control not in ready:
+            return self._loader not in ready
         received = self._control.receive()
-        if received is None:
-            return True
-        frame, descriptors = received
-        word, argument = pickle.loads(frame)  # noqa: S301  (the loader)
+        assert received is not None
+        word, argument = decode(received[0])
         if word == "begin":
-            return self._begin(argument, descriptors)
+            return self._begin(*argument, received[1])
         if word == "start":
-            self._start(argument, descriptors)
+            self._start(argument, received[1])
         elif word == "kill":
-            self._kill(argument)
+            for number, process in self._workers.values():
+                if number == argument:
+                    process.kill()
         else:
             self._end()
             return self._is_served
@@ -162,19 +135,25 @@ class Supervisor:
 
     # -- sets of workers, one after the other ---------------------------------------
 
-    def _begin(self, order: Order, descriptors: list[int]) -> bool:
+    def _begin(
+        self,
+        surroundings: Surroundings,
+        method: str,
+        is_shared: bool,  # noqa: FBT001  (from a message)
+        descriptors: list[int],
+    ) -> bool:
         """Enter the surroundings and unpickle; return whether workers can be forked.
 
         If not, this process ends: its workers would take requests and lose them.
         """
         self._file, *self._ends = descriptors
-        self._surroundings = order.surroundings
+        self._surroundings, self._start_method = surroundings, method
         try:
-            order.surroundings.enter()
+            surroundings.enter()
             self.tell(Note("up", number=os.getpid()))
             # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
-            self._spec = receive(self._file) if order.is_shared else None
+            self._spec = receive(self._file) if is_shared else None
             worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
@@ -186,10 +165,10 @@ class Supervisor:
 
     def _end(self) -> None:
         """End the workers: their queues are closed, so most end by themselves."""
-        if not self._is_alone():
+        if not connection.wait([self._loader], timeout=0):  # it is not alone
             self._await_all(ASKED)
-        self._signal_all(signal.SIGTERM)
-        self._signal_all(signal.SIGCONT)  # a stopped one would not notice
+        # A stopped one would not notice SIGTERM.
+        self._signal_all(signal.SIGTERM, signal.SIGCONT)
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
@@ -202,7 +181,7 @@ class Supervisor:
     # -- workers --------------------------------------------------------------------
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
-        ends = Ends.of(self._ends, descriptors)
+        ends = worker_main.Ends(*descriptors, *self._ends)
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
@@ -213,12 +192,11 @@ class Supervisor:
             os.close(descriptor)
         self.tell(Note("born", worker, process.pid))
 
-    def _be_worker(self, worker: int, ends: Ends) -> None:
-        """Run a worker; called in its process."""
+    def _be_worker(self, worker: int, ends: worker_main.Ends) -> None:
         supervisor = os.getppid()
         gc.freeze()  # a collection would touch, and so copy, every page
-        own = multiprocessing.process
-        own._parent_process = self._parent  # type: ignore[attr-defined]  # noqa: SLF001  (the user's process)
+        own: Any = multiprocessing.process
+        own._parent_process = self._parent  # noqa: SLF001  (the user's process)
         self._control.close()
         for pidfd in self._workers:
             os.close(pidfd)
@@ -226,57 +204,46 @@ class Supervisor:
             signal.signal(number, handler)
         worker_main.settle(worker, ends, supervisor)
         if self._surroundings is not None:
-            multiprocessing.set_start_method("forkserver", force=True)  # as in torch
+            multiprocessing.set_start_method(self._start_method, force=True)
             self._surroundings.enter_environment()
-        spec = self._spec
+        endpoint, spec = worker_main.Endpoint(worker, ends), self._spec
         if spec is None:
             try:
                 spec = receive(self._file)
             except BaseException as error:
-                send_fatal(worker, ends, error)
+                endpoint.send_fatal(error)
                 raise SystemExit(1) from None
         if self._collects:
             gc.enable()
-        worker_main.run(worker, ends, spec)
+        worker_main.run(endpoint, spec)
 
     def _reap(self, pidfd: int) -> None:
         worker, process = self._workers.pop(pidfd)
         os.close(pidfd)
-        _kill_group(process.pid)  # children that the worker has left
+        kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
         process.close()
         self.tell(Note("died", worker, status))
 
-    def _kill(self, worker: int) -> None:
-        for number, process in self._workers.values():
-            if number == worker:
-                process.kill()
-
     def _kill_all(self) -> None:
         self._signal_all(signal.SIGKILL)
         for _, process in self._workers.values():
-            _kill_group(process.pid)
+            kill_group(process.pid)
         self._await_all(TERMINATED)
 
     def _await_all(self, seconds: float) -> None:
         """Reap workers until none is left, for at most ``seconds``."""
         until = time.monotonic() + seconds
         while self._workers and (left := until - time.monotonic()) > 0:
-            poll = select.poll()
-            for pidfd in self._workers:
-                poll.register(pidfd, select.POLLIN)
-            for pidfd, _ in poll.poll(left * 1000):
-                self._reap(pidfd)
+            for pidfd in connection.wait([*self._workers], left):
+                self._reap(pidfd)  # type: ignore[arg-type]
 
-    def _is_alone(self) -> bool:
-        """Tell whether the loader's process has ended."""
-        return bool(multiprocessing.connection.wait([self._loader], timeout=0))
-
-    def _signal_all(self, number: int) -> None:
+    def _signal_all(self, *numbers: int) -> None:
         for _, process in self._workers.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            for number in numbers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
 
 def be_forked(
@@ -291,18 +258,11 @@ def be_forked(
 
     Inherited objects are never collected here: one of the parent's event loop would
     unregister the parent's sockets, because both share the selector.
-
-    Args:
-        control: The channel to the loader.
-        loader: A pidfd of the loader's process.
-        spec: What the workers do.
-        ends: The descriptors that all workers share.
-        collects: Whether the garbage collector was on.
     """
     gc.disable()
     gc.freeze()
     signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
-    supervisor = Supervisor(control, loader)
+    supervisor = Supervisor(control, loader, spec, ends, collects=collects)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it and its workers have children)
@@ -311,7 +271,7 @@ def be_forked(
     _try_locks()
     supervisor.tell(Note("up", number=os.getpid()))
     importlib.import_module("numpy.random")  # for all workers; it takes 6 ms
-    supervisor.serve_one(spec, ends, collects=collects)
+    supervisor.serve()
 
 
 def _try_locks() -> None:
@@ -332,12 +292,6 @@ def _try_locks() -> None:
         if isinstance(buffer, io.BufferedWriter):
             with contextlib.suppress(ValueError):  # it is closed
                 buffer.write(b"")
-
-
-def be_served(control: Channel, loader: int) -> None:
-    """Run a loader's supervisor from the fork server, until the loader is gone."""
-    gc.disable()
-    Supervisor(control, loader).serve_many()
 
 
 def _parent_by(pidfd: int) -> Any:
@@ -371,7 +325,8 @@ def _leave(_number: int, _frame: Any) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """Kill a worker and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -380,13 +335,3 @@ def number_of_threads() -> int:
     """Return the number of threads of this process; 1 if it is unknown."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 1
-
-
-def dump_instruction(word: str, argument: Any = None) -> bytes:
-    """Return the frame of an instruction: begin, start, kill, end."""
-    return pickle.dumps((word, argument), 5)
-
-
-def load_note(frame: bytes | memoryview) -> Any:
-    """Return the note of a frame."""
-    return pickle.loads(frame)  # noqa: S301  (our own supervisor)

@@ -1,60 +1,273 @@
 """The main loop of a worker process: take a request, make its batch, send it.
 
-Plain code runs in the main thread, request by request (here). If a part is ``async``,
-the loader's own pipeline runs inside the worker, with several batches in flight
-(``serve_async``). The process is one of ``multiprocessing``, which runs its hooks at
-start and exit; the supervisor ends one that hangs.
+Plain code runs in the main thread, request by request (``_serve_sync``). If a part is
+``async``, the loader's own pipeline runs inside the worker, on a private loop that
+reads many samples at once, across batch boundaries; another thread runs the plain code
+(``_Server``). The process is one of ``multiprocessing``, which runs its hooks at start
+and exit; the supervisor ends one that hangs.
 """
 
 import contextlib
 import ctypes
 import faulthandler
 import os
+import queue
 import signal
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from aioloader._observe.records import NOT_MADE, Made
+from aioloader._order.epoch import Bookmark
 from aioloader._order.retry import last_error
+from aioloader._pipeline.batch_maker import BatchMaker
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.host import GRACE
+from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.lifespan import Lifespan
+from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.stream import SyncStream
+from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel
-from aioloader._workers.info import WorkerInfo, be_worker_process
-from aioloader._workers.process.endpoint import Endpoint, Ends, send_fatal
-from aioloader._workers.process.messages import READY, UP, Request, result_head
-from aioloader._workers.process.serve_async import serve_async
-from aioloader._workers.rng import seed_worker
+from aioloader._transport.codec import decode
+from aioloader._workers.info import (
+    WorkerInfo,
+    be_worker_process,
+    seed_for_sample,
+    seeded,
+    use_sample_rng,
+)
+from aioloader._workers.process.messages import (
+    ANSWER,
+    BATCH,
+    FATAL,
+    LEFT,
+    READY,
+    RESULT_HEAD,
+    STAGES,
+    Packer,
+    Request,
+    unpack,
+)
+from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.remote_tasks import Answer, maker_of, sendable
+from aioloader._workers.rng import seed_batch, seed_worker
 from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind
 
+# Bytes that may wait in the socket of results; each batch in flight has a share.
+_WAITING_BYTES = 1 << 20
+_MOST_INLINE = (1 << 16) - 1024
+_CODES = {stage: code for code, stage in enumerate(STAGES)}
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def settle(worker: int, ends: Ends, supervisor: int | None) -> None:
-    """Make this process a worker: signals, process group, name, threads.
+class Ends(NamedTuple):
+    """Descriptors of a worker.
 
-    Args:
-        worker: Number of the worker.
-        ends: Its descriptors.
-        supervisor: The parent whose death ends this process, or None.
+    Attributes:
+        arena: The memory for its batches, and the table of those in flight.
+        requests: Requests, for any worker or for this one.
+        results: Results, shared by all workers, as what follows.
+        stacks: Where ``faulthandler`` writes stacks on request.
+        samples: The memory of samples that the loader has read; -1: it reads none.
     """
+
+    arena: int
+    requests: int
+    results: int
+    stacks: int
+    samples: int = -1
+
+
+class Endpoint:
+    """The worker's side of its pool, for sync and async serving."""
+
+    spec: WorkerSpec  # with what follows, after ``prepare``
+    requests: Channel
+    maker: BatchMaker
+
+    def __init__(self, worker: int, ends: Ends) -> None:
+        self.id = worker
+        self._ends = ends
+        self._arena = ArenaWriter(ends.arena)
+        self._results = Channel.adopt(ends.results)
+        self._packer = Packer(self._arena, _MOST_INLINE)
+        self._samples: ArenaReader | None = None
+
+    def prepare(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.requests = Channel.adopt(self._ends.requests)
+        if not spec.reads:
+            self._samples = ArenaReader(self._ends.samples)
+        inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
+        self._packer = Packer(self._arena, inline)
+        self.maker = maker_of(
+            spec,
+            pool=self._packer,
+            around=seeded,
+            reseed=seed_batch,
+            seed=seed_for_sample,
+            at=use_sample_rng,
+        )
+        self._is_restored = not self.maker.keeps_state
+
+    @contextlib.contextmanager
+    def lifespan(self) -> Iterator[None]:
+        """Enter the lifespan of the dataset if it is read here, and leave it."""
+        spec = self.spec
+        lifespan = Lifespan(spec.dataset, spec.lifespan) if spec.reads else Lifespan(())
+        try:
+            lifespan.enter()
+        except BaseException as error:  # raised by the loader
+            self.give_up(error)
+        try:
+            yield
+        finally:
+            with self.leaving():
+                lifespan.leave()
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Make the loader end all iterations with ``error``, and end this worker."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            _end_process(error)
+        self.send_fatal(error)
+        raise SystemExit(1)
+
+    def send_fatal(self, error: BaseException) -> None:
+        """Report to the loader that this worker cannot serve."""
+        self._packer.reset()
+        self.send(FATAL, -1, RemoteError.of(error, self.id))
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Send what is raised at the end; print it if the loader does not wait."""
+        try:
+            yield
+        except BaseException as error:  # of the user's code
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                name, pid = type(error).__name__, os.getpid()
+                error = WorkerDiedError(
+                    f"DataLoader worker (pid(s) {pid}) exited unexpectedly: {name} in "
+                    "stage 'lifespan'",
+                    pid=pid,
+                )
+            try:
+                self._packer.reset()
+                self.send(LEFT, -1, RemoteError.of(error, self.id))
+            except OSError:
+                sys.excepthook(type(error), error, error.__traceback__)
+
+    def receive(self) -> Request:
+        received = self.requests.receive()
+        assert received is not None
+        if self._samples is None:
+            return Request._make(decode(received[0]))
+        return Request._make(unpack(received[0], 0, self._samples))
+
+    def take(self, request: Request, place: int) -> BatchTask:
+        self._arena.begin(place, request.ticket)
+        self.maker.epoch = request.epoch
+        task = BatchTask(*request.asked, again=request.again)
+        if not self._is_restored:
+            self._is_restored = True
+            dataset, saved = self.maker.dataset, self.spec.datasets
+            try:
+                if request.resume is not None:  # after a death
+                    dataset.load_state_dict(*request.resume)
+                elif self.id in saved:
+                    dataset.load_state_dict(saved[self.id])
+            except BaseException as error:  # of user code; handed to the consumer
+                task.result = BatchResult(error=error)
+        return task
+
+    def enter(self, stage: str, place: int = 0) -> None:
+        self._arena.enter(place, _CODES[stage])
+
+    def answer(
+        self, task: BatchTask, ticket: int, place: int, result: BatchResult
+    ) -> None:
+        """Send the result of a request; it is no longer in flight then."""
+        if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+            _end_process(result.error)
+        self.enter("send", place)
+        policy, state, missing = self.maker.policy, task.state, task.missing
+        # Failures since the last result; the loader keeps the list and the budget.
+        failures = sendable(policy.latest, self.id) if policy.latest else []
+        retries = policy.take_retries() if policy.retries else 0
+        kind, value = BATCH, result.batch
+        has_more = failures or retries or missing or result.is_empty or result.is_end
+        if has_more or not (result.error is state is result.dataset is None):
+            kind = ANSWER
+            value = Answer(
+                result.batch,
+                result.error and RemoteError.of(result.error, self.id),
+                result.is_empty,
+                result.is_end,
+                failures,
+                retries,
+                state,
+                result.dataset and (self.id, result.dataset[1]),
+                missing=missing,
+            )
+        try:
+            self.send(kind, ticket, value, task.made())
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:  # not picklable, or too large
+            error.add_note(f"aioloader: {self.maker.place('send', task)}")
+            self._packer.reset()
+            remote = RemoteError.of(error, self.id)
+            value = Answer(
+                error=remote, failures=failures, state=state, missing=missing
+            )
+            self.send(ANSWER, ticket, value, task.made())
+        self._arena.clear(place)
+
+    def send(
+        self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
+    ) -> None:
+        head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
+        self._results.send(b"".join((head, *self._packer.pack(value))))
+
+
+def _end_process(error: BaseException) -> NoReturn:
+    """End the worker, as ``error`` in its main thread would.
+
+    Torch's worker ends the same way: the loader sees that it has died.
+    """
+    code = error.code if isinstance(error, SystemExit) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def settle(worker: int, ends: Ends, supervisor: int) -> None:
+    """Make this process a worker: signals, process group, name, threads."""
     os.setpgid(0, 0)  # its children end with it
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):
-        name = f"aioloader-{worker}".encode()
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
-    if supervisor is not None:
-        die_with(supervisor)
+        libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
+        libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
+        # The memory of freed samples is kept for the next batch. By default large
+        # blocks return to the kernel, and every batch has page faults.
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    die_with(supervisor)
     os.set_blocking(ends.stacks, False)
     faulthandler.enable(ends.stacks)
     signal.signal(STACK_SIGNAL, partial(_write_last_error, ends.stacks))
     faulthandler.register(STACK_SIGNAL, ends.stacks, chain=True)
-    _keep_freed_memory()
     torch.set_num_threads(1)
 
 
@@ -64,74 +277,73 @@ def _write_last_error(stacks: int, *_: object) -> None:
         os.write(stacks, last_error().encode())
 
 
-def tell_up(worker: int, ends: Ends) -> bool:
-    """Report to the loader that the process runs, before any user code does.
+def die_with(parent: int | None) -> None:
+    """Make the kernel kill this process when its parent ends; None undoes this.
 
-    Returns:
-        Whether the loader is still there.
+    The kernel watches the parent's *thread*, so this is for single-threaded parents.
     """
-    frame = result_head(UP, worker)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        return Channel.adopt(os.dup(ends.results)).send(frame)
-    return False
+    number = signal.SIGKILL if parent is not None else 0
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(0)
 
 
-def run(worker: int, ends: Ends, spec: WorkerSpec) -> None:
+def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
     """Serve requests until the loader is gone.
 
     The loader raises an error before the first batch, which ends the epoch.
-
-    Args:
-        worker: Number of the worker.
-        ends: Its descriptors.
-        spec: What it does.
     """
+    worker = endpoint.id
     seed = seed_worker(spec.base_seed, worker)
     info = WorkerInfo(worker, spec.num_workers, seed, spec.dataset)
     be_worker_process(info, tell_torch=True)
     try:
-        endpoint = Endpoint(worker, ends, spec)
+        endpoint.prepare(spec)
         try:
             seeds_itself = spec.initialise(worker)
         except BaseException as error:  # raised by the loader
             endpoint.give_up(error)
         if seeds_itself or spec.rng == "worker":
             endpoint.maker.leave_generators()
-        requests = Channel.adopt(ends.own if spec.is_addressed else ends.requests)
-        serve = serve_sync if endpoint.maker.is_plain else serve_async
-        serve(endpoint, requests)
+        if endpoint.maker.is_plain:
+            _serve_sync(endpoint)
+        else:
+            with contextlib.closing(_Server(endpoint)) as server:
+                server.serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the loader is gone
     except Exception as error:
-        send_fatal(worker, ends, error)
+        endpoint.send_fatal(error)
 
 
-def serve_sync(endpoint: Endpoint, requests: Channel) -> None:
-    """Serve with plain code, one request after another, until the loader is gone.
+# -- plain code ----------------------------------------------------------------------
 
-    Raises:
-        EOFError: When the loader is gone.
-    """
+
+def _serve_sync(endpoint: Endpoint) -> None:
     maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, SyncStream]()
-    read = partial(maker.read, pause=requests.pause) if maker.reads else None
+    read = partial(maker.read, pause=endpoint.requests.pause) if maker.reads else None
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
-    with contextlib.ExitStack() as stack:
-        stack.callback(_enter_lifespan(endpoint))
-        endpoint.send(READY, -1, None)
-        stack.callback(_close_all, streams)
-        while True:
-            request = endpoint.receive(requests)
-            if request.ticket < 0:
-                if request.iteration in streams:
-                    streams.pop(request.iteration).close()
-                continue
-            task = endpoint.take(request, 0)
-            stream = _stream_of(endpoint, request, streams) if reads_stream else None
-            pull = stream.pull if stream is not None else read
-            result = task.result or maker.make(task, pull, enter)
-            if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
-                raise result.error  # it ends a worker, as in torch
-            endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+    with endpoint.lifespan():
+        endpoint.send(READY)
+        try:
+            while True:
+                request = endpoint.receive()
+                if request.ticket < 0:
+                    if request.iteration in streams:
+                        streams.pop(request.iteration).close()
+                    continue
+                task = endpoint.take(request, 0)
+                pull = read
+                if reads_stream:
+                    pull = _stream_of(endpoint, request, streams).pull
+                result = task.result or maker.make(task, pull, enter)
+                if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+                    raise result.error  # it ends a worker, as in torch
+                endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+        finally:
+            for stream in streams.values():
+                stream.close()
 
 
 def _stream_of(
@@ -147,44 +359,103 @@ def _stream_of(
     return stream
 
 
-def _enter_lifespan(endpoint: Endpoint) -> Callable[[], None]:
-    """Enter the lifespan of the dataset; return the function that leaves it."""
-    lifespan = endpoint.lifespan()
-    try:
-        lifespan.enter()
-    except BaseException as error:  # raised by the loader
-        endpoint.give_up(error)
+# -- coroutines ----------------------------------------------------------------------
 
-    def leave() -> None:
-        with endpoint.leaving():
-            lifespan.leave()
-
-    return leave
+_OVER = -1
 
 
-def _close_all(streams: dict[int, SyncStream]) -> None:
-    for stream in streams.values():
-        stream.close()
+class _Server:
+    """Requests in, tasks to the pipeline, results to the endpoint.
 
-
-def _keep_freed_memory() -> None:
-    """Make the C library keep the memory of freed samples for the next batch.
-
-    By default it returns large blocks to the kernel, and every batch has page faults.
+    The main thread takes requests, at most ``window`` at a time, so that other workers
+    can take the batches that have not started.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
+    def __init__(self, endpoint: Endpoint) -> None:
+        spec = endpoint.spec
+        self._endpoint = endpoint
+        self._size = max(1, min(PLACES, spec.window))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._open(range(self._size))
+        self._held: dict[int, tuple[int, int, bool]] = {}  # by the task's identity
+        reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
+        self._hosts = Hosts(*reads)
+        self._hosts.keep()
+        self._host = self._hosts.lease("loop")
+        self._pipelines: dict[int, Pipeline] = {}
 
-def die_with(parent: int | None) -> None:
-    """Make the kernel kill this process when its parent ends; None undoes this.
+    def serve(self) -> None:
+        """Take requests while there is a free place, until the loader is gone.
 
-    The kernel watches the parent's *thread*, so this is for single-threaded parents.
-    """
-    number = signal.SIGKILL if parent is not None else 0
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(0)
+        The lifespan of the dataset is entered on the loop that reads it.
+        """
+        endpoint = self._endpoint
+        self._host.open()
+        failure = self._host.failure()
+        if failure is not None:
+            endpoint.give_up(failure)
+        endpoint.send(READY)
+        threading.Thread(target=self._watch, daemon=True).start()
+        while True:
+            place = self._free.get()
+            if place == _OVER:
+                raise EOFError("the loader is gone")
+            request = endpoint.receive()
+            if request.ticket < 0:
+                pipeline = self._pipelines.pop(request.iteration, None)
+                if pipeline is not None:
+                    pipeline.dismiss()
+                self._free.put(place)
+                continue
+            if request.is_alone:
+                for _ in range(self._size - 1):
+                    self._free.get()
+            task = endpoint.take(request, place)
+            self._held[id(task)] = (request.ticket, place, request.is_alone)
+            if task.result is not None:
+                self._deliver(task, task.result)
+            else:
+                self._pipeline_of(request).submit(task)
+
+    def _watch(self) -> None:
+        """Notice the end of requests even while no place is free."""
+        with contextlib.suppress(EOFError):
+            self._endpoint.requests.pause(None)
+        self._free.put(_OVER)
+
+    def close(self) -> None:
+        """End all iterations and leave the lifespan."""
+        for pipeline in self._pipelines.values():
+            pipeline.dismiss()
+        for pipeline in self._pipelines.values():
+            pipeline.ended.wait(GRACE)
+        self._host.release()
+        self._hosts.leave()
+        with self._endpoint.leaving():
+            self._hosts.release()
+
+    def _pipeline_of(self, request: Request) -> Pipeline:
+        # Map-style datasets have no state per iteration: one pipeline serves all.
+        key = request.iteration if self._endpoint.maker.is_stream() else -1
+        pipeline = self._pipelines.get(key)
+        if pipeline is None:
+            pipeline = self._pipelines[key] = Pipeline(
+                self._endpoint.maker,
+                self._hosts.lease("loop"),
+                in_order=False,
+                bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
+                sink=self._deliver,
+            )
+        return pipeline
+
+    def _deliver(self, task: BatchTask, result: BatchResult) -> None:
+        """Send a result, from any thread."""
+        ticket, place, is_alone = self._held.pop(id(task))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # The loader may be gone: then the thread that reads requests ends us.
+            self._endpoint.answer(task, ticket, place, result)
+        self._open(range(self._size) if is_alone else [place])
+
+    def _open(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._free.put(place)
