@@ -76,9 +76,9 @@ def _check(options: Options, state: LoaderState) -> None:
         is_known = not (one.metadata["if_known"] and None in (saved, found))
         is_fixed = one.name != "readers" or not options.is_own_stream
         if is_known and is_fixed and saved != found:
-            what = one.metadata["differs"]
+            words = one.metadata["differs"]
             raise StateMismatchError(
-                what.format(saved=_counted(saved), found=_counted(found)),
+                words.format(saved=_counted(saved), found=_counted(found)),
                 expected=saved,
                 found=found,
             )
@@ -194,8 +194,8 @@ def merge_states(states: Iterable[State]) -> State:
     first = going[0]
     _check_alike(going, ["done", "beyond"], _READ if first.readers > 1 else _SAVE)
     _check_orders(going)
-    states = {reader: _merged(reader, going, over) for reader in first.states}
-    whole = replace(first, states=states, generators={**first.generators})
+    parts = {reader: _merged(reader, going, over) for reader in first.states}
+    whole = replace(first, states=parts, generators={**first.generators})
     default = [state.generators.get("default") for state in found]
     if default != default[:1] * len(found):  # each rank has its own, and keeps it
         whole.generators.pop("default", None)
@@ -207,7 +207,7 @@ def merge_states(states: Iterable[State]) -> State:
 def _merged(
     reader: str, going: Sequence[LoaderState], over: Sequence[LoaderState]
 ) -> Any:
-    parts = [state.states.get(reader) for state in going]
+    parts: list[Any] = [state.states.get(reader) for state in going]
     first = parts[0]
     if not _is_of_ours(first):
         for part in parts:

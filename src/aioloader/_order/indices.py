@@ -69,6 +69,7 @@ def contents_of(sampler: Any) -> State:
     They may change from epoch to epoch, but not within one. Empty if there are none, or
     they are no numbers.
     """
+    values: Any
     for part in nested(sampler):
         if type(part) is SubsetRandomSampler:
             values, dtype = part.indices, "<i8"

@@ -372,7 +372,7 @@ class IteratedOrder(Order):
     def _count(self, units: list[Any]) -> int:
         return len(units) if self._size else sum(map(len, units))
 
-    def _state_of(self, iterator: Iterator[Any], first: int) -> State | None:
+    def _state_of(self, iterator: Any, first: int) -> State | None:
         """Return the sampler's state after the latest batch, if it has one."""
         for name, part in (("iterator", iterator), ("sampler", self._sampler)):
             if is_stateful(part):

@@ -335,7 +335,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._epoch = epoch
         self._deal = deal
         fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
-        self._known = {
+        self._known: State = {
             "stream": stream.describe(),
             "epoch": epoch,
             "begun": epoch if state is None else state["begun"],
