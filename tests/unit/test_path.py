@@ -13,8 +13,8 @@ TOOL = Path(__file__).parents[2] / "tools" / "count_path.py"
 LIMITS = {
     "for": (132, 26),
     "for, two workers": (289, 51),
-    "async for, async dataset": (295, 41),
-    "async for, tar": (500, 71),
+    "async for, async dataset": (290, 41),
+    "async for, tar": (495, 71),
 }
 
 

@@ -79,7 +79,8 @@ class Lifespan:
         Raises:
             TypeError: If ``lifespan`` returns no context manager.
         """
-        make, manager = self._make, None
+        make = self._make
+        manager: Any = None
         try:
             for dataset in self._own:
                 await self._loop_stack.enter_async_context(dataset.lifespan())
