@@ -278,7 +278,7 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
     """It waits for no threads or processes: they are its parent's."""
     code = IMPORTS + (
         "import os\n"
-        "import aioloader._pipeline.ahead_feed as it; it.GRACE = threading.TIMEOUT_MAX\n"
+        "import aioloader._pipeline.ahead_feed as m; m.GRACE = threading.TIMEOUT_MAX\n"
         f"it = iter(DataLoader(S(), 4, num_workers=2, workers={workers!r}))\n"
         "next(it)\n"
         "if not (pid := os.fork()): sys.exit(3)\n"

@@ -19,9 +19,9 @@ from aioloader._loader.options import Chosen
 from aioloader._observe.autotune import Controller, Held
 from aioloader._pipeline import fetcher_pool
 from aioloader._pipeline import tuner as tuner_module
+from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.fetcher_pool import FetcherPool
-from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.tuner import Figures, Tuner, Tuning
 from aioloader._workers.ray.workers import RayWorkers
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels

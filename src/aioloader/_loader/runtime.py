@@ -255,9 +255,7 @@ class Runtime:
             saved = latest.saved if latest.is_untouched() else None
         return saved
 
-    def begin(
-        self, epoch: Epoch, source: Feed, _claim: "Steps | None" = None
-    ) -> Feed:
+    def begin(self, epoch: Epoch, source: Feed, _claim: "Steps | None" = None) -> Feed:
         """Start a prepared iteration: its epoch is now the latest."""
         self.numbers.begin(epoch)
         self.epoch = epoch
