@@ -52,7 +52,7 @@ class _Ticket:
         has_failed: Whether an actor has died with it.
         begun: The process that it was sent to.
         since: When that was.
-        answer: Ray's reference to its answer; None once Ray was asked to cancel it.
+        answer: Ray's reference to its answer; None while it waits.
     """
 
     number: int
@@ -277,6 +277,10 @@ class RayPool(LastingPool):
         if self._is_over:
             return
         free = [*filter(self._has_room, self._seats)]
+        idle = sum(not seat.tickets for seat in free) if self._recalls else 0
+        busy = [seat for seat in self._seats if len(seat.tickets) > 1]
+        for seat, _ in zip(busy, range(idle - len(self._waiting)), strict=False):
+            self._recall(seat, seat.tickets[-1])
         is_addressed = self._spec.is_addressed
         for ticket in self._waiting[:]:
             number = ticket.task.number % len(self._seats)
@@ -288,9 +292,6 @@ class RayPool(LastingPool):
             else:  # no later batch may overtake it, or it might wait forever
                 free = [seat for seat in free if seat not in mine]
             free = [*filter(self._has_room, free)]
-        idle = sum(not seat.tickets for seat in free) if self._recalls else 0
-        queued = [ticket for seat in self._seats for ticket in seat.tickets[1:]]
-        self._cancel([one for one in queued if one.answer is not None][:idle])
 
     def _has_room(self, seat: _Seat) -> bool:
         is_shared = not any(ticket.has_failed for ticket in seat.tickets)
@@ -306,32 +307,37 @@ class RayPool(LastingPool):
             return
         seat.tickets.append(ticket)
         ticket.begun, ticket.since = seat.begun, time.monotonic()
-        ticket.answer = seat.actor.make.options(max_task_retries=0).remote(request)
-        self._when(ticket.answer, partial(self._take, seat, ticket))
+        answer = seat.actor.make.options(max_task_retries=0).remote(request)
+        ticket.answer = answer
+        self._when(answer, partial(self._take, seat, ticket, answer))
 
     def _forget(self, pipeline: Pipeline) -> None:
         self._waiting = [one for one in self._waiting if one.pipeline is not pipeline]
-        if not self._is_over:
-            queued = [ticket for seat in self._seats for ticket in seat.tickets[1:]]
-            self._cancel([one for one in queued if one.pipeline is pipeline])
+        for seat in self._seats if not self._is_over else ():
+            for ticket in seat.tickets[1:]:
+                if ticket.pipeline is pipeline:
+                    self._recall(seat, ticket)
 
-    def _cancel(self, tickets: list[_Ticket]) -> None:
-        """Let Ray cancel batches, unless an actor has started them."""
-        for ticket in tickets:
-            if ticket.answer is not None:
-                self._ray.cancel(ticket.answer)
-                ticket.answer = None
+    def _recall(self, seat: _Seat, ticket: _Ticket) -> None:
+        """Let Ray cancel a batch that is queued at an actor, and queue it here again.
+
+        Ray cancels it when it would begin; if it has begun, Ray drops its answer.
+        """
+        self._ray.cancel(ticket.answer)
+        seat.tickets.remove(ticket)
+        ticket.answer = None
+        self._put_back(ticket)
 
     # -- in the thread: answers -----------------------------------------------------
 
-    def _take(self, seat: _Seat, ticket: _Ticket, done: Done) -> None:
+    def _take(self, seat: _Seat, ticket: _Ticket, answer: Any, done: Done) -> None:
+        if ticket.answer is not answer:  # it was recalled
+            return
         seat.tickets.remove(ticket)
         error = done.exception()
         pipeline, task = ticket.pipeline, ticket.task
         if isinstance(error, self._deaths) or (not error and done.result() is None):
             self._lose(seat, ticket, error)
-        elif isinstance(error, self._ray.exceptions.TaskCancelledError):
-            self._put_back(ticket)
         elif error is not None:
             pipeline.receive(task, BatchResult(error=error))
         else:
