@@ -211,8 +211,8 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
 
 def test_a_loader_with_numbers_of_numpys(tmp_path: Path) -> None:
     """They are written as numbers; the loader takes them as well as Python's."""
-    three = np.int64(3)
-    device: Any = Device(transform=tuple, ahead=three)
+    three: Any = np.int64(3)
+    device = Device(transform=tuple, ahead=three)
     numbers: Any = {"concurrency": three, "prefetch_factor": three, "device": device}
     path = tmp_path / "run.json"
     loader: Any = DataLoader(AsyncMap(8), 2, **numbers)
