@@ -1,7 +1,7 @@
 """Whether the loader limits training, which stage does, and the change that helps.
 
 For each change of an argument, and for each stage at twice its speed, the times of the
-recorded batches are computed anew (``pace``). The advice is the change that gains most
+recorded batches are computed again (``pace``). The advice is the change that gains most
 there, but no change gains more than was waited, or than idle processors and lanes
 allow, and none is advised if the recorded setting, computed in the same way, differs
 from what was measured, or by more than the gain.
