@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from aioloader._observe.changes import Change, changes, waits_for_store
-from aioloader._observe.costs import Costs, busy_lanes, costs_of, start_seconds
+from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.machine import RunTimes, run_times
 from aioloader._observe.records import Counters, Record, Setting
 from aioloader._observe.verdict import report
@@ -75,18 +75,6 @@ def test_cores_that_the_step_keeps_busy(used: float) -> None:
     else:
         assert busy.advice is not None
         assert busy.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
-
-
-@pytest.mark.parametrize("is_read", [True, False])
-def test_a_lane_that_is_handed_a_batch_late_is_not_idle(is_read: bool) -> None:
-    """It is idle for a tenth of the time; more reads help only if it waits for them."""
-    records = []
-    for number in range(32):
-        started, ended = 0.01 * number + 0.001, 0.01 * number + 0.01
-        times = 0.0, 0.0 if is_read else started, started, ended, ended, 0.1, 0.0, 0.0
-        records.append(Record(number, started, ended, 0, 4, times))
-    busy = busy_lanes(records, LOOP)
-    assert busy == pytest.approx(1.0 if is_read else 0.9)
 
 
 def test_busy_cores_are_not_taken_for_waiting() -> None:

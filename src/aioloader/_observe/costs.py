@@ -250,25 +250,3 @@ def start_seconds(records: Sequence[Record], setting: Setting) -> float:
     if not starts or first.number or not is_made(first):
         return 0.0
     return max(0.0, first.made[making_starts(setting)] - first.asked)
-
-
-def busy_lanes(
-    records: Sequence[Record], setting: Setting, slow: Sequence[float] = ()
-) -> float:
-    """Return the share of the time in which the lanes that make batches are busy.
-
-    A lane is not idle for want of samples while a batch that was read waits for it:
-    the hand-over, or the interpreter's lock, takes that time.
-    """
-    first, last, begins = records[0].taken, records[-1].taken, making_starts(setting)
-    busy = 0.0
-    free: dict[int, float] = {}  # since when each lane is
-    for one in sorted(filter(is_made, records), key=lambda one: one.made[begins]):
-        begin, end = one.made[begins], one.made[4]
-        if begins == 2:  # the lane gets batches that were read
-            begin = min(begin, max(one.made[1], free.get(one.lane, begin)))
-        free[one.lane] = end
-        factor = slow[one.lane] if one.lane < len(slow) else 1.0
-        busy += max(0.0, min(last, end) - max(first, begin)) / factor
-    seconds = (last - first) * making_lanes(setting)
-    return min(1.0, busy / seconds) if seconds > 0 else 0.0

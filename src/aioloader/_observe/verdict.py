@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
-from aioloader._observe.costs import Costs, busy_lanes, costs_of, start_seconds
+from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.lock import is_shared
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
@@ -260,15 +260,12 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        Nothing is waited for any more, or no processor is idle. If the same lanes make
-        batches, neither they nor the thread of the event loop are. If threads make
-        them, what this process computes takes turns at the GIL.
+        At best nothing is waited for, and no processor is idle; if the same lanes make
+        batches, nor is the thread of the event loop. If threads make them, what this
+        process computes takes turns at the GIL.
         """
-        setting, then, waits = (
-            self.setting,
-            change.setting,
-            _inverse(1 - self.wait_share),
-        )
+        setting, then = self.setting, change.setting
+        waits = _inverse(1 - self.wait_share)
         if change.start < 0:
             return 1.0  # only starts are saved
         if then == setting:
@@ -278,7 +275,6 @@ class _Case:
             bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
         parts = ("place", "workers", "worker_kind")
         if all(getattr(then, one) == getattr(setting, one) for one in parts):
-            bounds.append(_inverse(busy_lanes(self.settled, setting, self.costs.slow)))
             bounds.append(_inverse(0.0 if self.lag is None else self.lag.busy))
         return min(bounds)
 
