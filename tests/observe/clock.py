@@ -1,15 +1,20 @@
 """A loader on a simulated clock, tick by tick: what records are compared with.
 
-It shares no code with the replay, and divides processors differently: lanes take turns
+It shares no code with ``pace``, and divides processors differently: lanes take turns
 at them, tick by tick.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
+from aioloader._observe.changes import changes
+from aioloader._observe.costs import costs_of
+from aioloader._observe.pace import window_of
 from aioloader._observe.records import Copy, Record, Setting
+from aioloader._observe.verdict import report
 
 TICK = 1e-3
 
@@ -295,3 +300,17 @@ def seconds_per_batch(records: Sequence[Record]) -> float:
     """Return those of the later half."""
     half = len(records) // 2
     return (records[-1].taken - records[half].taken) / (len(records) - 1 - half)
+
+
+def advised(records: Sequence[Record], setting: Setting) -> Setting:
+    """Return the setting of a loader that is changed as its report says."""
+    costs, advice = costs_of(records, setting), report(records, setting).advice
+    assert costs is not None
+    assert advice is not None
+    wanted = advice.argument, advice.new
+    (then,) = (
+        one.setting
+        for one in changes(costs, setting)
+        if (one.argument, one.new) == wanted
+    )
+    return replace(then, window=window_of(then, costs))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioloader._observe.records import LoopLag
+from aioloader._observe.stages import StageStats
 
 
 class Terminal(io.StringIO):
@@ -32,10 +33,9 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(StageStats):
     """Figures of a stage."""
 
-    name: str
     lanes: int = 1
     items: int = 0
     busy: float = 0.0
@@ -44,11 +44,6 @@ class Stage:
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the time in which a lane was busy."""
-        return self.busy / (self.busy + self.starved + self.blocked)
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader, Device
-from aioloader._observe.batches import Batch, batches_of
 from aioloader._observe.changes import changes
-from aioloader._observe.records import Record, Setting
+from aioloader._observe.costs import costs_of
+from aioloader._observe.records import Setting
 from aioloader._observe.stages import reading_lanes, transforming_lanes
 from aioloader._observe.verdict import report
 from aioloader.datasets import from_iterable
@@ -30,17 +30,18 @@ def set_up(loader: DataLoader[Any]) -> Setting:
 def offered(setting: Setting, ticks: Ticks = WAITING) -> dict[str, str]:
     """Return the arguments whose change is tried if batches take that long, and why."""
     clock = Clock(replace(setting, window=setting.window or 4), [ticks])
-    batches = batches_of(clock.run(64), setting)
-    return {one.argument: one.why for one in changes(batches, setting)}
+    costs = costs_of(clock.run(64), setting)
+    assert costs is not None
+    return {one.argument: one.why for one in changes(costs, setting)}
 
 
 def test_tensors_in_memory() -> None:
     """They wait for no store, and none is gathered ahead."""
     loader = DataLoader(TensorDataset(torch.zeros(160, 8)), 4)
     assert {*offered(set_up(loader))} == {"num_workers"}
-    records = [Record._make(one) for one in loader.stats()._recorded]
-    for one in batches_of(records, set_up(loader)):
-        assert one.read_cpu == 1
+    costs = costs_of(loader.stats()._records, set_up(loader))
+    assert costs is not None
+    assert costs.read_cpu == 1
 
 
 @pytest.mark.parametrize("prefetch_factor", [None, 4])
@@ -54,8 +55,9 @@ def test_batches_that_draw_from_the_callers_generators(
     assert {*offered(replace(setting, place="thread", on_device=1))}.isdisjoint(
         {"prefetch_factor", "Device.ahead"}
     )
-    batches = [Batch(read=0.08, reads=4, slowest=0.02, step=0.005, is_measured=True)]
-    found = {one.argument: one.setting for one in changes(batches, setting)}
+    costs = costs_of(Clock(replace(setting, window=4), [WAITING]).run(64), setting)
+    assert costs is not None
+    found = {one.argument: one.setting for one in changes(costs, setting)}
     assert found["dataset"].window == 0
 
 

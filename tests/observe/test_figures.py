@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from aioloader import DataLoader, Retry
-from aioloader._observe.records import Record, Setting
-from aioloader._observe.stats import LoaderStats, with_records
+from aioloader._observe.records import Record
+from aioloader._observe.stats import LoaderStats
 from aioloader.datasets import JSONLinesDataset
 from samples import AsyncMap, SyncMap, SyncStream
 
@@ -133,7 +134,7 @@ def test_listing(tmp_path: Path) -> None:
 def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> None:
     for number, _ in enumerate(loader, start=1):
         found = loader.stats()
-        each = [one.taken - one.asked for one in loader._recorded()[0]]
+        each = [one.taken - one.asked for one in found._records]
         assert len(each) == number
         assert found.waited == pytest.approx(sum(each))
     assert found.waited > 0
@@ -168,6 +169,6 @@ def test_batches_that_were_ready() -> None:
     empty = LoaderStats(0, 4, 0.0, 0, failures=0)
     assert empty.queued == 0
     ahead = [record(number, 10.0 + number, 2.0) for number in range(4)]
-    assert with_records(empty, ahead, Setting("thread")).queued == (4 + 3 + 2 + 1) / 4
+    assert replace(empty, _records=ahead).queued == (4 + 3 + 2 + 1) / 4
     late = [record(number, 10.0 * number, 10.0 * number + 5) for number in range(4)]
-    assert with_records(empty, late, Setting("thread")).queued == 0
+    assert replace(empty, _records=late).queued == 0

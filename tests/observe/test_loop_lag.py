@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aioloader
-from aioloader._pipeline.loop_watch import LoopWatch, Mark, watch_of
+from aioloader._pipeline.loop_watch import Counts, LoopWatch, watch_of
 
 STEPS = 24
 
@@ -112,17 +112,35 @@ async def test_lag_is_asked_for_as_a_timer_is_late() -> None:
 
     class Asking(deque[float]):
         def append(self, late: float) -> None:
-            found.append(watch.lag(Mark(0, 0, 0, 0.0, 0.0)))
+            found.append(watch.lag(Counts()))
             super().append(late)
-            found.append(watch.lag(Mark(0, 0, 0, 0.0, 0.0)))
+            found.append(watch.lag(Counts()))
 
     watch._lateness = Asking()
     with watch.reading():
         watch.due -= 1.0
         watch._tick()
         assert watch._timer is not None
-    assert [lag.seconds for lag in found if lag] == [0.0, 0.0]
-    assert watch.lag(Mark(0, 0, 0, 0.0, 0.0)) is not None
+    assert found == [None, None]
+    lag = watch.lag(Counts())
+    assert lag is not None
+    assert lag.seconds > 0.9
+
+
+def test_a_coroutine_that_waits_for_the_lock_is_not_blamed() -> None:
+    """It was found on the loop less often than its thread was stopped."""
+    watch = LoopWatch(is_callers=False)
+    watch.counts = Counts(timers=50)
+    for _ in range(8):
+        watch.blame(loader_of.__code__)
+    lag = watch.lag(Counts())
+    assert lag is not None
+    assert lag.culprit.startswith("loader_of (test_loop_lag")
+    for _ in range(9):
+        watch.blame(None)
+    lag = watch.lag(Counts())
+    assert lag is not None
+    assert lag.culprit == ""
 
 
 def test_nobody_looks_on_after_the_end() -> None:

@@ -15,7 +15,6 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from aioloader import DataLoader
-from aioloader._observe.drawings import seconds_text
 from aioloader._observe.page import report_html
 from aioloader._observe.records import NOT_MADE, Made, Record, Setting
 from observe.showing import Figures, Stage
@@ -149,7 +148,7 @@ def test_what_is_said(tmp_path: Path) -> None:
     ]
     table = root.findall(".//table")[0]
     rows = [[cell.text or "" for cell in row] for row in table.iter("tr")]
-    assert rows[1] == ["read", "2", "30%", "50%", "20%", "600 ms", "0 us", "900 ms"]
+    assert rows[1] == ["read", "2", "30%", "50%", "20%", "600 ms", "0 s", "900 ms"]
     assert [row[0] for row in rows[1:]] == [*(one.name for one in STAGES), "wait"]
     assert rows[-1][5:] == ["600 ms"] * 3
 
@@ -178,7 +177,7 @@ def test_many_batches_share_bars(tmp_path: Path) -> None:
     bars = list(root.findall(".//svg")[3].iter("rect"))
     assert len(bars) <= 230
     (highest,) = [one for one in bars if float(one.get("height", 0)) > 100]
-    assert "at most 7 s" in (highest[0].text or "")
+    assert "at most 7.00 s" in (highest[0].text or "")
 
 
 def test_batches_of_unknown_making(tmp_path: Path) -> None:
@@ -200,15 +199,6 @@ def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
     assert path.read_text() == "before"
     written(path, records(3))
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 us"), (0.0123456, "12.3 ms"), (1.5, "1.5 s"), (12345.6, "12,346 s")],
-)
-def test_seconds(seconds: float, text: str) -> None:
-    """In fitting units."""
-    assert seconds_text(seconds) == text
 
 
 @pytest.mark.slow

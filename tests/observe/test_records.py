@@ -29,9 +29,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def records(loader: DataLoader[Any]) -> list[Record]:
     """Return those of the latest epoch."""
-    epoch = loader._live.epoch
-    assert epoch is not None
-    return epoch.counters.records.all()
+    return [*loader.stats()._records]
 
 
 def check(found: list[Record], *, size: int, busy: bool = False) -> None:

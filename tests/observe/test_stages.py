@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from aioloader._observe.records import NOT_MADE, Copy, Record, Setting
 from aioloader._observe.stages import StageStats, held_back, stage_stats
-from aioloader._observe.stats import LoaderStats, with_records
+from aioloader._observe.stats import LoaderStats
+from aioloader._observe.words import seconds_text
 from observe.clock import TICK, Clock, Ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
@@ -117,7 +118,7 @@ def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
     records = Clock(setting, batches).run(64)
     assert held_back(records, setting) > 40 * TICK
     assert held_back(records, replace(setting, in_order=False)) == 0
-    assert with_records(NOTHING, records, setting).held > 40 * TICK
+    assert replace(NOTHING, _records=records, _setting=setting).held > 40 * TICK
 
 
 def test_clocks_of_other_machines() -> None:
@@ -177,8 +178,12 @@ def test_sums_agree(batches: list[Ticks], setting: Setting) -> None:
 
 def test_a_table_for_people() -> None:
     records = one_after_the_other(4)
-    stats = with_records(
-        replace(NOTHING, waited=0.25, worker_deaths=1), records, Setting("inline")
+    stats = replace(
+        NOTHING,
+        waited=0.25,
+        worker_deaths=1,
+        _records=records,
+        _setting=Setting("inline"),
     )
     assert str(stats) == (
         "epoch 0: 4 batches, 0 in flight; waited 250 ms\n"
@@ -195,4 +200,12 @@ def test_a_table_for_people() -> None:
         "consumer       1   33%      67%       0%  4.00 s  4.00 s  4.00 s"
     )
     assert str(NOTHING) == "epoch 0: 4 batches, 0 in flight; waited 0 s"
-    assert with_records(NOTHING, [], Setting("inline")) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 s"), (0.0123456, "12.3 ms"), (1.5, "1.50 s"), (12345.6, "12,346 s")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    """In fitting units."""
+    assert seconds_text(seconds) == text

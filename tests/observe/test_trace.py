@@ -205,7 +205,7 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     batches = [(one["epoch"], one["batch"]) for one in found]
     assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
     assert under_way.append == under_way.latest.append
-    assert len(under_way.all()) == 1024
+    assert len(under_way.latest) == 1024
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -269,7 +269,7 @@ def test_a_record_added_as_a_trace_begins_or_ends() -> None:
     records.remove_sink(found.append)
     during(record(1, 8.0))
     records.append(record(2, 16.0))
-    assert [one.number for one in records.all()] == [0, 1, 2]
+    assert [number for number, *_ in records.latest] == [0, 1, 2]
     assert found == [record(1, 8.0)]
 
 

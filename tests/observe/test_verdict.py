@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from aioloader._observe.batches import batches_of, slow_workers
 from aioloader._observe.records import LoopLag, Record, Setting
-from aioloader._observe.replay import window_of
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.verdict import Advice, Report, _Case, report
-from observe.clock import TICK, Clock, Ticks, seconds_per_batch
+from aioloader._observe.verdict import Advice, Report, report
+from observe.clock import TICK, Clock, Ticks, advised, seconds_per_batch
 
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8
@@ -164,12 +162,7 @@ def test_a_planted_bottleneck(plant: Plant) -> None:
     assert found.advice is not None
     assert (found.advice.argument, found.advice.new) == plant.advice
 
-    batches = batches_of(records, setting)
-    best = _Case(batches, setting, slow_workers(records, setting)).best()
-    assert best is not None
-    assert best[1] == pytest.approx(found.advice.gain)
-    changed = best[0].setting
-    changed = replace(changed, window=window_of(changed, batches))
+    changed = advised(records, setting)
     ticks = plant.batches
     if plant.shards:
         ticks = tuple(
@@ -328,6 +321,15 @@ def test_a_loop_that_computes() -> None:
     assert found.advice.new != "asyncio.to_thread"
 
 
+def test_more_reads_do_not_help_a_busy_loop() -> None:
+    records = Clock(LOOP, [Ticks((20,) * 4, collate=1, step=5)]).run(64)
+    idle = told(records, LoopLag(0.0, 0.0, "", busy=0.1))
+    assert idle.advice is not None
+    assert idle.advice.argument == "concurrency"
+    busy = told(records, LoopLag(0.0, 0.0, "", busy=0.97))
+    assert busy.advice is None or busy.advice.argument != "concurrency"
+
+
 def test_the_cheaper_change_is_preferred() -> None:
     """A thread beside the step hides as much as processes would."""
     setting = Setting("inline", cores=8)
@@ -373,7 +375,7 @@ def test_confidence_in_words() -> None:
     assert Report("", "read", batches=9).confidence == "a guess, from 9 batches only"
     doubtful = Report("", "read", batches=90, model_error=-0.25)
     assert doubtful.confidence == (
-        "from 90 batches; doubtful: their replay is off by -25% seconds per batch"
+        "from 90 batches; doubtful: the computed pace is off by -25% seconds per batch"
     )
     advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
     assert str(Report("It waits.", "read", advice, batches=90)) == (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aioloader._observe.records import Copy, Counters, Record, Setting
+from aioloader._observe.records import Counters
 from aioloader._order.failures import Failure
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class Observed:
 
     def stats(self) -> "LoaderStats":
         """Return the figures of the latest epoch so far; ``print`` shows a table."""
-        from aioloader._observe.stats import LoaderStats, with_records
+        from aioloader._observe.stats import LoaderStats
 
         epoch, tally = self._live.epoch, self._live.tally
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
         is_under_way = any(one.is_under_way() for one in self._live.iterators())
-        stats = LoaderStats(
+        return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
             waited=counters.waited,
@@ -64,26 +64,26 @@ class Observed:
             batch_bytes=counters.bytes / max(1, counters.weighed),
             listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
-            device_bytes=_ahead_bytes(counters) if is_under_way else 0,
+            device_bytes=counters.ahead_bytes() if is_under_way else 0,
             iteration=counters.iteration,
+            _records=counters.recorded(),
+            _setting=self._live.setting(),
+            _copies=counters.copied(),
         )
-        recorded, copied = list(counters.records.latest), _copies_of(counters)
-        return with_records(stats, recorded, self._live.setting(), copied)
 
     def report(self) -> "Report":
         """Return what limits training, and the one argument to change.
 
-        The latest batches of the latest epoch, at most 1,024, are replayed with other
-        arguments; the change that gains most is the advice. Takes 0.05 to 0.3 s.
+        The pace of the latest batches of the latest epoch, at most 256, is computed for
+        other arguments; the change that gains most is the advice. Takes 0.05 to 0.3 s.
         ``print`` shows it.
         """
         from aioloader._observe import verdict
 
-        records, setting = self._recorded()
-        stats, copies = self.stats(), self._copied()
-        length, before = self._epoch_length(), max(0, stats.epoch)
-        setting = replace(setting, length=length, epochs_before=before)
-        return verdict.report(records, setting, stats, copies=copies)
+        stats, length = self.stats(), self._epoch_length()
+        before = max(0, stats.epoch)
+        setting = replace(stats._setting, length=length, epochs_before=before)
+        return verdict.report(stats._records, setting, stats, stats._copies)
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
         """Write ``stats()`` and ``report()`` as one page, with a drawing of the stages.
@@ -93,7 +93,8 @@ class Observed:
         """
         from aioloader._observe.page import report_html
 
-        report_html(path, self.stats(), self.report(), *self._recorded())
+        stats = self.stats()
+        report_html(path, stats, self.report(), stats._records, stats._setting)
 
     def trace(self, path: str | os.PathLike[str]) -> "Trace":
         """Return a context manager that records when and where batches are made.
@@ -111,12 +112,6 @@ class Observed:
         self._live.show(trace)
         return trace
 
-    def _recorded(self) -> tuple[list[Record], Setting]:
-        """Return the records of the latest epoch, and how it was set up."""
-        epoch = self._live.epoch
-        records = [] if epoch is None else epoch.counters.records.all()
-        return records, self._live.setting()
-
     def _epoch_length(self) -> int:
         """Return how many batches the latest epoch has; so far, if it has no length."""
         epoch, options = self._live.epoch, self._live.options
@@ -128,23 +123,8 @@ class Observed:
                 batches = max(batches, options.length())
         return batches
 
-    def _copied(self) -> list[Copy]:
-        epoch = self._live.epoch
-        return [] if epoch is None else _copies_of(epoch.counters)
-
     @property
     def skipped(self) -> tuple[Failure, ...]:
         """The latest failed samples of the latest epoch, at most 1,000."""
         policy = None if self._live.epoch is None else self._live.epoch.failures
         return () if policy is None else tuple(policy.latest)
-
-
-def _copies_of(counters: Counters) -> list[Copy]:
-    """Return the latest copies to the device."""
-    return [] if counters.copies is None else list(counters.copies.latest)
-
-
-def _ahead_bytes(counters: Counters) -> int:
-    """Return the device memory of batches moved and not yet delivered, in bytes."""
-    copies = counters.copies
-    return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)

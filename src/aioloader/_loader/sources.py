@@ -118,7 +118,7 @@ def make_source(
     epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
     epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
-        epoch.counters.lag = partial(watch.lag, watch.mark())
+        epoch.counters.lag = partial(watch.lag, watch.counts)
     epoch.reads_ahead = True  # samples read are not samples delivered
     make_feed = AheadFeed
     if ends_together:

@@ -48,26 +48,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """A change of a number.
-
-    Attributes:
-        name: The argument.
-        before: The old value.
-        after: The new value.
-        reason: Why, as text.
-    """
-
-    name: str
-    before: int
-    after: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.before} -> {self.after}: {self.reason}"
-
-
-@dataclass(frozen=True)
 class _Trial:
     """The trial of a value: what it is compared with, and what it must gain."""
 
@@ -79,13 +59,7 @@ class _Trial:
 
 
 class Controller:
-    """Choose one number within bounds.
-
-    Args:
-        name: The argument's name.
-        start: The first value.
-        least: The least value, at least 1.
-        most: The greatest value.
+    """Choose one number within bounds; decisions are lines for a log.
 
     Attributes:
         value: The present value, always within the bounds.
@@ -110,7 +84,7 @@ class Controller:
         """Whether the present value is on trial, and a greater one may follow."""
         return self._trial is not None
 
-    def limit(self, most: int, reason: str) -> Decision | None:
+    def limit(self, most: int, reason: str) -> str | None:
         """Set the greatest value; decide at once if the present one exceeds it."""
         self.most = max(self.least, most)
         if self.value <= self.most:
@@ -119,7 +93,7 @@ class Controller:
         self._end_doubling(self.most)
         return self._go(self.most, reason)
 
-    def observe(self, seen: Observation) -> Decision | None:
+    def observe(self, seen: Observation) -> str | None:
         """Decide what to do after observing the present value; None: nothing."""
         trial, self._trial = self._trial, None
         if trial is not None and trial.is_for_failures:
@@ -133,7 +107,7 @@ class Controller:
             return self._watch(seen)
         return self._try_more(seen)
 
-    def _judge(self, trial: _Trial, seen: Observation) -> Decision | None:
+    def _judge(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a value or undo it; one that seems worse is observed twice."""
         if trial.first is None and _is_worse(trial, seen):
             self._trial = replace(trial, first=seen)  # it may have been a stall
@@ -146,7 +120,7 @@ class Controller:
 
     # -- more ------------------------------------------------------------------
 
-    def _try_more(self, seen: Observation, why: str = "") -> Decision | None:
+    def _try_more(self, seen: Observation, why: str = "") -> str | None:
         """Try a greater value if the consumer waits and there is one."""
         if seen.waited < _WAITS or self.value == self.most:
             return None
@@ -155,7 +129,7 @@ class Controller:
         why = why or f"the consumer waits {seen.waited:.0%} of the time"
         return self._try(after, seen, gain, f"{why}; more is tried")
 
-    def _judge_more(self, trial: _Trial, seen: Observation) -> Decision | None:
+    def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a greater value if it has gained or the consumer no longer waits."""
         if seen.waited < _WAITS:
             self._take_rest()
@@ -181,7 +155,7 @@ class Controller:
 
     # -- less ------------------------------------------------------------------
 
-    def _judge_less(self, trial: _Trial, seen: Observation) -> Decision | None:
+    def _judge_less(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a smaller value if it achieves enough."""
         gain = _gain(trial.seen, seen)
         if gain < trial.gain:
@@ -194,7 +168,7 @@ class Controller:
         self._take_rest()
         return None
 
-    def _watch(self, seen: Observation) -> Decision | None:
+    def _watch(self, seen: Observation) -> str | None:
         """Halve the value if the latency has risen without a higher rate."""
         known = self._known
         if known is None:
@@ -209,7 +183,7 @@ class Controller:
 
     # -- failures ------------------------------------------------------------------
 
-    def _relieve_failures(self, seen: Observation) -> Decision | None:
+    def _relieve_failures(self, seen: Observation) -> str | None:
         """Halve the value, which may be why reads fail."""
         self._end_doubling(self.value // 2)
         if self.value == self.least:
@@ -219,7 +193,7 @@ class Controller:
         self._trial = _Trial(self.value, seen, 0, is_for_failures=True)
         return self._go(max(self.least, self.value // 2), why)
 
-    def _judge_failures(self, trial: _Trial, seen: Observation) -> Decision | None:
+    def _judge_failures(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep the smaller value if fewer reads fail with it."""
         if seen.failures <= trial.seen.failures / 1.5:
             self._take_rest()
@@ -232,7 +206,7 @@ class Controller:
 
     def _try(
         self, after: int, seen: Observation, gain: float, reason: str
-    ) -> Decision | None:
+    ) -> str | None:
         self._trial = _Trial(self.value, seen, gain)
         return self._go(after, reason)
 
@@ -246,12 +220,12 @@ class Controller:
         self._rest, self._known = self._next_rest, None
         self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
 
-    def _go(self, after: int, reason: str) -> Decision | None:
+    def _go(self, after: int, reason: str) -> str | None:
         after = min(max(after, self.least), self.most)
         before, self.value = self.value, after
         if after == before:
             return None
-        decision = Decision(self.name, before, after, reason)
+        decision = f"{self.name}: {before} -> {after}: {reason}"
         _log.info("%s", decision)
         return decision
 
@@ -287,9 +261,6 @@ _EVERY = 4  # later, every fourth is measured
 
 class Held:
     """How many batches fit into a number of bytes, by the sizes of recent ones.
-
-    Args:
-        most: The bytes.
 
     Attributes:
         greatest: Bytes of the largest recent batch; 0: none was measured yet.

@@ -1,14 +1,15 @@
-"""Changes of one argument that may speed a loader up, to be tried in the replay."""
+"""Changes of one argument that may speed a loader up."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from statistics import mean, median
 
-from aioloader._observe.batches import Batch, scaled
+import numpy as np
+
+from aioloader._observe.costs import Costs
 from aioloader._observe.lock import is_shared
+from aioloader._observe.pace import window_of
 from aioloader._observe.records import Setting
-from aioloader._observe.replay import window_of
 from aioloader._observe.stages import is_coupled, making_lanes, reading_lanes
 from aioloader._observe.words import seconds_text
 
@@ -20,7 +21,6 @@ _MANY_READS = 256
 _CONCURRENCY = 64
 # Time to read small files that are packed into shards, as a share of the time without.
 _PACKED = 0.1
-_SHARDS = "shards"
 # Reading waits for a store if at most this share of it is processor time, and a sample
 # waits for as many seconds: what coroutines cost is less.
 _WAITS, _LEAST_WAIT = 0.3, 100e-6
@@ -48,7 +48,7 @@ class Change:
         cost: The price: 1 for memory, 2 for another order of batches, 3 for processes
             or threads, 4 for new code.
         setting: The loader's setting with it.
-        batches: The durations of batches with it.
+        costs: The durations of batches with it.
         start: Seconds that it adds to each epoch.
     """
 
@@ -58,80 +58,50 @@ class Change:
     why: str
     cost: int
     setting: Setting
-    batches: Sequence[Batch]
+    costs: Costs
     start: float = 0.0
 
-    @property
-    def needs_code(self) -> bool:
-        """Whether it is more than an argument of ``DataLoader``."""
-        return self.cost == 4
 
-    @property
-    def saves_work(self) -> bool:
-        """Whether less is computed with it."""
-        return self.new == _SHARDS
-
-    def keeps_lanes(self, setting: Setting) -> bool:
-        """Tell whether batches are made by as many lanes of the same kind with it."""
-        then, parts = self.setting, ("place", "workers", "worker_kind")
-        return all(getattr(then, one) == getattr(setting, one) for one in parts)
-
-
-def changes(
-    batches: Sequence[Batch],
-    setting: Setting,
-    slow: Sequence[float] = (),
-    start: float = 0.0,
-) -> Iterator[Change]:
-    """Yield the changes that suit a loader, smaller ones of a kind first.
-
-    Args:
-        batches: The recorded batches.
-        setting: The loader's setting.
-        slow: How many times longer each worker takes.
-        start: Seconds of each epoch in which workers start.
-    """
+def changes(costs: Costs, setting: Setting, start: float = 0.0) -> Iterator[Change]:
+    """Return the changes that suit a loader, smaller ones of a kind first."""
     found = chain(
-        _starts(batches, setting, start),
-        _windows(batches, setting),
-        _reads(batches, setting),
-        _moves(batches, setting),
-        _orders(batches, setting, max(slow, default=1.0)),
-        _workers(batches, setting),
-        _datasets(batches, setting),
+        _starts(costs, setting, start),
+        _windows(costs, setting),
+        _reads(costs, setting),
+        _moves(costs, setting),
+        _orders(costs, setting),
+        _workers(costs, setting),
+        _datasets(costs, setting),
     )
-    yield from (one for one in found if one.argument not in setting.fixed)
+    return (one for one in found if one.argument not in setting.fixed)
 
 
-def _starts(
-    batches: Sequence[Batch], setting: Setting, start: float
-) -> Iterator[Change]:
+def _starts(costs: Costs, setting: Setting, start: float) -> Iterator[Change]:
     if start and setting.epochs_before:
         why = f"workers start again in each epoch, for {seconds_text(start)}"
         kept = replace(setting, is_persistent=True)
         old, new = setting.is_persistent, kept.is_persistent
-        yield Change("persistent_workers", old, new, why, 1, kept, batches, -start)
+        yield Change("persistent_workers", old, new, why, 1, kept, costs, -start)
 
 
-def _windows(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def _windows(costs: Costs, setting: Setting) -> Iterator[Change]:
     if setting.window == 0:  # keyed generators of this process: one at a time
         return
     if setting.place == "inline":
         why = "a thread makes batches while the step runs"
         beside = replace(setting, place="thread", window=2)
-        batches = [one._replace(step=one.step + _HANDED) for one in batches]
-        yield Change("prefetch_factor", 0, 2, why, 1, beside, batches)
-    else:
-        readers = max(1, setting.workers)
-        on_device = setting.on_device
-        now = max(1, (window_of(setting, batches) - on_device) // readers)
-        why = "more batches are requested ahead, so slow ones do not stop the others"
-        for new in (2 * now, 4 * now, 8 * now):
-            wider = replace(setting, window=new * readers + on_device)
-            yield Change("prefetch_factor", now, new, why, 1, wider, batches)
+        costs = replace(costs, step=costs.step + _HANDED)
+        yield Change("prefetch_factor", 0, 2, why, 1, beside, costs)
+        return
+    readers, on_device = max(1, setting.workers), setting.on_device
+    now = max(1, (window_of(setting, costs) - on_device) // readers)
+    why = "more batches are requested ahead, so slow ones do not stop the others"
+    for new in (2 * now, 4 * now, 8 * now):
+        wider = replace(setting, window=new * readers + on_device)
+        yield Change("prefetch_factor", now, new, why, 1, wider, costs)
 
 
-def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def _reads(costs: Costs, setting: Setting) -> Iterator[Change]:
     has_coroutines = setting.place == "loop" or setting.concurrency > 1
     reads_many = setting.reads_async and not setting.is_stream
     if not has_coroutines or not (reads_many or setting.transforms_async):
@@ -142,53 +112,49 @@ def _reads(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     for new in (2 * old, 4 * old, 8 * old, 16 * old):
         if new <= _MOST_READS:
             wider = replace(setting, concurrency=new)
-            yield Change("concurrency", old, new, why, 1, wider, batches)
+            yield Change("concurrency", old, new, why, 1, wider, costs)
 
 
-def _moves(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def _moves(costs: Costs, setting: Setting) -> Iterator[Change]:
     old, window = setting.on_device, setting.window
+    if not old:
+        return
     why = "more batches are copied ahead, so a slow copy or a long step is bridged"
     if setting.stays_on_host:
         why = "more batches are ready ahead, so a slow one or a long step is bridged"
-    for new in (2 * old, 4 * old) if old and window != 0 else ():
+    for new in (2 * old, 4 * old) if window != 0 else ():
         wider = None if window is None else window + new - old
         ahead = replace(setting, on_device=new, window=wider)
-        yield Change("Device.ahead", old, new, why, 1, ahead, batches)
-    is_copied = old and not setting.stays_on_host
-    nbytes = mean(one.nbytes for one in batches) if is_copied else 0
-    if nbytes:
+        yield Change("Device.ahead", old, new, why, 1, ahead, costs)
+    if costs.nbytes and not setting.stays_on_host:
+        nbytes, rate = costs.nbytes, costs.nbytes / max(1e-9, costs.copy.mean()) / 1e9
         size, half = (f"{each / 1e6:,.3g} MB" for each in (nbytes, nbytes / 2))
-        seconds = sum(one.copy for one in batches)
-        rate = nbytes * len(batches) / seconds / 1e9 if seconds else 0.0
         why = (
             f"they are copied at {rate:.3g} GB/s: send bytes or half floats, and cast "
             "them in Device.transform"
         )
-        smaller = scaled(batches, "device", 0.5)
+        smaller = costs.scaled("device", 0.5)
         yield Change("the size of batches", size, half, why, 4, setting, smaller)
 
 
-def _orders(
-    batches: Sequence[Batch], setting: Setting, slowest: float
-) -> Iterator[Change]:
+def _orders(costs: Costs, setting: Setting) -> Iterator[Change]:
     is_single = is_coupled(setting) and making_lanes(setting) == 1
     if is_single or not setting.in_order or setting.window == 0:
         return
-    seconds = sorted(one.slowest + one.make for one in batches)
-    varies = seconds[int(0.95 * len(seconds))] > _VARIES * median(seconds)
-    if varies or slowest > _VARIES:
+    usual, slow = np.quantile(costs.slowest + costs.make, (0.5, 0.95))
+    if slow > _VARIES * usual or max(costs.slow, default=1.0) > _VARIES:
         why = "batches that are ready do not wait for a slow one before them"
         free = replace(setting, in_order=False)
         old, new = setting.in_order, free.in_order
-        yield Change("in_order", old, new, why, 2, free, batches)
+        yield Change("in_order", old, new, why, 2, free, costs)
 
 
-def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
+def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
     old, kind = setting.workers, setting.worker_kind
     if setting.place == "workers" and is_shared(setting):
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
-        yield Change("workers", kind, "process", why, 3, apart, batches)
+        yield Change("workers", kind, "process", why, 3, apart, costs)
     why = "more batches are made at the same time"
     if setting.is_replicated:
         why += ", if __iter__ yields each worker its own part (get_worker_info())"
@@ -197,7 +163,7 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
     is_kept = old and (setting.is_persistent or kind != "process")
     start, each = 0.0 if old else _START, 0.0 if is_kept else _START_EACH
     if not old:
-        batches = [one._replace(step=one.step + _SENT) for one in batches]
+        costs = replace(costs, step=costs.step + _SENT)
         if setting.epochs_before:
             why += "; persistent_workers=True starts them once, not in each epoch"
     for new in sorted(n for n in numbers if max(1, old) < n <= most):
@@ -205,36 +171,33 @@ def _workers(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
         if reading_lanes(wider) > _MOST_READS:
             return
         starts = start + each * (new - old)
-        yield Change("num_workers", old, new, why, 3, wider, batches, starts)
+        yield Change("num_workers", old, new, why, 3, wider, costs, starts)
 
 
 def _with_workers(setting: Setting, number: int) -> Setting:
     """Return the setting of a loader with ``number`` workers."""
     window = setting.window
     if window is not None:
-        readers = max(1, setting.workers)
-        ahead = (window - setting.on_device) // readers
+        ahead = (window - setting.on_device) // max(1, setting.workers)
         each = ahead if setting.place != "inline" and ahead > 0 else 2
         window = each * number + setting.on_device
     if setting.place == "workers":
         return replace(setting, workers=number, window=window)
     # Workers read everything but async iterables.
     is_async = setting.place == "loop" and setting.reads_async
-    reads = not (is_async and setting.is_stream)
     return replace(
         setting,
         place="workers",
         workers=number,
         worker_kind="process",
-        reads_in_workers=reads,
+        reads_in_workers=not (is_async and setting.is_stream),
         window=window,
     )
 
 
-def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
-    if setting.is_stream or not waits_for_store(batches, setting):
+def _datasets(costs: Costs, setting: Setting) -> Iterator[Change]:
+    if setting.is_stream or not waits_for_store(costs, setting):
         return
-    size = max(1, round(mean(one.reads for one in batches)))
     if is_coupled(setting):
         new = f"async __getitem__, concurrency={_CONCURRENCY}"
         why = "reading waits for the store, and coroutines wait at the same time"
@@ -247,23 +210,23 @@ def _datasets(batches: Sequence[Batch], setting: Setting) -> Iterator[Change]:
             concurrency=_CONCURRENCY,
             reads_async=True,
             window=None if setting.window != 0 else 0,
-            batch_size=size,
+            batch_size=max(1, round(costs.reads.mean())),
         )
-        yield Change("dataset", "plain", new, why, 4, asynchronous, batches)
+        yield Change("dataset", "plain", new, why, 4, asynchronous, costs)
     elif setting.reads_async and setting.concurrency >= _MANY_READS:
         why = "one request then brings many samples; assumed to take a tenth"
-        packed = scaled(batches, "read", _PACKED)
-        yield Change("dataset", "a read each", _SHARDS, why, 4, setting, packed)
+        packed = costs.scaled("read", _PACKED)
+        yield Change("dataset", "a read each", "shards", why, 4, setting, packed)
 
 
-def waits_for_store(batches: Sequence[Batch], setting: Setting) -> bool:
+def waits_for_store(costs: Costs, setting: Setting) -> bool:
     """Tell whether reading is mostly waiting, as far as that is measured.
 
     Coroutines may wait for anything else: what plain code does is measured.
     """
-    if is_coupled(setting) and not all(one.is_measured for one in batches):
+    if is_coupled(setting) and not costs.is_measured:
         return False
-    read = sum(one.read for one in batches)
-    cpu = sum(one.read * one.read_cpu for one in batches)
-    samples = sum(max(one.reads, one.samples) for one in batches)
-    return cpu <= _WAITS * read and read - cpu >= _LEAST_WAIT * samples
+    read = costs.read.mean()
+    busy = min(1.0, costs.read_cpu / max(1e-9, 1 - costs.delay)) * read
+    samples = np.maximum(costs.reads, costs.samples).mean()
+    return bool(busy <= _WAITS * read and read - busy >= _LEAST_WAIT * samples)

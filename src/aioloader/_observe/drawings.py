@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import is_coupled
-from aioloader._observe.trace import made_times
+from aioloader._observe.stages import is_coupled, is_made, on_one_clock
+from aioloader._observe.words import seconds_text
 
 _WIDTH = 920
 _LEFT = 170
@@ -22,14 +22,6 @@ _ROOM = _WIDTH - _LEFT - _RIGHT
 _ROWS = 40
 _BARS = 230
 _MAKING = ("read", "transform", "collate")
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a duration with three digits: ``"12.3 ms"``."""
-    for limit, scale, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms")):
-        if seconds < limit:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def draw_pipeline(
@@ -96,19 +88,14 @@ def draw_shares(stages: Sequence[Any]) -> Iterator[str]:
     yield _svg(len(stages) * 28 + 30, "Shares of time: busy, starved, blocked")
     for at, one in enumerate(stages):
         top, left = at * 28 + 2, float(_LEFT)
-        seconds = one.busy + one.starved + one.blocked
         yield _text(0, top + 14, one.name)
-        for part, name, kind in (
-            (one.busy, "busy", one.name),
-            (one.blocked, "blocked", "blocked"),
-            (one.starved, "starved", "idle"),
-        ):
-            share = part / seconds if seconds else 0.0
+        kinds = {"busy": one.name, "blocked": "blocked", "starved": "idle"}
+        for name, kind in kinds.items():
+            share = one.shares[name]
             title = f"{one.name}: {share:.0%} {name}"
             yield _box(left, top, _ROOM * share, 20, kind, title)
             left += _ROOM * share
-        share = one.busy / seconds if seconds else 0.0
-        yield _text(_WIDTH, top + 14, f"{share:.0%} busy", "end")
+        yield _text(_WIDTH, top + 14, f"{one.utilisation:.0%} busy", "end")
     below = len(stages) * 28 + 20
     yield from _legend(
         [
@@ -123,9 +110,9 @@ def draw_shares(stages: Sequence[Any]) -> Iterator[str]:
 
 def draw_timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
     """Draw when each of the last batches was in which stage."""
-    last = list(records[-_ROWS:])
-    rows = [(one, made_times(setting, one)) for one in last]
-    begin = min(min((one.asked, *times[:1])) for one, times in rows)
+    last = on_one_clock(records[-_ROWS:], setting)
+    begin = min(one.made[0] if is_made(one) else one.asked for one in last)
+    begin = min(begin, last[0].asked)
     end = max(one.taken for one in last)
     seconds = end - begin or 1.0
 
@@ -134,7 +121,7 @@ def draw_timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
         width = _ROOM * (ended - began) / seconds
         return _box(left, top, width, 9, kind, f"{name}: {seconds_text(ended - began)}")
 
-    height = len(rows) * 12 + 62
+    height = len(last) * 12 + 62
     yield _svg(height, "Timeline of the last batches")
     yield from _axis(seconds, height - 46)
     yield _text(0, 11, "consumer")
@@ -145,15 +132,15 @@ def draw_timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
         if after.asked > one.taken:
             what = f"step after batch {one.number}"
             yield box(2, what, "consumer", one.taken, after.asked)
-    for at, (one, times) in enumerate(rows):
+    for at, one in enumerate(last):
         top = at * 12 + 16
         lane = f", worker {one.lane}" if setting.workers else ""
         if not at or one is last[-1] or at % 5 == 0:
             yield _text(0, top + 9, f"batch {one.number}{lane}", "muted")
-        if times:
+        if is_made(one):
             names = ("read", "waits for a worker", "transform", "collate", "is ready")
             kinds = ("read", "idle", "transform", "collate", "blocked")
-            spans = pairwise((*times, one.taken))
+            spans = pairwise((*one.made[:5], one.taken))
             for name, kind, (began, ended) in zip(names, kinds, spans, strict=True):
                 if ended > began:
                     yield box(top, f"batch {one.number} {name}", kind, began, ended)

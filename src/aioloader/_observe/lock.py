@@ -7,16 +7,12 @@ loader's own threads compute meanwhile, and its step looks longer than it is.
 
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import median
 
 import numpy as np
 
 from aioloader._observe.records import Record, Setting
 from aioloader._observe.stages import (
     Floats,
-    hand_over,
-    is_made,
     making_starts,
     seen_transports,
 )
@@ -44,7 +40,7 @@ def processors(setting: Setting) -> int:
     return 1 if is_one else max(1, setting.cores)
 
 
-def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
+def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
     """Return how long each step but the last waited for the GIL.
 
     This is estimated, and only if there are signs of it: batches that the consumer
@@ -52,64 +48,35 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> list[float]:
     made. If most steps take equally long, each is assumed to wait for the switch
     interval, at most as long as batches were made before, or half of that if a batch
     was made just then. Otherwise the quickest steps did not wait.
-
-    Args:
-        records: The records in the order of delivery, with the times of their making.
-        setting: The loader's setting.
     """
-    none = [0.0] * (len(records) - 1)
-    makes = [one for one in records if is_made(one)]
-    if not is_shared(setting) or setting.on_device or not (none and makes):
+    none = np.zeros(max(0, len(records) - 1))
+    if not (is_shared(setting) and len(none)) or setting.on_device:
         return none
-    waits = _seen_waits(records, makes, setting)
-    most = _idle(records, makes, setting)
-    return [one * min(1.0, most / max(sum(waits), 1e-9)) for one in waits]
-
-
-def _idle(
-    records: Sequence[Record], makes: Sequence[Record], setting: Setting
-) -> float:
-    """Return the seconds of all steps in which their process did not compute.
-
-    A step that computes waits for no lock, whatever its length.
-    """
-    steps = [later.asked - one.taken for one, later in pairwise(records)]
-    seconds = records[-1].taken - records[0].taken
-    measured = [one.made[6] for one in makes if one.made[6]]
-    making = median(measured) * len(steps) if measured else 0.0
-    return max(0.0, sum(steps) - max(0.0, setting.used * seconds - making))
-
-
-def _seen_waits(
-    records: Sequence[Record], makes: Sequence[Record], setting: Setting
-) -> list[float]:
-    """Return the waits that the ends of steps show; zeros without such signs."""
-    none = [0.0] * (len(records) - 1)
-    begins = _times(makes, making_starts(setting))
-    ends = _times(makes, 4)
+    taken = np.array([one.taken for one in records])
+    asked = np.array([one.asked for one in records[1:]])
+    made = np.array([one.made for one in records])
+    begins, ends, cpu = made[:, making_starts(setting)], made[:, 4], made[:, 6]
+    steps, seconds = asked - taken[:-1], max(taken[-1] - taken[0], 1e-9)
     turn = sys.getswitchinterval()
-    steps = [later.asked - one.taken for one, later in pairwise(records)]
-    usual, least = median(steps), float(np.quantile(steps, _QUICKEST))
-    is_even = sum(abs(one - usual) < turn / 10 for one in steps) > len(steps) / 3
-    waits, let = [], 0
-    for step, (one, later) in zip(steps, pairwise(records), strict=True):
-        begin = max(one.taken, later.asked - turn)
-        made = np.minimum(ends, later.asked) - np.maximum(begins, begin)
-        wait = min(later.asked - begin, float(made[made > 0].sum()))
-        since = later.asked - ends
-        is_let = bool(((since > 0) & (since < _AT_ONCE)).any())
-        let += is_let
-        if wait and not is_even:
-            wait = min(max(0.0, step - least), _TURNS * turn)
-        elif is_let:
-            wait /= 2
-        waits.append(wait)
-    chance = len(ends) * _AT_ONCE / max(records[-1].taken - records[0].taken, 1e-9)
-    late = seen_transports(records, setting, hand_over(records, setting)).values()
-    is_late = bool(late) and median(late) >= _LATE
-    is_kept = is_late or let > max(_SHARE, _TIMES * chance) * len(waits)
-    return waits if is_kept else none
-
-
-def _times(records: Sequence[Record], field: int) -> Floats:
-    return np.array([one.made[field] for one in records])
+    # Seconds of making within the last turn of each step: a row per step.
+    begun = np.maximum(taken[:-1], asked - turn)
+    within = np.minimum(ends, asked[:, None]) - np.maximum(begins, begun[:, None])
+    waits: Floats = np.minimum(asked - begun, within.clip(0).sum(1))
+    since = asked[:, None] - ends
+    is_released = ((since > 0) & (since < _AT_ONCE)).any(1)
+    is_even = (abs(steps - np.median(steps)) < turn / 10).sum() > len(steps) / 3
+    if is_even:
+        waits[is_released] /= 2
+    else:
+        beyond = steps - np.quantile(steps, _QUICKEST)
+        waits = np.where(waits > 0, beyond.clip(0, _TURNS * turn), 0.0)
+    late = seen_transports(records, setting).values()
+    is_late = bool(late) and np.median([*late]) >= _LATE
+    by_chance = _TIMES * len(records) * _AT_ONCE / seconds
+    if not is_late and is_released.mean() <= max(_SHARE, by_chance):
+        return none
+    # A step that computes waits for no lock, whatever its length.
+    making = np.median(cpu[cpu > 0]) * len(steps) if cpu.any() else 0.0
+    idle = max(0.0, steps.sum() - max(0.0, setting.used * seconds - making))
+    waits *= min(1.0, idle / max(waits.sum(), 1e-9))
+    return waits

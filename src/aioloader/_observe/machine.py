@@ -65,13 +65,12 @@ class RunTimes(NamedTuple):
     cpu: float = 0.0
     delayed: float = 0.0
 
+    def __sub__(self, before: "RunTimes") -> "RunTimes":
+        return RunTimes(self.cpu - before.cpu, self.delayed - before.delayed)
+
 
 def run_times(thread: int | None = None) -> RunTimes:
-    """Return the times of a thread of this process, by default of the caller.
-
-    Args:
-        thread: Its native number.
-    """
+    """Return the times of a thread, by its native number; by default the caller's."""
     cpu = delayed = 0.0
     with contextlib.suppress(OSError, ValueError):  # only Linux has it
         if thread is None:

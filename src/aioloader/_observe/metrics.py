@@ -8,182 +8,126 @@ decrease; batches of an epoch after its last collection are missed.
 import importlib
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client.core import Metric
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """One metric.
 
     Attributes:
         name: OpenTelemetry's name; Prometheus' name follows from it and the unit.
         unit: OpenTelemetry's unit (UCUM): ``"s"``, ``"1"``, or ``"{batch}"``.
-        kind: ``"sum"``: per epoch, to be added up; ``"total"``: over all epochs
-            already; ``"gauge"``: a present value.
         help: The description.
-        of: Returns values and labels from ``loader.stats()``.
     """
 
     name: str
     unit: str
-    kind: Literal["sum", "total", "gauge"]
     help: str
-    of: Callable[[Any], Iterable["Value"]]
 
 
-class Value(NamedTuple):
-    """One value of a figure, and its labels as pairs of name and value."""
-
-    value: float
-    labels: tuple[tuple[str, str], ...] = ()
+# A value of a figure, and its labels as pairs of name and value.
+Value: TypeAlias = tuple[float, tuple[tuple[str, str], ...]]
 
 
-def _one(name: str) -> Callable[[Any], Iterable[Value]]:
-    return lambda stats: [Value(float(getattr(stats, name)))]
-
-
-def _batch_size(stats: Any) -> Iterator[Value]:
-    if stats.recent:
-        yield Value(stats.samples / stats.recent)
-
-
-def _batch_bytes(stats: Any) -> Iterator[Value]:
-    if stats.batch_bytes:
-        yield Value(stats.batch_bytes)
-
-
-def _ready(stats: Any) -> Iterator[Value]:
-    if stats.recent:
-        yield Value(stats.queued)
-
-
-def _loop_held(stats: Any) -> Iterator[Value]:
-    if stats.loop_lag is not None:
-        yield Value(stats.loop_lag.share)
-
-
-def _waits(stats: Any) -> Iterator[Value]:
-    if stats.recent:
-        for quantile, seconds in zip(("0.5", "0.95", "0.99"), stats.waits, strict=True):
-            yield Value(seconds, (("quantile", quantile),))
-
-
-def _stage_shares(stats: Any) -> Iterator[Value]:
-    for stage in stats.stages:
-        seconds = stage.busy + stage.starved + stage.blocked
-        for state in ("busy", "starved", "blocked"):
-            share = getattr(stage, state) / seconds if seconds else 0.0
-            yield Value(share, (("stage", stage.name), ("state", state)))
-
-
-def _stage_durations(stats: Any) -> Iterator[Value]:
-    for stage in stats.stages:
-        for name, quantile in (("p50", "0.5"), ("p95", "0.95"), ("p99", "0.99")):
-            labels = ("stage", stage.name), ("quantile", quantile)
-            yield Value(getattr(stage, name), labels)
-
-
+# Of one epoch, to be added up.
+_SUMS = (
+    Figure("batches", "{batch}", "Batches delivered."),
+    Figure(
+        "wait.time", "s", "Time the consumer waited for batches that were not ready."
+    ),
+    Figure("failures", "{sample}", "Samples that failed and were skipped or replaced."),
+    Figure("retries", "{read}", "Reads that the loader's retry has repeated."),
+)
+_COUNTERS = (
+    *_SUMS,
+    Figure("worker.deaths", "{worker}", "Worker processes that died."),
+    Figure(
+        "worker.restarts", "{worker}", "Worker processes started to replace others."
+    ),
+)
+_LATEST = "the mean of the latest ones"
 FIGURES = (
-    Figure("batches", "{batch}", "sum", "Batches delivered.", _one("batches")),
-    Figure(
-        "wait.time",
-        "s",
-        "sum",
-        "Time the consumer waited for batches that were not ready.",
-        _one("waited"),
-    ),
-    Figure(
-        "failures",
-        "{sample}",
-        "sum",
-        "Samples that failed and were skipped or replaced.",
-        _one("failures"),
-    ),
-    Figure(
-        "retries",
-        "{read}",
-        "sum",
-        "Reads that the loader's retry has repeated.",
-        _one("retries"),
-    ),
-    Figure(
-        "worker.deaths",
-        "{worker}",
-        "total",
-        "Worker processes that died.",
-        _one("worker_deaths"),
-    ),
-    Figure(
-        "worker.restarts",
-        "{worker}",
-        "total",
-        "Worker processes started to replace others.",
-        _one("worker_restarts"),
-    ),
-    Figure("epoch", "1", "gauge", "Number of the latest epoch.", _one("epoch")),
-    Figure(
-        "batches.in_flight",
-        "{batch}",
-        "gauge",
-        "Batches requested and not yet delivered.",
-        _one("in_flight"),
-    ),
-    Figure(
-        "batch.samples",
-        "{sample}",
-        "gauge",
-        "Samples per batch: the mean of the latest ones.",
-        _batch_size,
-    ),
-    Figure(
-        "batch.size",
-        "By",
-        "gauge",
-        "Bytes per batch: the mean of some.",
-        _batch_bytes,
-    ),
+    *_COUNTERS,
+    Figure("epoch", "1", "Number of the latest epoch."),
+    Figure("batches.in_flight", "{batch}", "Batches requested and not yet delivered."),
+    Figure("batch.samples", "{sample}", f"Samples per batch: {_LATEST}."),
+    Figure("batch.size", "By", "Bytes per batch: the mean of some."),
     Figure(
         "batches.ready",
         "{batch}",
-        "gauge",
-        "Batches that were ready when one was requested: the mean of the latest ones.",
-        _ready,
+        f"Batches that were ready when one was requested: {_LATEST}.",
     ),
     Figure(
         "loop.held",
         "1",
-        "gauge",
         "Share of the time in which the event loop that reads samples was blocked.",
-        _loop_held,
     ),
     Figure(
         "wait.duration",
         "s",
-        "gauge",
         "Time from requesting a batch to receiving it: quantiles of the latest ones.",
-        _waits,
     ),
     Figure(
         "stage.utilization",
         "1",
-        "gauge",
         "Share of its time that a stage is busy, starved or blocked.",
-        _stage_shares,
     ),
     Figure(
         "stage.duration",
         "s",
-        "gauge",
         "Time a stage takes for a batch: quantiles of the latest ones.",
-        _stage_durations,
     ),
 )
+
+
+def _values(stats: Any) -> dict[str, list[Value]]:
+    """Return the values of all figures of ``loader.stats()``."""
+    numbers = {
+        "batches": stats.batches,
+        "wait.time": stats.waited,
+        "failures": stats.failures,
+        "retries": stats.retries,
+        "worker.deaths": stats.worker_deaths,
+        "worker.restarts": stats.worker_restarts,
+        "epoch": stats.epoch,
+        "batches.in_flight": stats.in_flight,
+    }
+    if stats.recent:
+        numbers["batch.samples"] = stats.samples / stats.recent
+        numbers["batches.ready"] = stats.queued
+    if stats.batch_bytes:
+        numbers["batch.size"] = stats.batch_bytes
+    if stats.loop_lag is not None:
+        numbers["loop.held"] = stats.loop_lag.share
+    found: dict[str, list[Value]] = {figure.name: [] for figure in FIGURES}
+    found |= {name: [(float(one), ())] for name, one in numbers.items()}
+    if stats.recent:
+        found["wait.duration"] = _quantiles(stats.waits)
+    found["stage.utilization"] = [
+        (share, (("stage", stage.name), ("state", state)))
+        for stage in stats.stages
+        for state, share in stage.shares.items()
+    ]
+    found["stage.duration"] = [
+        one
+        for stage in stats.stages
+        for one in _quantiles((stage.p50, stage.p95, stage.p99), ("stage", stage.name))
+    ]
+    return found
+
+
+def _quantiles(seconds: Iterable[float], *labels: tuple[str, str]) -> list[Value]:
+    names = ("0.5", "0.95", "0.99")
+    return [
+        (one, (*labels, ("quantile", name)))
+        for name, one in zip(names, seconds, strict=True)
+    ]
 
 
 class PrometheusCollector:
@@ -218,7 +162,7 @@ class PrometheusCollector:
         readings = [(one.name, one.read()) for one in self._watched]
         for figure in FIGURES:
             family = _family(figure)
-            name = family.name + ("_total" if figure.kind != "gauge" else "")
+            name = family.name + ("_total" if figure in _COUNTERS else "")
             for loader, reading in readings:
                 for value, labels in reading.get(figure.name, ()):
                     family.add_sample(name, {"loader": loader, **dict(labels)}, value)
@@ -228,7 +172,7 @@ class PrometheusCollector:
 def _family(figure: Figure) -> "Metric":
     from prometheus_client.core import Metric  # noqa: PLC0415  (an extra)
 
-    kind = "gauge" if figure.kind == "gauge" else "counter"
+    kind = "counter" if figure in _COUNTERS else "gauge"
     name = "aioloader_" + figure.name.replace(".", "_")
     if figure.unit == "s":
         name += "_seconds"
@@ -261,9 +205,9 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     watched = [_Watched(name, one) for name, one in loaders.items()]
     for figure in FIGURES:
         make = (
-            meter.create_observable_gauge
-            if figure.kind == "gauge"
-            else meter.create_observable_counter
+            meter.create_observable_counter
+            if figure in _COUNTERS
+            else meter.create_observable_gauge
         )
         make(
             f"aioloader.{figure.name}",
@@ -306,8 +250,8 @@ class _Watched:
         self._lock = threading.RLock()  # scrapes may come from several threads
         self._left: dict[str, list[Value]] = {}  # of a collection under way
         self._iteration: object = None  # referred to, so that no other has its id
-        self._latest: dict[Any, float] = {}  # of the current iteration
-        self._before: dict[Any, float] = {}  # of earlier iterations
+        self._latest: dict[str, float] = {}  # of the current iteration
+        self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 
     def read(self) -> dict[str, list[Value]]:
         """Return the values of all figures; none if the loader is gone."""
@@ -316,21 +260,14 @@ class _Watched:
             return {}
         with self._lock:
             stats = loader.stats()
-            found = {figure.name: list(figure.of(stats)) for figure in FIGURES}
-            sums = {
-                (figure.name, one.labels): one.value
-                for figure in FIGURES
-                if figure.kind == "sum"
-                for one in found[figure.name]
-            }
-            self._settle(stats.iteration, sums)
-            for figure in FIGURES:
-                if figure.kind == "sum":
-                    found[figure.name] = [
-                        Value(self._total(figure.name, labels), labels)
-                        for name, labels in {**self._before, **sums}
-                        if name == figure.name
-                    ]
+            found = _values(stats)
+            if stats.iteration is not self._iteration:
+                for name, value in self._latest.items():
+                    self._before[name] += value
+            self._iteration = stats.iteration
+            self._latest = {one.name: found[one.name][0][0] for one in _SUMS}
+            for name, value in self._latest.items():
+                found[name] = [(self._before[name] + value, ())]
             return found
 
     def take(self, name: str) -> list[Value]:
@@ -342,14 +279,3 @@ class _Watched:
             if name not in self._left:
                 self._left = self.read()
             return self._left.pop(name, [])
-
-    def _settle(self, iteration: object, sums: dict[Any, float]) -> None:
-        """Add the figures of the previous iteration if a new one has started."""
-        if iteration is not self._iteration:
-            for key, value in self._latest.items():
-                self._before[key] = self._before.get(key, 0.0) + value
-        self._iteration, self._latest = iteration, sums
-
-    def _total(self, name: str, labels: Any) -> float:
-        key = name, labels
-        return self._before.get(key, 0.0) + self._latest.get(key, 0.0)

@@ -16,9 +16,12 @@ from aioloader._observe.drawings import (
     draw_shares,
     draw_timeline,
     draw_waits,
-    seconds_text,
 )
 from aioloader._observe.records import Record, Setting
+from aioloader._observe.stages import percentiles
+from aioloader._observe.stats import HEADS, stage_rows
+from aioloader._observe.trace import replacing
+from aioloader._observe.words import seconds_text
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1a1a19; --muted: #6b6a66;
@@ -74,23 +77,10 @@ def report_html(
     records: Sequence[Record],
     setting: Setting,
 ) -> None:
-    """Write the report as a page; an existing file is replaced once it is complete.
-
-    Args:
-        path: The HTML file.
-        stats: ``loader.stats()``.
-        report: ``loader.report()``.
-        records: The latest batches, in the order of delivery.
-        setting: The loader's setting.
-    """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Write the report as a page; an existing file is replaced once it is complete."""
     text = "\n".join(page(stats, report, records, setting))
-    try:
+    with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def page(
@@ -116,19 +106,14 @@ def page(
 def _verdict(stats: Any, report: Any) -> Iterator[str]:
     yield f'<p class="muted">aioloader: epoch {stats.epoch}</p>'
     yield f"<h1>{escape(report.headline)}</h1>"
-    for line in (report.advice, getattr(report, "limit", ""), *_remarks(report)):
+    confidence = f"Confidence: {report.confidence}."
+    for line in (report.advice, report.limit, *report.remarks, confidence):
         if line:
             yield f"<p>{escape(str(line))}</p>"
     yield '<ul class="tiles">'
     for value, what in _tiles(stats, report):
         yield f"<li><b>{escape(value)}</b> {escape(what)}</li>"
     yield "</ul>"
-
-
-def _remarks(report: Any) -> Iterator[str]:
-    yield from getattr(report, "remarks", ())
-    if getattr(report, "confidence", ""):
-        yield f"Confidence: {report.confidence}."
 
 
 def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
@@ -178,26 +163,10 @@ def _figures(
     yield "<h2>Percentiles</h2>"
     yield f'<p class="muted">Of {recent}; times are for one batch.</p>'
     yield '<div class="wide">'
-    yield from _table(_HEADS, _rows(stats, records))
+    waits = percentiles([one.taken - one.asked for one in records])
+    wait = ("wait", "", "", "", "", *map(seconds_text, waits))
+    yield from _table(HEADS, [*stage_rows(stats.stages), wait])
     yield "</div>"
-
-
-_HEADS = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
-
-
-def _rows(stats: Any, records: Sequence[Record]) -> Iterator[Sequence[str]]:
-    for stage in stats.stages:
-        seconds = stage.busy + stage.starved + stage.blocked
-        shares = (
-            f"{part / seconds:.0%}" if seconds else ""
-            for part in (stage.busy, stage.starved, stage.blocked)
-        )
-        took = map(seconds_text, (stage.p50, stage.p95, stage.p99))
-        yield stage.name, str(stage.lanes), *shares, *took
-    waits = sorted(one.taken - one.asked for one in records)
-    last = len(waits) - 1
-    times = (seconds_text(waits[round(last * part)]) for part in (0.5, 0.95, 0.99))
-    yield "wait", "", "", "", "", *times
 
 
 def _figure(name: str, caption: str, drawing: Iterable[str]) -> Iterator[str]:

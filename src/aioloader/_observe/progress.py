@@ -16,9 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
-from typing import Any, Generic, Protocol, TextIO
+from typing import Any, Generic, TextIO
 
 from typing_extensions import TypeVar
 
@@ -109,14 +108,14 @@ class WithProgress(Generic[Batch]):
                 total = len(self._loader)
         return Meter(self._loader, total, self._display(), self._desc)
 
-    def _display(self) -> "Display | None":
+    def _display(self) -> "_Bar | _Line | None":
         file = sys.stderr if self._file is None else self._file
         if not _is_seen(file):
             return None
         bar = _bar_class(self._file)
         if bar is None:
-            return _Line(file, self._desc, leave=self._leave)
-        return _Bar(bar, self._desc, self._file, leave=self._leave)
+            return _Line(file, leave=self._leave)
+        return _Bar(bar, desc=self._desc, file=self._file, leave=self._leave)
 
 
 class ProgressIterator(Generic[Batch]):
@@ -178,70 +177,42 @@ class ProgressIterator(Generic[Batch]):
         await self._batches.aclose()
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The figures to show.
-
-    Attributes:
-        batches: Position in the epoch.
-        resumed: Position where this iteration started.
-        total: Batches of the epoch, if known.
-        seconds: Seconds since the iteration started.
-        rates: Rates and shares, as text.
-    """
-
-    batches: int
-    resumed: int
-    total: int | None
-    seconds: float
-    rates: tuple[str, ...] = ()
-
-
-class Display(Protocol):
-    """Shows figures."""
-
-    def show(self, figures: Figures) -> None:
-        """Show them in place of earlier ones."""
-        ...
-
-    def close(self) -> None:
-        """Close the display, and clear it unless it should stay."""
-        ...
-
-
 class Meter:
     """Figures of one iteration, and the time of their next update.
-
-    Args:
-        loader: The loader whose ``stats()`` are read.
-        total: Batches of the epoch, if known.
-        display: Shows the figures every half second; None: they are logged.
-        desc: Prefix of a log line.
 
     Attributes:
         batches: Batches delivered in this iteration.
         due: When to update next.
+        total: Batches of the epoch, if known.
+        resumed: Position in the epoch where this iteration started.
+        seconds: Seconds from its start to the latest update.
+        rates: Rates and shares, as text.
     """
 
     def __init__(
-        self, loader: Any, total: int | None, display: Display | None, desc: str | None
+        self,
+        loader: Any,
+        total: int | None,
+        display: "_Bar | _Line | None",
+        desc: str | None,
     ) -> None:
         self.batches = 0
+        self.total = total
+        self.resumed: int = 0
+        self.seconds: float = 0.0
+        self.rates: tuple[str, ...] = ()
         now = clock()
         self.due: float = now
         if display is None:
             self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
         self._loader = loader
-        self._total = total
-        self._display = display or _LogLines(desc)
-        self._is_log = display is None
+        self._display = display
+        self._desc = desc
         self._began = now
         # For each update: time, batches, seconds of waiting.
-        self._looks = deque([(now, 0, 0.0)], maxlen=1 if self._is_log else _LOOKS)
+        self._looks = deque([(now, 0, 0.0)], maxlen=_LOOKS if display else 1)
         self._next_measure = now
         self._epoch: int | None = None
-        self._resumed = 0
-        self._rates: tuple[str, ...] = ()
         self._bytes = 0.0  # of a batch
         self._shown = 0  # batches
         self._is_closed = False
@@ -250,7 +221,7 @@ class Meter:
         """Show the current figures."""
         now = clock()
         self.due = now + SHOWN_EVERY
-        if self._is_log:
+        if self._display is None:
             _logged[self._loader] = now
             self.due = now + LOGGED_EVERY
         if not self.batches or self._is_closed:
@@ -263,7 +234,7 @@ class Meter:
     def finish(self) -> None:
         """Show the figures of the whole iteration and close the display."""
         try:
-            if self.batches and not (self._is_closed or self._is_log):
+            if self.batches and not self._is_closed and self._display is not None:
                 now = clock()
                 self._measure(now)
                 self._show(now)
@@ -275,21 +246,33 @@ class Meter:
         if self._is_closed:
             return
         self._is_closed, self.due = True, inf
+        if self._display is None:
+            return
         try:
-            if 0 < self._shown < self.batches and not self._is_log:
+            if 0 < self._shown < self.batches:
                 self._show(clock())
         finally:
             with suppress(OSError, ValueError):
                 self._display.close()
 
+    def __str__(self) -> str:
+        """Return the figures as one line."""
+        batches, total = self.resumed + self.batches, self.total
+        where = f"{batches:,} batches"
+        if total is not None:
+            where = f"{batches:,} of {total:,} batches"
+            if 0 < batches <= total:
+                where += f" ({batches / total:.0%})"
+        text = ", ".join([where, *self.rates])
+        return text if self._desc is None else f"{self._desc}: {text}"
+
     def _show(self, now: float) -> None:
-        seconds, resumed = now - self._began, self._resumed
-        self._shown = self.batches
-        figures = Figures(
-            resumed + self.batches, resumed, self._total, seconds, self._rates
-        )
+        self.seconds, self._shown = now - self._began, self.batches
+        if self._display is None:
+            _log.info("%s", str(self))  # a record may be formatted later
+            return
         with suppress(OSError, ValueError):  # the terminal is gone
-            self._display.show(figures)
+            self._display.show(self)
 
     def _measure(self, now: float) -> None:
         """Compute the rates over the latest updates."""
@@ -299,7 +282,7 @@ class Meter:
             if self._epoch is not None:  # another iteration has started meanwhile
                 self._looks.clear()
             else:
-                self._resumed = stats.resumed_at
+                self.resumed = stats.resumed_at
             self._epoch = stats.epoch
         if self._looks:
             seconds, batches, waited = map(operator.sub, look, self._looks[0])
@@ -307,7 +290,7 @@ class Meter:
                 size = stats.samples / stats.recent if stats.recent else 0.0
                 self._bytes = stats.batch_bytes
                 words = self._words(batches / seconds, size, waited / seconds)
-                self._rates = tuple(words)
+                self.rates = tuple(words)
         self._looks.append(look)
 
     def _words(self, rate: float, size: float, waits: float) -> Iterator[str]:
@@ -317,31 +300,23 @@ class Meter:
         if self._bytes:
             yield f"{_short(rate * self._bytes)}B/s"
         yield f"waiting {min(1.0, max(0.0, waits)):.0%}"
-        if self._resumed:
-            yield f"resumed at {self._resumed:,}"
+        if self.resumed:
+            yield f"resumed at {self.resumed:,}"
 
 
 class _Bar:
     """A bar of tqdm's, on a terminal or in a notebook."""
 
-    def __init__(
-        self,
-        bar_class: Callable[..., Any],
-        desc: str | None,
-        file: TextIO | None,
-        *,
-        leave: bool,
-    ) -> None:
-        self._make = bar_class
-        self._given = {"desc": desc, "file": file, "leave": leave}
+    def __init__(self, bar_class: Callable[..., Any], **given: Any) -> None:
+        self._make, self._given = bar_class, given
         self._bar: Any = None
 
-    def show(self, figures: Figures) -> None:
+    def show(self, meter: Meter) -> None:
         bar = self._bar
         if bar is None:  # made only when there is something to show
             bar = self._bar = self._make(
-                total=figures.total,
-                initial=figures.resumed,
+                total=meter.total,
+                initial=meter.resumed,
                 unit=" batches",
                 mininterval=0,
                 miniters=0,
@@ -349,9 +324,9 @@ class _Bar:
                 dynamic_ncols=True,
                 **self._given,
             )
-            bar.start_t = bar.last_print_t = time.time() - figures.seconds
-        bar.set_postfix_str(", ".join(figures.rates), refresh=False)
-        bar.update(figures.batches - bar.n)
+            bar.start_t = bar.last_print_t = time.time() - meter.seconds
+        bar.set_postfix_str(", ".join(meter.rates), refresh=False)
+        bar.update(meter.resumed + meter.batches - bar.n)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -361,15 +336,13 @@ class _Bar:
 class _Line:
     """One line of plain text, written over and over."""
 
-    def __init__(self, file: TextIO, desc: str | None, *, leave: bool) -> None:
+    def __init__(self, file: TextIO, *, leave: bool) -> None:
         self._file = file
-        self._desc = desc
         self._leave = leave
         self._width = 0
 
-    def show(self, figures: Figures) -> None:
-        text = sentence(self._desc, figures)
-        text = text[: shutil.get_terminal_size().columns - 1]
+    def show(self, meter: Meter) -> None:
+        text = str(meter)[: shutil.get_terminal_size().columns - 1]
         self._write("\r" + text.ljust(self._width))
         self._width = len(text)
 
@@ -381,31 +354,6 @@ class _Line:
     def _write(self, text: str) -> None:
         self._file.write(text)
         self._file.flush()
-
-
-class _LogLines:
-    """Lines of a log."""
-
-    def __init__(self, desc: str | None) -> None:
-        self._desc = desc
-
-    def show(self, figures: Figures) -> None:
-        _log.info("%s", sentence(self._desc, figures))
-
-    def close(self) -> None:
-        pass
-
-
-def sentence(desc: str | None, figures: Figures) -> str:
-    """Return figures as one line."""
-    batches, total = figures.batches, figures.total
-    where = f"{batches:,} batches"
-    if total is not None:
-        where = f"{batches:,} of {total:,} batches"
-        if 0 < batches <= total:
-            where += f" ({batches / total:.0%})"
-    text = ", ".join([where, *figures.rates])
-    return text if desc is None else f"{desc}: {text}"
 
 
 def _short(number: float) -> str:

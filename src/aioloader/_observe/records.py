@@ -43,9 +43,7 @@ def is_clocked(number: int) -> bool:
 def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
     """Return this thread's times; None for most: reading them takes some 20 us.
 
-    Args:
-        number: Of the batch.
-        seconds: What the one before took; only slow ones read both clocks.
+    Only batches after slow ones read both clocks.
     """
     if not is_clocked(number):
         return None
@@ -58,8 +56,7 @@ def spent(since: RunTimes | None) -> RunTimes:
         return RunTimes()
     if since.delayed < 0:
         return RunTimes(time.thread_time() - since.cpu)
-    now = run_times()
-    return RunTimes(now.cpu - since.cpu, now.delayed - since.delayed)
+    return run_times() - since
 
 
 class MadeAt(NamedTuple):
@@ -163,14 +160,8 @@ def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
         append(note)
 
 
-class Records(Latest[RecordTuple]):
-    """The latest batches of one epoch, as plain tuples; added by the consumer."""
-
-    __slots__ = ()
-
-    def all(self) -> list[Record]:
-        """Return the kept records."""
-        return [Record._make(one) for one in list(self.latest)]
+# The latest batches of one epoch; added by the consumer.
+Records: TypeAlias = Latest[RecordTuple]
 
 
 @dataclass(slots=True)
@@ -312,7 +303,7 @@ class Counters:
     batches: int = 0
     waited: float = 0.0
     in_flight: int = 0
-    records: Records = field(default_factory=Records)
+    records: Records = field(default_factory=Latest)
     setting: Setting | None = None
     weighed: int = 0
     bytes: int = 0
@@ -330,6 +321,19 @@ class Counters:
         self.bytes += bytes_of(batch)
         self.clocks.append((time.perf_counter(), time.process_time()))
 
+    def recorded(self) -> list[Record]:
+        """Return the records of the latest batches."""
+        return [Record._make(one) for one in list(self.records.latest)]
+
+    def copied(self) -> list[Copy]:
+        """Return the latest copies to the device."""
+        return [] if self.copies is None else list(self.copies.latest)
+
+    def ahead_bytes(self) -> int:
+        """Return the device memory of batches moved and not yet delivered, in bytes."""
+        copies = self.copies
+        return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)
+
     def used(self) -> float:
         """Return how many cores this process has used lately; 0 if not known."""
         clocks = list(self.clocks)
@@ -343,11 +347,6 @@ def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
     """Return the bytes of tensors, arrays, bytes and text in nested containers.
 
     If there are many items, only some are measured.
-
-    Args:
-        batch: The batch to measure.
-        items: Limit on measured items, over all levels.
-        depth: Limit on levels.
     """
     try:
         nbytes = getattr(batch, "nbytes", None)

@@ -9,7 +9,7 @@ missing, so lanes look idle at the end.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from aioloader._observe.records import Copy, Record, Setting
 
 Floats: TypeAlias = NDArray[np.float64]
 # Name, begins and ends of a step of all batches, and how many samples run at a time.
-_Step: TypeAlias = tuple[str, Floats, Floats, Floats | None]
+_Step: TypeAlias = tuple[str, Floats, Floats, Any]
 
+# Workers of this machine, which share the clock.
+_LOCAL = {"process", "thread", "ProcessPoolExecutor", "ThreadPoolExecutor"}
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
 # A consumer waited for a batch if it did for more than this share of its transport.
@@ -63,10 +65,16 @@ class StageStats:
     nbytes: int = 0
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the time, from 0 to 1: ``busy``, ``starved``, ``blocked``."""
+        parts = {"busy": self.busy, "starved": self.starved, "blocked": self.blocked}
+        seconds = sum(parts.values())
+        return {name: one / seconds if seconds else 0.0 for name, one in parts.items()}
+
+    @property
     def utilisation(self) -> float:
         """Share of the time in which a lane was busy, from 0 to 1."""
-        seconds = self.busy + self.starved + self.blocked
-        return self.busy / seconds if seconds else 0.0
+        return self.shares["busy"]
 
 
 def stage_stats(
@@ -78,7 +86,7 @@ def stage_stats(
     """
     if not records:
         return ()
-    records = on_one_clock(records)
+    records = on_one_clock(records, setting)
     span = _Span(records, setting, copies)
     device = [span.device(copies)] if copies else []
     return (*span.making(), span.transport(), *device, span.consumer())
@@ -163,14 +171,14 @@ def making_lanes(setting: Setting) -> int:
     return max(1, setting.workers) if setting.place == "workers" else 1
 
 
-def on_one_clock(records: Sequence[Record]) -> list[Record]:
+def on_one_clock(records: Sequence[Record], setting: Setting) -> list[Record]:
     """Return the records with the clocks of workers on other machines corrected.
 
     Only if times are impossible: then the fastest batch of each lane is assumed to have
     arrived as soon as it was collated.
     """
     made = [one for one in records if is_made(one)]
-    if not made:
+    if not made or setting.place != "workers" or setting.worker_kind in _LOCAL:
         return list(records)
     earliest = 2 * records[0].asked - records[-1].taken
     if all(one.made[0] >= earliest and one.made[4] <= one.taken for one in made):
@@ -208,51 +216,33 @@ def hand_over(records: Sequence[Record], setting: Setting) -> float:
     return min(max(0.0, least), _HAND_OVER)
 
 
-class Transport(NamedTuple):
-    """The transport of a batch after collating.
+def transports(records: Sequence[Record], setting: Setting) -> tuple[Floats, Floats]:
+    """Return the seconds of each batch's transport, and when it could be taken.
 
-    Attributes:
-        seconds: How long it took, without waiting for earlier batches.
-        end: When the consumer could take the batch.
-    """
-
-    seconds: float
-    end: float
-
-
-def transports(records: Sequence[Record], setting: Setting) -> list[Transport]:
-    """Return the transport of each batch to the consumer.
-
-    It is visible if the consumer waited. Batches are moved to a device one after
+    Transport is visible if the consumer waited. Batches are moved to a device one after
     another: there it counts from the previous batch. For other batches it is hidden,
     and assumed to be the median, limited by the available time. Inline, it is the rest
     of the time from request to delivery.
     """
+    ends = np.array([one.taken for one in records])
     if setting.place == "inline":
-        return [
-            Transport(max(0.0, _waited(one) - one.made[4] + one.made[0]), one.taken)
-            for one in records
-        ]
-    known = seen_transports(records, setting, hand_over(records, setting))
+        rest = [_waited(one) - one.made[4] + one.made[0] for one in records]
+        return np.maximum(0.0, rest), ends
+    known = seen_transports(records, setting)
     usual = median(known.values()) if known else 0.0
-    ways = []
+    seconds = np.zeros(len(records))
     for at, one in enumerate(records):
-        hidden = max(0.0, min(usual, one.asked - one.made[4])) if is_made(one) else 0.0
-        end = one.taken if at in known or not is_made(one) else one.made[4] + hidden
-        ways.append(Transport(known.get(at, hidden), end))
-    return ways
+        if at in known:
+            seconds[at] = known[at]
+        elif is_made(one):
+            seconds[at] = max(0.0, min(usual, one.asked - one.made[4]))
+            ends[at] = one.made[4] + seconds[at]
+    return seconds, ends
 
 
-def seen_transports(
-    records: Sequence[Record], setting: Setting, least: float
-) -> dict[int, float]:
-    """Return the transport seconds of the batches that the consumer waited for.
-
-    Args:
-        records: The records in the order of delivery; not of an inline loader.
-        setting: The loader's setting.
-        least: The result of ``hand_over``.
-    """
+def seen_transports(records: Sequence[Record], setting: Setting) -> dict[int, float]:
+    """Return the transport seconds of the batches that the consumer waited for."""
+    least = hand_over(records, setting)
     known: dict[int, float] = {}
     free = 0.0
     for at, one in enumerate(records):
@@ -271,9 +261,9 @@ def _waited(record: Record) -> float:
 
 def held_back(records: Sequence[Record], setting: Setting) -> float:
     """Return the total seconds that finished batches waited for an earlier one."""
-    if not setting.in_order or setting.place == "inline":
+    if not setting.in_order or setting.place == "inline" or not records:
         return 0.0
-    records = on_one_clock(records)
+    records = on_one_clock(records, setting)
     held, latest = 0.0, 0.0
     for one in records:
         if is_made(one):
@@ -312,69 +302,56 @@ class _Span:
         self._asked = np.array([one.asked for one in records])
         self._taken = np.array([one.taken for one in records])
         moved, reduced = until_copied(records, setting, copies)
-        ways = transports(moved, reduced)
+        self._moved, self._ready = transports(moved, reduced)
         self._left = np.array([one.taken for one in moved])
         self._is_made = np.array([is_made(one) for one in records])
         self._made = np.array([one.made for one in records if is_made(one)]).T
-        self._moved = np.array([way.seconds for way in ways])
-        self._ready = np.array([way.end for way in ways])
 
-    def making(self) -> tuple[StageStats, ...]:
+    def making(self) -> list[StageStats]:
         """Return the stages that make batches; none if their times are not known."""
         if not self._is_made.any():
-            return ()
+            return []
         setting = self._setting
         reading, making = reading_lanes(setting), making_lanes(setting)
         began, read, started, transformed, collated, busy, *_ = self._made
         lying = _Overlap(self._clip(collated), self._taken[self._is_made])
-        steps: list[_Step] = [
-            ("read", began, read, None),
-            ("transform", started, transformed, None),
-            ("collate", transformed, collated, None),
-        ]
+        to_read: _Step = ("read", began, read, 1.0)
+        to_transform: _Step = ("transform", started, transformed, 1.0)
+        to_collate: _Step = ("collate", transformed, collated, 1.0)
         if setting.transforms_async:
             weight = _weight(busy, transformed - started)
-            steps[1] = ("transform", started, transformed, weight)
-            groups = [
-                (0, 1, reading),
-                (1, 2, transforming_lanes(setting)),
-                (2, 3, making),
+            to_transform = ("transform", started, transformed, weight)
+            transforming = transforming_lanes(setting)
+            return [
+                *self._shared(reading, [to_read], lying),
+                *self._shared(transforming, [to_transform], lying),
+                *self._shared(making, [to_collate], lying),
             ]
-        elif is_coupled(setting):
-            groups = [(0, 3, making)]
-        else:
-            if not setting.is_stream:
-                steps[0] = ("read", began, read, _weight(busy, read - began))
-            groups = [(0, 1, reading), (1, 3, making)]
-        stages = []
-        for first, end, lanes in groups:
-            stages += self._shared(lanes, steps[first:end], lying)
-        return tuple(stages)
+        if is_coupled(setting):
+            return self._shared(making, [to_read, to_transform, to_collate], lying)
+        if not setting.is_stream:
+            to_read = ("read", began, read, _weight(busy, read - began))
+        return [
+            *self._shared(reading, [to_read], lying),
+            *self._shared(making, [to_transform, to_collate], lying),
+        ]
 
     def _shared(
-        self,
-        lanes: int,
-        steps: list[_Step],
-        lying: _Overlap,
+        self, lanes: int, steps: list[_Step], lying: _Overlap
     ) -> list[StageStats]:
         """Return stages that share lanes, which run one step after another."""
         busy, within = [], 0.0
         for _, begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
-            weights = 1.0 if weight is None else weight
-            busy.append(float(((ends - begins) * weights).sum()))
-            overlap = (lying.until(ends) - lying.until(begins)) * weights
+            busy.append(float(((ends - begins) * weight).sum()))
+            overlap = (lying.until(ends) - lying.until(begins)) * weight
             within += float(overlap.sum())
-        seconds = lanes * (self._end - self._begin)
-        idle = max(0.0, seconds - sum(busy))
+        idle = max(0.0, lanes * (self._end - self._begin) - sum(busy))
         blocked = lanes * float(lying.until(self._end) - lying.until(self._begin))
         blocked = min(idle, max(0.0, blocked - within))
         return [
             StageStats(
-                name,
-                lanes,
-                int(self._is_made.sum()),
-                busy[at],
+                *(name, lanes, len(begin), busy[at]),
                 sum(busy[:at]) + idle - blocked,
                 sum(busy[at + 1 :]) + blocked,
                 *percentiles(end - begin),
@@ -384,41 +361,27 @@ class _Span:
 
     def transport(self) -> StageStats:
         """Return the transport stage: one lane, busy while any batch is in transit."""
-        begins = self._clip(self._ready - self._moved)
-        ends = self._clip(self._ready)
+        begins, ends = self._clip(self._ready - self._moved), self._clip(self._ready)
+        left = self._clip(self._left)
         seconds = self._end - self._begin
         busy = float(_Overlap(begins, ends).until(self._end))
-        some = _Overlap(
-            np.append(begins, ends), np.append(ends, self._clip(self._left))
-        )
+        some = _Overlap(np.append(begins, ends), np.append(ends, left))
         lying = float(some.until(self._end)) - busy
         return StageStats(
-            "transport",
-            1,
-            self._items,
-            busy,
-            seconds - busy - lying,
-            lying,
+            *("transport", 1, self._items, busy, seconds - busy - lying, lying),
             *percentiles(self._moved),
         )
 
     def device(self, copies: Sequence[Copy]) -> StageStats:
         """Return the device stage; it starves while it has room for a batch."""
-        asked, began, ended = (
-            self._clip(np.array([getattr(one, name) for one in copies]))
-            for name in ("asked", "began", "ended")
-        )
+        times = np.array([(one.asked, one.began, one.ended) for one in copies])
+        asked, began, ended = self._clip(times.T)
         seconds = self._end - self._begin
         busy = float(_Overlap(began, ended).until(self._end))
         wanted = _Overlap(np.append(asked, began), np.append(began, ended))
         starved = float(wanted.until(self._end)) - busy
         return StageStats(
-            "device",
-            1,
-            len(copies),
-            busy,
-            starved,
-            seconds - busy - starved,
+            *("device", 1, len(copies), busy, starved, seconds - busy - starved),
             *percentiles([*copy_seconds(copies).values()]),
             nbytes=sum(one.nbytes for one in copies),
         )
@@ -428,12 +391,7 @@ class _Span:
         steps = self._asked[1:] - self._taken[:-1]
         waits = float((self._taken - self._asked).sum())
         return StageStats(
-            "consumer",
-            1,
-            self._items,
-            float(steps.sum()),
-            waits,
-            0.0,
+            *("consumer", 1, self._items, float(steps.sum()), waits, 0.0),
             *percentiles(steps),
         )
 

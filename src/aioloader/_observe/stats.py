@@ -1,19 +1,12 @@
 """The figures of one epoch, as ``loader.stats()`` shows them."""
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import (
-    Copy,
-    Listed,
-    LoopLag,
-    Record,
-    RecordTuple,
-    Setting,
-)
+from aioloader._observe.records import Copy, Listed, LoopLag, Record, Setting
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -25,6 +18,8 @@ from aioloader._observe.words import seconds_text, table
 
 # A loop that is blocked for a smaller share of the time is not worth a line.
 _SHOWN = 0.05
+# The heads of a table of stages.
+HEADS = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
 
 
 class Percentiles(NamedTuple):
@@ -76,14 +71,14 @@ class LoaderStats:
     loop_lag: LoopLag | None = None
     device_bytes: int = 0
     iteration: object = field(default=None, repr=False, compare=False)
-    _recorded: Sequence[RecordTuple] = field(default=(), repr=False, compare=False)
-    _setting: Setting | None = field(default=None, repr=False, compare=False)
+    _records: Sequence[Record] = field(default=(), repr=False, compare=False)
+    _setting: Setting = field(default=Setting("inline"), repr=False, compare=False)
     _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
 
     @property
     def recent(self) -> int:
         """How many batches are recorded."""
-        return len(self._recorded)
+        return len(self._records)
 
     @property
     def seconds(self) -> float:
@@ -99,11 +94,8 @@ class LoaderStats:
     @cached_property
     def waits(self) -> Percentiles:
         """Seconds from requesting a batch to receiving it."""
-        if not self._recorded:
-            return Percentiles()
-        return Percentiles(
-            *percentiles([one.taken - one.asked for one in self._records])
-        )
+        waits = [one.taken - one.asked for one in self._records]
+        return Percentiles(*percentiles(waits))
 
     @cached_property
     def queued(self) -> float:
@@ -118,20 +110,12 @@ class LoaderStats:
     @cached_property
     def held(self) -> float:
         """Total seconds that finished batches waited for an earlier one."""
-        if self._setting is None or not self._recorded:
-            return 0.0
         return held_back(self._records, self._setting)
 
     @cached_property
     def stages(self) -> tuple[StageStats, ...]:
         """The stages of these batches."""
-        if self._setting is None or not self._recorded:
-            return ()
         return stage_stats(self._records, self._setting, self._copies)
-
-    @cached_property
-    def _records(self) -> list[Record]:
-        return [Record._make(one) for one in self._recorded]
 
     def __str__(self) -> str:
         """Return a table of the stages, at most 100 columns wide."""
@@ -176,27 +160,14 @@ class LoaderStats:
         ]
         if self.held > 0.01 * self.seconds:
             lines.append(f"held back for an earlier batch: {seconds_text(self.held)}")
-        heads = ("stage", "lanes", "busy", "starved", "blocked", "p50", "p95", "p99")
-        rows = [
-            (
-                stage.name,
-                str(stage.lanes),
-                *(
-                    f"{part / (stage.lanes * self.seconds):.0%}"
-                    for part in (stage.busy, stage.starved, stage.blocked)
-                ),
-                *map(seconds_text, (stage.p50, stage.p95, stage.p99)),
-            )
-            for stage in self.stages
-        ]
-        return [*lines, "", *table(heads, rows)]
+        return [*lines, "", *table(HEADS, [*stage_rows(self.stages)])]
 
 
-def with_records(
-    stats: LoaderStats,
-    records: Sequence[RecordTuple],
-    setting: Setting,
-    copies: Sequence[Copy] = (),
-) -> LoaderStats:
-    """Return ``stats`` with figures from the records of the latest batches."""
-    return replace(stats, _recorded=records, _setting=setting, _copies=copies)
+def stage_rows(stages: Sequence[StageStats]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table of stages."""
+    for one in stages:
+        shares = (f"{share:.0%}" for share in one.shares.values())
+        yield (
+            *(one.name, str(one.lanes), *shares),
+            *map(seconds_text, (one.p50, one.p95, one.p99)),
+        )

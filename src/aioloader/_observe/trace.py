@@ -13,22 +13,23 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from aioloader._observe.records import (
-    NOT_MADE,
     Copies,
     Copy,
+    Latest,
     MadeAt,
     Record,
     Records,
     RecordTuple,
     Setting,
 )
+from aioloader._observe.stages import is_made, on_one_clock
 from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
@@ -38,7 +39,7 @@ _QUARTER_NS = 7_889_238 * 10**9
 # Process ids are below this.
 _BEYOND_PROCESSES = 1 << 22
 _traces = itertools.count(1)
-_RAY = "RayWorkers"  # on machines with other clocks
+_MOVED = {"placed": "as late as possible: another machine's clock"}
 # Kinds of tracks, from top to bottom.
 _CONSUMER, _READS, _LANE, _COPIES = range(4)
 
@@ -105,7 +106,9 @@ class Trace:
     def __init__(self, path: StrPath, traces: "list[Trace]") -> None:
         self._path = Path(path)
         self._traces = traces
-        self._followed: list[tuple[Records, Copies | None, Traced]] = []
+        self._traced: list[Traced] = []
+        # What is collected, and where it is added.
+        self._sinks: list[tuple[Latest[Any], Callable[[Any], None]]] = []
         self._clock: Clock | None = None  # since the block began
 
     def follow(
@@ -119,17 +122,16 @@ class Trace:
 
         The loader calls it for the epochs under way when it makes the trace, and for
         each that starts in the block, before its first batch.
-
-        Args:
-            epoch: Its number.
-            records: The records of its batches.
-            setting: How the loader is set up for it.
-            copies: The records of copies to the device, if there is one.
         """
-        followed = records, copies, Traced(epoch, setting)
-        self._followed.append(followed)
-        if self._clock is not None:
-            _begin(*followed)
+        traced = Traced(epoch, setting)
+        self._traced.append(traced)
+        found: list[tuple[Latest[Any] | None, Callable[[Any], None]]]
+        found = [(records, traced.records.append), (copies, traced.copies.append)]
+        for latest, sink in found:
+            if latest is not None:
+                self._sinks.append((latest, sink))
+                if self._clock is not None:
+                    latest.add_sink(sink)
 
     def __enter__(self) -> Self:
         self._check_folder()
@@ -162,32 +164,23 @@ class Trace:
             raise RuntimeError("this trace has already been recorded; make a new one")
         self._clock = Clock.now()
         self._traces.append(self)
-        for followed in self._followed:
-            _begin(*followed)
+        for latest, sink in self._sinks:
+            latest.add_sink(sink)
 
     def _stop(self) -> None:
         self._traces.remove(self)
-        for records, copies, traced in self._followed:
-            records.remove_sink(traced.records.append)
-            if copies is not None:
-                copies.remove_sink(traced.copies.append)
+        for latest, sink in self._sinks:
+            latest.remove_sink(sink)
 
     def _write(self, error: BaseException | None) -> None:
         assert self._clock is not None
-        traced = [one for *_, one in self._followed]
-        self._followed = []
+        traced, self._traced, self._sinks = self._traced, [], []
         try:
             write_trace(self._path, traced, self._clock)
         except OSError as failure:
             if error is None:
                 raise
             error.add_note(f"the trace was not written: {failure}")
-
-
-def _begin(records: Records, copies: Copies | None, traced: Traced) -> None:
-    records.add_sink(traced.records.append)
-    if copies is not None:
-        copies.add_sink(traced.copies.append)
 
 
 def write_trace(path: Path, traced: Sequence[Traced], clock: Clock) -> None:
@@ -239,99 +232,76 @@ class _Slice(NamedTuple):
     ended: float
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """Slices that follow each other on one track.
 
     Attributes:
-        kind: Kind of the track; ``kind``, ``lane`` and ``name`` identify the track.
-        slices: The slices that take time.
+        track: Kind of the track, its lane, and its name.
+        slices: The slices that take time, at least one.
         args: Arguments shown for each.
     """
 
-    kind: int
-    lane: int
-    name: str
-    slices: tuple[_Slice, ...]
+    track: tuple[int, int, str]
+    slices: list[_Slice]
     args: dict[str, Any]
-
-    @property
-    def began(self) -> float:
-        return self.slices[0].began
-
-    @property
-    def ended(self) -> float:
-        return self.slices[-1].ended
 
 
 def trace_events(
     traced: Iterable[Traced], clock: Clock, process: int
 ) -> Iterator[Event]:
-    """Yield the events of a trace.
-
-    Args:
-        traced: The part of the trace for each epoch.
-        clock: Turns clock readings into times of the file.
-        process: Id of the process that the tracks belong to.
-    """
+    """Yield the events of a trace."""
     traced = list(traced)
-    jobs = [job for one in traced for job in _jobs(one) if job.slices]
-    tracks = _on_tracks(sorted(jobs, key=attrgetter("began")))
     name = f"aioloader (process {os.getpid()})"
-    yield _described("process_name", process, 0, name=name)
-    yield _described("process_sort_index", process, 0, sort_index=os.getpid())
-    for thread, (track, on_track) in enumerate(sorted(tracks.items())):
-        name = f"{track[2]} ({track[3] + 1})" if track[3] else track[2]
-        yield _described("thread_name", process, thread, name=name)
-        yield _described("thread_sort_index", process, thread, sort_index=thread)
+    yield _event("process_name", process, "M", name=name)
+    yield _event("process_sort_index", process, "M", sort_index=os.getpid())
+    jobs = [job for one in traced for job in _jobs(one)]
+    for thread, ((track, row), on_track) in enumerate(sorted(_on_tracks(jobs).items())):
+        name = f"{track[2]} ({row + 1})" if row else track[2]
+        yield _event("thread_name", process, "M", thread, name=name)
+        yield _event("thread_sort_index", process, "M", thread, sort_index=thread)
         for job in on_track:
             for one in job.slices:
                 begin, end = clock.micros(one.began), clock.micros(one.ended)
-                yield {
-                    "ph": "X",
-                    "cat": "aioloader",
-                    "name": one.name,
-                    "pid": process,
-                    "tid": thread,
-                    "ts": begin,
-                    "dur": round(end - begin, 3),
-                    "args": job.args,
-                }
+                event = _event(one.name, process, "X", thread, **job.args)
+                duration = round(end - begin, 3)
+                yield {**event, "cat": "aioloader", "ts": begin, "dur": duration}
     for at, ready in _ready(traced):
-        yield {
-            "ph": "C",
-            "cat": "aioloader",
-            "name": "batches ready",
-            "pid": process,
-            "tid": 0,
-            "ts": clock.micros(at),
-            "args": {"batches": ready},
-        }
+        event = _event("batches ready", process, "C", batches=ready)
+        yield {**event, "cat": "aioloader", "ts": clock.micros(at)}
 
 
-def _described(what: str, process: int, thread: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+def _event(
+    name: str, process: int, kind: str, thread: int = 0, /, **args: Any
+) -> Event:
+    return {"ph": kind, "name": name, "pid": process, "tid": thread, "args": args}
 
 
 def _jobs(traced: Traced) -> Iterator[_Job]:
-    """Yield the jobs of an epoch, with their tracks."""
-    records = [Record._make(one) for one in traced.records]
-    is_inline = traced.setting.place == "inline"
-    name = "make" if is_inline else "wait"
-    after: Record | None
-    for record, after in itertools.zip_longest(records, records[1:]):
+    """Yield the jobs of an epoch that take time."""
+    for track, slices, args in _all_jobs(traced):
+        lasting = [one for one in slices if one.ended > one.began]
+        if lasting:
+            yield _Job(track, lasting, args)
+
+
+def _all_jobs(traced: Traced) -> Iterator[_Job]:
+    raw = [Record._make(one) for one in traced.records]
+    records = on_one_clock(raw, traced.setting)
+    name = "make" if traced.setting.place == "inline" else "wait"
+    consumer = _CONSUMER, 0, "consumer"
+    for before, record, after in zip(raw, records, [*records[1:], None], strict=False):
         args = _args(traced, record.number, samples=record.samples)
-        slices = [_Slice(name, record.asked, record.taken)]
+        yield _Job(consumer, [_Slice(name, record.asked, record.taken)], args)
         if after is not None:
-            slices.append(_Slice("step", record.taken, after.asked))
-        for one in slices:
-            yield _Job(_CONSUMER, 0, "consumer", _lasting(one), args)
-        yield from _made(traced.setting, record, args)
+            yield _Job(consumer, [_Slice("step", record.taken, after.asked)], args)
+        if is_made(record):
+            moved = {} if record is before else _MOVED
+            yield from _made(traced.setting, record, args | moved)
     free = 0.0  # when the copy before had ended
     for number, _, began, ended, nbytes in traced.copies:
-        copied = _lasting(_Slice("copy", max(began, free), ended))
+        copied = [_Slice("copy", max(began, free), ended)]
         args = _args(traced, number, bytes=nbytes)
-        yield _Job(_COPIES, 0, "copies to the device", copied, args)
+        yield _Job((_COPIES, 0, "copies to the device"), copied, args)
         free = ended
 
 
@@ -341,56 +311,37 @@ def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:
 
 def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
     """Yield the jobs of making a batch."""
-    times = made_times(setting, record)
-    if not times:
-        return
     made = MadeAt._make(record.made)
-    if times[0] != made.began:
-        args = {**args, "placed": "as late as possible: another machine's clock"}
-    if made.busy:
-        args = {**args, "seconds of coroutines, summed over samples": made.busy}
-    if made.cpu:
-        args = {**args, "seconds of processor time": made.cpu}
-    if made.delayed:
-        args = {**args, "seconds of waiting for a processor": made.delayed}
+    spent = {
+        "seconds of coroutines, summed over samples": made.busy,
+        "seconds of processor time": made.cpu,
+        "seconds of waiting for a processor": made.delayed,
+    }
+    args |= {name: seconds for name, seconds in spent.items() if seconds}
     names = ("read", "queued", "transform", "collate")
-    slices = list(map(_Slice, names, times, times[1:]))
+    slices = list(map(_Slice, names, made, made[1:]))
     # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
-        yield _Job(_READS, 0, "reads", _lasting(*slices[:2]), args)
+        yield _Job((_READS, 0, "reads"), slices[:2], args)
         slices = slices[2:]
-    name = {"inline": "loader", "workers": f"worker {record.lane}"}
-    where = name.get(setting.place, "thread")
-    yield _Job(_LANE, record.lane, where, _lasting(*slices), args)
+    where = {"inline": "loader", "workers": f"worker {record.lane}"}
+    name = where.get(setting.place, "thread")
+    yield _Job((_LANE, record.lane, name), slices, args)
 
 
-def made_times(setting: Setting, record: Record) -> tuple[float, ...]:
-    """Return ``began`` to ``collated`` on this machine's clock; empty if unknown.
-
-    Times of another machine are moved to be as late as possible.
-    """
-    if record.made == NOT_MADE:
-        return ()
-    times = record.made[:5]
-    back = times[-1] - record.taken if setting.worker_kind == _RAY else 0.0
-    return tuple(one - back for one in times)
-
-
-def _lasting(*slices: _Slice) -> tuple[_Slice, ...]:
-    return tuple(one for one in slices if one.ended > one.began)
-
-
-def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[int, int, str, int], list[_Job]]:
-    """Put jobs, the earliest first, on tracks so that none overlaps another.
+def _on_tracks(
+    jobs: Iterable[_Job],
+) -> dict[tuple[tuple[int, int, str], int], list[_Job]]:
+    """Put jobs on tracks so that none overlaps another.
 
     Returns:
-        The jobs of each track (kind, lane, name, and number among equal ones).
+        The jobs of each track, and of its number among those of the same name.
     """
-    tracks: dict[tuple[int, int, str, int], list[_Job]] = {}
-    for job in jobs:
+    tracks: dict[tuple[tuple[int, int, str], int], list[_Job]] = {}
+    for job in sorted(jobs, key=lambda job: job.slices[0].began):
         for row in itertools.count():
-            track = tracks.setdefault((job.kind, job.lane, job.name, row), [])
-            if not track or track[-1].ended <= job.began:
+            track = tracks.setdefault((job.track, row), [])
+            if not track or track[-1].slices[-1].ended <= job.slices[0].began:
                 track.append(job)
                 break
     return tracks
@@ -401,10 +352,10 @@ def _ready(traced: Iterable[Traced]) -> Iterator[tuple[float, int]]:
     changes = [
         (at, change)
         for one in traced
-        if one.setting.place != "inline" and one.setting.worker_kind != _RAY
-        for record in map(Record._make, one.records)
-        if record.made != NOT_MADE
-        for at, change in ((MadeAt._make(record.made).collated, 1), (record.taken, -1))
+        if one.setting.place != "inline"
+        for record in on_one_clock(list(map(Record._make, one.records)), one.setting)
+        if is_made(record)
+        for at, change in ((record.made[4], 1), (record.taken, -1))
     ]
     ready = 0
     for at, change in sorted(changes):
@@ -437,18 +388,27 @@ def _plain(value: Any) -> int:
 
 
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
-    """Write a trace event by event; the file appears once it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with (
+    """Write a trace event by event."""
+    with (
+        replacing(path) as partial,
+        (
             gzip.open(partial, "wt", encoding="utf-8")
             if path.suffix == ".gz"
-            else partial.open("w", encoding="utf-8") as file
-        ):
-            file.write(json.dumps(head, default=_plain)[:-1] + ', "traceEvents": [\n')
-            for number, event in enumerate(events):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write("\n]}\n")
+            else partial.open("w", encoding="utf-8")
+        ) as file,
+    ):
+        file.write(json.dumps(head, default=_plain)[:-1] + ', "traceEvents": [\n')
+        for number, event in enumerate(events):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("\n]}\n")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file is there only once it is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,37 +1,29 @@
 """Whether the loader limits training, which stage does, and the change that helps.
 
-Each change of an argument is tried in a replay of the recorded batches, as is each
-stage at twice its speed. The advice is the change that gains most there, but no change
-gains more than was waited, or than idle processors and lanes allow, and none is advised
-if the replay of the recorded setting differs from what was measured, or by more than
-the gain.
+For each change of an argument, and for each stage at twice its speed, the times of the
+recorded batches are computed again (``pace``). The advice is the change that gains most
+there, but no change gains more than was waited, or than idle processors and lanes
+allow, and none is advised if the recorded setting, computed in the same way, differs
+from what was measured, or by more than the gain.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from statistics import mean
+from math import inf
 from typing import NamedTuple
 
-from aioloader._observe.batches import (
-    Batch,
-    batches_of,
-    crowding,
-    scaled,
-    slow_workers,
-    start_seconds,
-)
-from aioloader._observe.bounds import Bounds, bounds_of
 from aioloader._observe.changes import Change, changes, waits_for_store
+from aioloader._observe.costs import Costs, costs_of, start_seconds
+from aioloader._observe.lock import is_shared
+from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
-from aioloader._observe.replay import Replayed, pace, replay, replay_again, window_of
-from aioloader._observe.stages import on_one_clock
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
-# The least gain of an advice, in percent; more if the replay's error is larger.
+# The least gain of an advice, in percent; more if the error of the pace is larger.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
@@ -43,7 +35,7 @@ _ENOUGH = 16
 _LAGS = 0.1
 # Processors are the limit if they allow no greater speed-up.
 _BUSY = 1.25
-# Nothing is advised if the replay of the recorded setting is off by more than this.
+# Nothing is advised if the pace of the recorded setting is off by more than this.
 _IS_OFF = 0.15
 
 # Nothing is advised about these: no step of a transport is seen, only the rest.
@@ -113,8 +105,8 @@ class Report:
             waits for the GIL if threads of the loader hold it.
         head_room: For steps as fast as now, twice and four times as fast.
         batches: How many batches this is computed from.
-        model_error: Error of the replay of the recorded setting, as a share of the
-            seconds per batch.
+        model_error: Error of the pace computed for the recorded setting, as a share of
+            the seconds per batch.
         remarks: Other facts: failures and dead workers.
     """
 
@@ -136,7 +128,7 @@ class Report:
         words = f"from {self.batches} batches"
         if abs(self.model_error) > _IS_OFF:
             off = f"{self.model_error:+.0%} seconds per batch"
-            return f"{words}; doubtful: their replay is off by {off}"
+            return f"{words}; doubtful: the computed pace is off by {off}"
         return words
 
     def __str__(self) -> str:
@@ -163,237 +155,261 @@ def report(
 ) -> Report:
     """Return the verdict on a loader.
 
-    Args:
-        records: The latest batches, in the order of delivery.
-        setting: The loader's setting.
-        stats: Other figures: failures and deaths become remarks, and a blocked loop
-            outranks the stages that it slows down.
-        copies: The latest copies to the device.
+    Failures and deaths in ``stats`` become remarks, and a blocked loop outranks the
+    stages that it slows down.
     """
     remarks = _remarks(stats)
-    batches = batches_of(records, setting, copies)
-    if not batches:
+    costs = costs_of(records, setting, copies)
+    if costs is None:
         headline = f"Too little is recorded to tell: {len(records)} batches."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    # The first batches are late: they wait for workers and for the window to fill.
-    first = min(len(records) // 4, window_of(setting, batches))
-    settled = records[max(first, len(records) - len(batches) - 1) :]
-    each = (settled[-1].taken - settled[0].taken) / (len(settled) - 1)
-    waited = mean(one.taken - one.asked for one in settled[1:])
-    locked = mean(one.locked for one in batches)
-    share = min(1.0, (waited + locked) / each) if each else 0.0
     lag = None if stats is None else stats.loop_lag
-    slow = slow_workers(on_one_clock(records), setting)
-    bounds = bounds_of(settled, setting, batches, share, slow=slow, lag=lag)
-    start, crowded = start_seconds(records, setting), crowding(records, setting)
-    case = _Case(batches, setting, slow, bounds, start, crowded)
-    seconds = case.now.seconds
-    if records[0].number == 0 and len(records) == len(batches) + 1:  # all of an epoch
-        seconds = replay_again(batches, setting, slow, first)
-    measured = pace([one.taken for one in settled])
-    error = seconds / measured - 1 if measured else 0.0
-    is_locked = share > 0 and locked >= _WAITS * each
-    found = case.found(share, error)
-    if lag is not None and share >= _WAITS:
-        found = _lagging(Replayed(each, case.now.step), lag, found) or found
+    case = _Case(costs, setting, records, start_seconds(records, setting), lag)
+    stage, advice = case.found()
     return Report(
-        headline=_headline(found, case, share, is_locked=is_locked),
-        stage=found.stage,
-        advice=found.advice,
-        limit="" if found.advice else _limit(found.stage, case, error),
-        wait_share=share,
-        head_room=head_room(batches, setting, slow),
-        batches=len(batches),
-        model_error=error,
+        headline=case.headline(stage),
+        stage=stage,
+        advice=advice,
+        limit="" if advice else case.limit(stage),
+        wait_share=case.wait_share,
+        head_room=head_room(costs, setting),
+        batches=len(costs.step),
+        model_error=case.error,
         remarks=remarks,
     )
 
 
-def head_room(
-    batches: Sequence[Batch], setting: Setting, slow: Sequence[float] = ()
-) -> tuple[HeadRoom, ...]:
+def head_room(costs: Costs, setting: Setting) -> tuple[HeadRoom, ...]:
     """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
     rooms = []
     for speed in (1, 2, 4):
-        faster = replay(scaled(batches, "consumer", 1 / speed), setting, slow)
-        rooms.append(HeadRoom(speed, 1 - faster.wait_share))
+        faster = costs.scaled("consumer", 1 / speed)
+        seconds = seconds_per_batch(faster, setting)
+        used = faster.step.mean() / seconds if seconds else 1.0
+        rooms.append(HeadRoom(speed, min(1.0, float(used))))
     return tuple(rooms)
-
-
-class _Found(NamedTuple):
-    stage: str
-    advice: Advice | None = None
-    lag: LoopLag | None = None
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A loader as it was recorded, and what bounds the gain of a change.
+    """A loader as it was recorded.
 
     Attributes:
-        batches: The durations of its batches.
+        costs: The durations of its batches.
         setting: Its setting.
-        slow: How many times longer each worker takes.
-        bounds: What no change exceeds.
+        records: The latest batches.
         start: Seconds of each epoch in which workers start.
-        crowding: How many times longer computing takes because of other processes.
+        lag: How its event loop is blocked.
     """
 
-    batches: Sequence[Batch]
+    costs: Costs
     setting: Setting
-    slow: Sequence[float] = ()
-    bounds: Bounds = field(default_factory=Bounds)
+    records: Sequence[Record]
     start: float = 0.0
-    crowding: float = 1.0
+    lag: LoopLag | None = None
 
     @cached_property
-    def now(self) -> Replayed:
-        """The replay of the recorded setting."""
-        return replay(self.batches, self.setting, self.slow)
+    def settled(self) -> Sequence[Record]:
+        """The records without the first ones, which are late.
 
-    @property
-    def start_share(self) -> float:
-        """The seconds in which workers start, per batch."""
-        return self._per_batch(self.start)
-
-    def _per_batch(self, seconds: float) -> float:
-        """Return seconds of each epoch, per batch; 0 if its length is not known."""
-        return seconds / self.setting.length if self.setting.length else 0.0
-
-    def found(self, share: float, error: float) -> _Found:
-        """Return the stage that limits training, and the advice.
-
-        Args:
-            share: Share of the time that the consumer waits.
-            error: Error of the replay.
+        They wait for workers and for the window to fill.
         """
-        best = None if abs(error) > _IS_OFF else self.best(error)
-        if best is not None and best[0].argument == "persistent_workers":
-            stage = "start"
-        else:
-            stage = self.limiting_stage() if share >= _WAITS else "nothing"
-        if best is None or stage in _UNSEEN:
-            return _Found(stage)
-        one, gain = best
-        return _Found(stage, Advice(one.argument, one.old, one.new, gain, one.why))
+        records = self.records
+        first = min(len(records) // 4, window_of(self.setting, self.costs))
+        return records[max(first, len(records) - len(self.costs.step) - 1) :]
 
-    def limiting_stage(self) -> str:
-        """Return the stage whose speed matters most."""
-        halved = {
-            name: replay(scaled(self.batches, name, 0.5), self.setting, self.slow)
-            for name in _STAGES
-            if name != "device" or self.setting.on_device
-        }
-        return min(halved, key=lambda name: halved[name].seconds)
+    @cached_property
+    def measured(self) -> float:
+        """The measured seconds per batch."""
+        settled = self.settled
+        return (settled[-1].taken - settled[0].taken) / (len(settled) - 1)
 
-    def best(self, error: float = 0.0) -> tuple[Change, float] | None:
+    @cached_property
+    def wait_share(self) -> float:
+        """Share of the time that the consumer waits."""
+        waits = [one.taken - one.asked for one in self.settled[1:]]
+        waited = sum(waits) / len(waits) + self.costs.locked
+        return min(1.0, waited / self.measured) if self.measured else 0.0
+
+    @cached_property
+    def now(self) -> float:
+        """The computed seconds per batch."""
+        return seconds_per_batch(self.costs, self.setting)
+
+    @cached_property
+    def error(self) -> float:
+        """Error of the computed seconds, as a share of the measured ones."""
+        seconds, records, count = self.now, self.records, len(self.costs.step)
+        is_ahead = self.setting.place != "inline" and self.setting.window != 0
+        if is_ahead and not records[0].number and len(records) == count + 1:
+            # All of an epoch: batches may come in bursts for long after its start.
+            first = len(records) - len(self.settled)
+            seconds = pace(taken_times(self.costs, self.setting, count + 1)[first:])
+        measured = pace([one.taken for one in self.settled])
+        return seconds / measured - 1 if measured else 0.0
+
+    @cached_property
+    def cores(self) -> float:
+        """How many times faster the processors could do the same work."""
+        setting, costs = self.setting, self.costs
+        used = setting.used
+        is_apart = setting.place == "workers" and not is_shared(setting)
+        if is_apart and costs.is_measured and self.measured:
+            used += costs.cpu / self.measured
+        return setting.cores * (1 - costs.delay) * _inverse(used)
+
+    def most(self, change: Change) -> float:
+        """Return the greatest speed-up that the measurements allow for a change.
+
+        At best nothing is waited for, and no processor is idle; if the same lanes make
+        batches, nor is the thread of the event loop. If threads make them, what this
+        process computes takes turns at the GIL.
+        """
+        setting, then = self.setting, change.setting
+        waits = _inverse(1 - self.wait_share)
+        if change.start < 0:
+            return 1.0  # only starts are saved
+        if then == setting:
+            return waits  # the work itself is less
+        bounds = [waits, max(1.0, self.cores)]
+        if is_shared(then):
+            bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
+        parts = ("place", "workers", "worker_kind")
+        if all(getattr(then, one) == getattr(setting, one) for one in parts):
+            bounds.append(_inverse(0.0 if self.lag is None else self.lag.busy))
+        return min(bounds)
+
+    def gain(self, change: Change) -> float:
+        """Return the gain of a change in steps per second of whole epochs, percent."""
+        then = seconds_per_batch(change.costs, change.setting)
+        then = max(then, self.now / self.most(change))
+        length, start = self.setting.length or inf, self.start
+        now, then = self.now + start / length, then + (start + change.start) / length
+        return 100 * (now / then - 1) if then else 0.0
+
+    def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its gain in percent; None if none is worth it.
-
-        A gain counts only as far as it exceeds the replay's ``error``.
 
         It is the cheapest change within 5 percent of the best speed, or within a
         quarter if that needs new code; among equal ones the first, which changes least.
         """
-        enough = _enough(error)
-        found = changes(self.batches, self.setting, self.slow, self.start)
+        found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
-        arguments = [pair for pair in tried if not pair[0].needs_code]
+        arguments = [pair for pair in tried if pair[0].cost < 4]
         for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
             best = max((gain for _, gain in tried), default=0.0)
             most = max((gain for _, gain in some), default=0.0)
-            if most < enough or 100 + most < as_good * (100 + best):
+            if most < self.enough or 100 + most < as_good * (100 + best):
                 continue
-            least = max(enough, _AS_GOOD * (100 + most) - 100)
+            least = max(self.enough, _AS_GOOD * (100 + most) - 100)
             good = [(one, gain) for one, gain in some if gain >= least]
             return min(good, key=lambda pair: pair[0].cost)
         return None
 
-    def gain(self, change: Change) -> float:
-        """Return the gain of a change in steps per second of whole epochs, percent."""
-        seconds = self.now.seconds
-        then = replay(change.batches, change.setting, self.slow).seconds
-        then = max(then, seconds / self.bounds.of(change, self.setting))
-        slowed = max(1.0, self.crowding) if change.start > 0 else 1.0
-        then += self._per_batch(self.start + change.start * slowed)
-        return 100 * ((seconds + self.start_share) / then - 1) if then else 0.0
+    @property
+    def enough(self) -> float:
+        """The least gain that is advised, in percent: some, beyond the error."""
+        return _LEAST_GAIN + 100 * abs(self.error)
 
+    def found(self) -> tuple[str, Advice | None]:
+        """Return the stage that limits training, and the advice."""
+        best = None if abs(self.error) > _IS_OFF else self.best()
+        if best is not None and best[0].argument == "persistent_workers":
+            stage = "start"
+        else:
+            stage = self._slowest() if self.wait_share >= _WAITS else "nothing"
+        advice = None
+        if best is not None and stage not in _UNSEEN:
+            one, gain = best
+            advice = Advice(one.argument, one.old, one.new, gain, one.why)
+        if self.lag is not None and self.wait_share >= _WAITS:
+            freed = self._freed(self.lag, advice)
+            if freed is not None:
+                return "loop", freed
+        return stage, advice
 
-def _lagging(now: Replayed, lag: LoopLag, else_found: _Found) -> _Found | None:
-    """Return the finding that the loop is blocked; None if that is not the cause."""
-    if not lag.culprit or lag.share < _LAGS:
-        return None
-    advice, other = _freed(lag, now), else_found.advice
-    if lag.computes and other is not None and other.argument == "num_workers":
-        advice = other  # a thread would share the interpreter lock with the loop
-    return _Found("loop", advice, lag) if advice.gain >= _LEAST_GAIN else None
+    def _slowest(self) -> str:
+        """Return the stage that gains most at twice its speed."""
+        has_device = self.setting.on_device > 0
+        stages = [one for one in _STAGES if has_device or one != "device"]
+        halved = [self.costs.scaled(stage, 0.5) for stage in stages]
+        seconds = [seconds_per_batch(one, self.setting) for one in halved]
+        return stages[seconds.index(min(seconds))]
 
+    def _freed(self, lag: LoopLag, other: Advice | None) -> Advice | None:
+        """Return the advice to free the loop, with an upper bound of the gain.
 
-def _freed(lag: LoopLag, now: Replayed) -> Advice:
-    """Return the advice to free the loop, with an upper bound of the gain."""
-    seconds = max(now.step, now.seconds * (1 - lag.share))
-    gain = 100 * (now.seconds / seconds - 1) if seconds else 0.0
-    why = (
-        f"it blocks the loop {lag.share:.0%} of the time, up to "
-        f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
-    )
-    if lag.is_callers:
-        return Advice("loop", "'caller'", "'thread'", gain, f"{lag.culprit}: {why}")
-    new = "a process pool" if lag.computes else "asyncio.to_thread"
-    return Advice(lag.culprit, "the event loop", new, gain, why)
-
-
-def _headline(found: _Found, case: _Case, share: float, *, is_locked: bool) -> str:
-    stage, lag = found.stage, found.lag
-    what = "batches and for the interpreter's lock" if is_locked else "batches"
-    waits = f"training waits for {what} {share:.0%} of the time"
-    if stage == "nothing":
-        return f"Nothing holds training back: {waits}."
-    if stage == "consumer":
-        return (
-            "Training takes the time itself, more than any stage of the loader: "
-            f"{waits}."
+        It is None if the loop is not the cause.
+        """
+        if not lag.culprit or lag.share < _LAGS:
+            return None
+        seconds = max(float(self.costs.step.mean()), self.measured * (1 - lag.share))
+        gain = 100 * (self.measured / seconds - 1) if seconds else 0.0
+        why = (
+            f"it blocks the loop {lag.share:.0%} of the time, up to "
+            f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
         )
-    if lag is not None:
-        return f"{lag.culprit} blocks the event loop and holds training back: {waits}."
-    if stage == "start":
-        took = seconds_text(case.start)
-        return f"Starting workers holds training back: it takes {took} of each epoch."
-    is_on_host = stage == "device" and case.setting.stays_on_host
-    words = _ON_HOST if is_on_host else _WORDS[stage]
-    return f"{words} holds training back: {waits}."
+        if lag.is_callers:
+            why = f"{lag.culprit}: {why}"
+            advice = Advice("loop", "'caller'", "'thread'", gain, why)
+        else:
+            new = "a process pool" if lag.computes else "asyncio.to_thread"
+            advice = Advice(lag.culprit, "the event loop", new, gain, why)
+        if lag.computes and other is not None and other.argument == "num_workers":
+            advice = other  # a thread would share the interpreter lock with the loop
+        return advice if advice.gain >= _LEAST_GAIN else None
+
+    def headline(self, stage: str) -> str:
+        """Return what limits training, in one sentence."""
+        is_locked = 0 < _WAITS * self.measured <= self.costs.locked
+        what = "batches and for the interpreter's lock" if is_locked else "batches"
+        waits = f"training waits for {what} {self.wait_share:.0%} of the time"
+        culprit = "" if self.lag is None else self.lag.culprit
+        took = seconds_text(self.start)
+        is_on_host = stage == "device" and self.setting.stays_on_host
+        named = _ON_HOST if is_on_host else _WORDS.get(stage, "")
+        texts = {
+            "nothing": "Nothing holds training back",
+            "consumer": "Training takes the time itself, more than any stage of the "
+            "loader",
+            "loop": f"{culprit} blocks the event loop and holds training back",
+            "start": f"Starting workers holds training back: it takes {took} of each "
+            "epoch",
+        }
+        text = texts.get(stage, f"{named} holds training back")
+        return f"{text}." if stage == "start" else f"{text}: {waits}."
+
+    def limit(self, stage: str) -> str:
+        """Return what sets the pace if no change of an argument helps."""
+        setting, error = self.setting, self.error
+        least = f"{self.enough:.0f} % or more"
+        is_handed = stage == "transport" and setting.place in {"thread", "workers"}
+        is_store = stage == "read" and waits_for_store(self.costs, setting)
+        is_link = stage == "device" and not setting.stays_on_host
+        cores = (
+            f"The cores set the pace: all {setting.cores} are busy, with batches, the "
+            "step or other processes."
+        )
+        handed = "Handing batches over sets the pace: larger ones cost less of it."
+        doubtful = (
+            "Nothing is advised: the pace computed from these batches differs from "
+            f"what was measured by {error:+.0%} seconds per batch."
+        )
+        link = "The link to the device sets the pace: make batches smaller in bytes."
+        texts = (
+            (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
+            (self.cores < _BUSY, cores),
+            (is_handed, handed),
+            (abs(error) > _IS_OFF, doubtful),
+            (is_store, f"The store sets the pace: no argument gains {least}."),
+            (is_link, link),
+            (True, f"No argument gains {least}: this stage must get cheaper."),
+        )
+        return next(text for is_so, text in texts if is_so)
 
 
-def _enough(error: float) -> float:
-    """Return the least gain that is advised, in percent: some, beyond the error."""
-    return _LEAST_GAIN + 100 * abs(error)
-
-
-def _limit(stage: str, case: _Case, error: float) -> str:
-    """Return what sets the pace if no change of an argument helps."""
-    setting = case.setting
-    is_handed = stage == "transport" and setting.place in {"thread", "workers"}
-    is_link = stage == "device" and not setting.stays_on_host
-    is_store = stage == "read" and waits_for_store(case.batches, setting)
-    busy = (
-        f"The cores set the pace: all {setting.cores} are busy, with batches, the step "
-        "or other processes."
-    )
-    doubtful = (
-        "Nothing is advised: a replay of these batches differs from what was measured "
-        f"by {error:+.0%} seconds per batch."
-    )
-    link = "The link to the device sets the pace: make batches smaller in bytes."
-    least = f"{_enough(error):.0f} % or more"
-    texts = (
-        (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
-        (case.bounds.cores < _BUSY, busy),
-        (is_handed, "Handing batches over sets the pace: larger ones cost less of it."),
-        (abs(error) > _IS_OFF, doubtful),
-        (is_store, f"The store sets the pace: no argument gains {least}."),
-        (is_link, link),
-    )
-    last = f"No argument gains {least}: this stage must get cheaper."
-    return next((text for is_so, text in texts if is_so), last)
+def _inverse(share: float) -> float:
+    return 1 / share if share > 0 else inf
 
 
 def _remarks(stats: LoaderStats | None) -> tuple[str, ...]:

@@ -11,12 +11,7 @@ _BETWEEN = {
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning.
-
-    Args:
-        message: What is wrong, and what to do.
-        category: The warning's category.
-    """
+    """Issue a warning."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
         frame, level = frame.f_back, level + 1

@@ -11,6 +11,7 @@ watching thread waits for it too.
 import asyncio
 import contextlib
 import inspect
+import operator
 import sys
 import threading
 import time
@@ -51,43 +52,43 @@ _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-class Mark(NamedTuple):
-    """The counts of a watch at the start of an iteration."""
+class Counts(NamedTuple):
+    """What a watch has counted.
 
-    timers: int
-    late: int
-    times: int  # that the timer was late
-    watched: float  # seconds
-    busy: float  # of these, in which the loop's thread was ready to run
+    Attributes:
+        timers: How many timers were due, including missed ones.
+        late: How many of these were late.
+        times: How often the timer was late; each counts the timers missed meanwhile.
+        watched: Seconds that it has watched.
+        busy: Seconds of these in which the loop's thread was ready to run.
+    """
+
+    timers: int = 0
+    late: int = 0
+    times: int = 0
+    watched: float = 0.0
+    busy: float = 0.0
 
 
 class LoopWatch:
     """The timer of one loop, which runs while samples are read there.
 
-    Args:
-        is_callers: Whether it is the caller's loop.
-
     Attributes:
+        counts: What was counted so far.
         due: When the timer is due, by ``time.monotonic``.
         thread: The thread that runs the loop.
         native: The same, as the kernel numbers it.
-        timers: How many timers were due, including missed ones.
-        late: How many of these were late.
-        times: How often the timer was late; each counts the timers missed meanwhile.
-        culprits: How often each coroutine was found while the loop was blocked.
-        excused: How often it waited for a processor or the interpreter's lock then.
+        found: How often each coroutine was found while the loop was blocked; ``""``:
+            its thread waited for a processor or the interpreter's lock.
     """
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
+        self.counts: Counts = Counts()
         self.due: float = 0.0
         self.thread: int = 0
         self.native: int = 0
-        self.timers: int = 0
-        self.late: int = 0
-        self.times: int = 0
-        self.culprits: Counter[str] = Counter()
-        self.excused: int = 0
+        self.found: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
         self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)
         self._readers = 0
@@ -95,7 +96,6 @@ class LoopWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
         self._held = self._computed = 0.0  # while it was late
-        self._watched = self._busy = 0.0  # always
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -115,32 +115,22 @@ class LoopWatch:
                 self._timer.cancel()
                 self._timer = None
 
-    def mark(self) -> Mark:
-        """Return the counts so far."""
-        return Mark(self.timers, self.late, self.times, self._watched, self._busy)
-
-    def lag(self, since: Mark) -> LoopLag | None:
-        """Return how the loop was blocked; None if this is not yet measured.
-
-        Args:
-            since: The counts at the start of the period.
-        """
-        timers, late = self.timers - since.timers, self.late - since.late
-        times = self.times - since.times
+    def lag(self, since: Counts) -> LoopLag | None:
+        """Return how the loop was blocked; None if this is not yet measured."""
+        counts = self.counts  # before lateness: the loop's thread may add to both
+        timers, late, times, watched, busy = map(operator.sub, counts, since)
         if not timers:
             return None
         lateness = sorted([*self._lateness][-times:]) if times else [0.0]
-        named = self.culprits.most_common(1)
-        most = named[0][1] if named else 0
-        name = named[0][0] if most >= _NAMED and most > self.excused else ""
-        watched = self._watched - since.watched
+        ((name, most),) = self.found.most_common(1) or [("", 0)]
+        is_named = most >= _NAMED and most > self.found[""]
         return LoopLag(
             seconds=lateness[int(0.95 * (len(lateness) - 1))],
-            share=min(1.0, late / max(1, timers)),
-            culprit=name,
+            share=min(1.0, late / timers),
+            culprit=name if is_named else "",
             computes=self.computes(),
             is_callers=self.is_callers,
-            busy=(self._busy - since.busy) / watched if watched > 0 else 0.0,
+            busy=busy / watched if watched > 0 else 0.0,
         )
 
     def computes(self) -> bool:
@@ -153,20 +143,15 @@ class LoopWatch:
         is_calm = now - self._late_at[-1] > _CALM
         return self._readers > 0 and not is_calm and now >= self._rests_until
 
-    def blame(self, code: CodeType) -> None:
-        """Count a coroutine that was found; old counts are halved from time to time."""
-        self.culprits[_name(code)] += 1
-        self._rest()
+    def blame(self, code: CodeType | None) -> None:
+        """Count a coroutine that was found; old counts are halved from time to time.
 
-    def excuse(self) -> None:
-        """Count that the loop's thread waited for a processor or the lock."""
-        self.excused += 1
-        self._rest()
-
-    def _rest(self) -> None:
-        if self.culprits.total() + self.excused >= _ENOUGH:
-            halved = {name: count // 2 for name, count in self.culprits.items()}
-            self.culprits, self.excused = Counter(halved), self.excused // 2
+        None: the thread waited for a processor or the lock.
+        """
+        self.found["" if code is None else _name(code)] += 1
+        if self.found.total() >= _ENOUGH:
+            halved = {name: count // 2 for name, count in self.found.items()}
+            self.found = Counter(halved)
             self._rests_until = time.monotonic() + _REST
 
     def _set(self) -> None:
@@ -177,24 +162,27 @@ class LoopWatch:
 
     def _tick(self) -> None:
         now, own = time.monotonic(), run_times()
-        seconds, spent = now - self._clocks[0], _since(self._clocks[1], own)
-        late = now - self.due
-        missed = int(late / _EVERY)  # it would have been due again, and late
-        counted = 1 + min(missed, _MOST)
-        self.timers += counted
-        self._watched += seconds
-        self._busy += spent.cpu + spent.delayed
-        if late > _TOLERANCE:
-            self.late += counted
-            self._lateness.append(late)
-            self.times += 1  # after it: another thread may call ``lag``
+        seconds, spent = now - self._clocks[0], own - self._clocks[1]
+        self._clocks = now, own
+        behind = now - self.due
+        missed = int(behind / _EVERY)  # it would have been due again, and late
+        self.due += missed * _EVERY
+        is_late, counted = behind > _TOLERANCE, 1 + min(missed, _MOST)
+        timers, late, times, watched, busy = self.counts
+        if is_late:
+            self._lateness.append(behind)
             self._late_at.append(now)
             self._held += seconds
             self._computed += spent.cpu
-            if now - self._late_at[0] < _WITHIN and self.is_suspect():
-                _look_at(self)
-        self._clocks = now, own
-        self.due += missed * _EVERY
+        self.counts = Counts(
+            timers + counted,
+            late + counted * is_late,
+            times + is_late,
+            watched + seconds,
+            busy + spent.cpu + spent.delayed,
+        )
+        if is_late and now - self._late_at[0] < _WITHIN and self.is_suspect():
+            _look_at(self)
         self._set()
 
 
@@ -244,17 +232,17 @@ def _look() -> None:
         seconds, since = time.monotonic() - since, time.monotonic()
         for watch in suspects:
             times = run_times(watch.native)
-            spent, before[watch] = _since(before.get(watch, times), times), times
+            spent, before[watch] = times - before.get(watch, times), times
             if time.monotonic() < watch.due + _TOLERANCE:
                 continue
             stopped = max(locked if locked > _LOCKED else 0.0, spent.delayed)
             # The kernel's times of another thread are coarse; its own are not.
             if stopped > max(4 * spent.cpu, seconds / 4) and not watch.computes():
-                watch.excuse()
+                watch.blame(None)
                 continue
             code = _running(watch.thread)
             if code is not None:
-                found[watch] = code, watch.timers
+                found[watch] = code, watch.counts.timers
                 if seen.get(watch) == found[watch]:
                     watch.blame(code)
         seen = found
@@ -266,11 +254,7 @@ def _sleep() -> float:
     began, times = time.monotonic(), run_times()
     time.sleep(_LOOK)
     late = time.monotonic() - began - _LOOK
-    return late - _since(times, run_times()).delayed
-
-
-def _since(before: RunTimes, now: RunTimes) -> RunTimes:
-    return RunTimes(now.cpu - before.cpu, now.delayed - before.delayed)
+    return late - (run_times() - times).delayed
 
 
 def _running(thread: int) -> CodeType | None:

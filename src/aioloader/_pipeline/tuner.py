@@ -7,7 +7,7 @@ many batches are requested ahead.
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader._observe.autotune import Controller, Held, Observation
 from aioloader._observe.machine import memory_left
@@ -92,24 +92,13 @@ class Tuning:
         figures, self.figures = self.figures, Figures()
         died, self.deaths = deaths - self.deaths, deaths
         seconds = figures.latest - figures.began
-        if figures.batches < _BATCHES or seconds < _SECONDS_OF_BATCHES:
-            return
-        seen = Observation(
-            rate=figures.batches / seconds,
-            waited=figures.waited / seconds,
-            failures=min(1.0, died / controller.value),
-        )
-        controller.observe(seen)
+        if figures.batches >= _BATCHES and seconds >= _SECONDS_OF_BATCHES:
+            rate, waited = figures.batches / seconds, figures.waited / seconds
+            failures = min(1.0, died / controller.value)
+            controller.observe(Observation(rate, waited, failures=failures))
 
 
-class _Window(Protocol):
-    batches: int
-    samples: int
-    is_lazy: bool
-    most: int
-
-
-AnyWindow = TypeVar("AnyWindow", bound=Any)
+Window = TypeVar("Window", bound=Any)  # that of ``pipeline_iterator``
 
 
 @dataclass
@@ -220,13 +209,13 @@ class Tuner:
 
     # -- batches, in the consumer's thread --------------------------------------------
 
-    def begin(self, window: AnyWindow) -> AnyWindow:
+    def begin(self, window: Window) -> Window:
         """Return the window to start with."""
         if self._prefetch is not None:
             self._on_device = window.batches - self._readers * self._given
         return self._fitted(window)
 
-    def note_batch(self, batch: Any, window: AnyWindow, waited: float) -> AnyWindow:
+    def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
         """Note that a batch was delivered; return the window from now on.
 
         Args:
@@ -250,7 +239,7 @@ class Tuner:
         self._observe_window(window, now, waited)
         return self._fitted(window)
 
-    def _observe_window(self, window: _Window, now: float, waited: float) -> None:
+    def _observe_window(self, window: Any, now: float, waited: float) -> None:
         prefetch, batches = self._prefetch, self._figures.batches
         began, first, before = self._period
         seconds, taken = now - began, batches - first
@@ -262,7 +251,7 @@ class Tuner:
             rate, share = taken / seconds, (waited - before) / seconds
             prefetch.observe(Observation(rate, waited=min(1.0, share)))
 
-    def _fitted(self, window: AnyWindow) -> AnyWindow:
+    def _fitted(self, window: Window) -> Window:
         """Return the chosen window, limited to the bytes that may be held."""
         batches, samples, most = window.batches, window.samples, self._most_batches()
         prefetch, reading = self._prefetch, self.concurrency
@@ -275,14 +264,7 @@ class Tuner:
             samples = reading.value * (2 if reading.is_trying else 1)
         if (batches, samples, most) == (window.batches, window.samples, window.most):
             return window
-        made: AnyWindow = type(window)(
-            batches,
-            samples=samples,
-            is_lazy=window.is_lazy,
-            per_hop=window.per_hop,
-            most=most,
-        )
-        return made
+        return replace(window, batches=batches, samples=samples, most=most)
 
     def _limit(self, most: int) -> None:
         """Limit all controllers to what fits."""

@@ -1,0 +1,252 @@
+"""The durations of recorded batches, each alone in a normal worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from aioloader._observe.lock import is_shared, lock_waits, processors
+from aioloader._observe.records import Copy, Record, Setting
+from aioloader._observe.stages import (
+    Floats,
+    copy_seconds,
+    hand_over,
+    is_coupled,
+    is_made,
+    making_lanes,
+    making_starts,
+    on_one_clock,
+    reading_lanes,
+    transports,
+    until_copied,
+)
+
+# The latest batches that count.
+_MOST = 256
+# A worker is slow if it takes this many times as long as others.
+_SLOW = 2.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The durations of batches, in seconds: arrays with an entry for each batch.
+
+    Attributes:
+        read: Reading its samples, one after another.
+        transform: Transforming them.
+        collate: Collating.
+        transport: From collated until the consumer, or the device stage, can take it.
+        step: From when the consumer takes it until it asks for the next.
+        copy: Moving it to the device.
+        slowest: The longest of its reads.
+        awaited: Transforming its samples by coroutines, one after another.
+        reads: How many reads may run concurrently.
+        samples: How many samples it has.
+        read_cpu: Share of ``read`` that is processor time.
+        make_cpu: The same for ``transform`` and ``collate``.
+        is_measured: Whether processor time is known; if not, plain code is assumed to
+            use nothing else.
+        delay: Share of the time in which plain code could run, but has no processor.
+        locked: Mean seconds that a step waits for the GIL, in addition to ``step``.
+        nbytes: Mean bytes copied to the device.
+        slow: How many times longer each worker takes.
+    """
+
+    read: Floats
+    transform: Floats
+    collate: Floats
+    transport: Floats
+    step: Floats
+    copy: Floats
+    slowest: Floats
+    awaited: Floats
+    reads: Floats
+    samples: Floats
+    read_cpu: float = 0.0
+    make_cpu: float = 1.0
+    is_measured: bool = False
+    delay: float = 0.0
+    locked: float = 0.0
+    nbytes: float = 0.0
+    slow: tuple[float, ...] = ()
+
+    @property
+    def make(self) -> Floats:
+        """Seconds to transform and collate."""
+        return self.transform + self.collate
+
+    @property
+    def cpu(self) -> float:
+        """Mean seconds of processor time to make a batch."""
+        read, make = self.read.mean(), self.make.mean()
+        return float(read * self.read_cpu + make * self.make_cpu)
+
+    def scaled(self, stage: str, factor: float) -> "Costs":
+        """Return the costs with the seconds of one stage multiplied."""
+        fields = {
+            "read": ("read", "slowest"),
+            "transform": ("transform", "awaited"),
+            "device": ("copy",),
+            "consumer": ("step",),
+        }
+        names = fields.get(stage, (stage,))
+        scaled = {name: getattr(self, name) * factor for name in names}
+        found = replace(self, **scaled)
+        # Threads that compute less keep the GIL for less.
+        return replace(found, locked=self.locked * found.cpu / max(1e-9, self.cpu))
+
+
+def costs_of(
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
+) -> Costs | None:
+    """Return the costs of the latest batches; None for fewer than two records.
+
+    Some are estimated: the transport of batches that the consumer did not wait for
+    (``transports``); processor time and waits for a processor, which are measured for
+    few batches; and how long threads waited for the GIL.
+    """
+    records = list(filter(is_made, on_one_clock(records, setting)))
+    if len(records) < 2:
+        return None
+    each = (records[-1].taken - records[0].taken) / (len(records) - 1)
+    waits, slow = lock_waits(records, setting), slow_workers(records, setting)
+    asked = np.array([one.asked for one in records])
+    step = asked[1:] - [one.taken for one in records[:-1]] - waits
+    # Requests go out by number, whatever the order of delivery.
+    order = np.argsort([one.number for one in records])[:-1][-_MOST:]
+    moved, _ = transports(*until_copied(records, setting, copies))
+    copy, nbytes = _copied(records, setting, copies, moved)
+    if waits.any() or (setting.on_device and not copies):  # the GIL delays them too
+        moved = moved * 0
+    made = np.array([one.made for one in records])[order]
+    began, read, started, transformed, collated, busy, *_ = made.T
+    awaited = np.zeros(len(order))
+    if setting.transforms_async:
+        awaited, busy, started = busy, awaited, transformed
+    factors = (slow[one.lane] if one.lane < len(slow) else 1.0 for one in records)
+    factor = np.array([*factors])[order]
+    wall, transform = read - began, (transformed - started) / factor
+    collate, coupled = (collated - transformed) / factor, is_coupled(setting)
+    if coupled:
+        wall /= factor
+    total = np.where((busy > 0) & (not coupled), busy, wall)
+    samples = np.maximum(1, [one.samples for one in records])[order]
+    reads = np.where((busy > 0) | coupled, samples, 1)
+    even = slowest = total / reads
+    if not coupled:
+        # If readers are idle, reading took longer than even shares because of the
+        # slowest sample; if busy, because of other batches.
+        spare = 1 - total.mean() / max(each * reading_lanes(setting), 1e-9)
+        turns = np.ceil(reads / max(1, setting.concurrency))
+        beyond = (wall - turns * even).clip(0) * max(0.0, spare)
+        slowest = np.minimum(total, even + beyond)
+    share, delay = measured_cpu(records, setting)
+    found = Costs(
+        *(total, transform, collate, moved[order]),
+        *(step[-_MOST:] + hand_over(records, setting), copy[order]),
+        *(slowest, awaited, reads, samples),
+        is_measured=share > 0,
+        delay=delay,
+        locked=float(waits[-_MOST:].mean()),
+        nbytes=nbytes,
+        slow=slow,
+    )
+    if share > 0:  # making uses it first
+        make, reading = found.make.mean(), total.mean() if coupled else 0.0
+        cpu = share * (make + reading)
+        found = replace(
+            found,
+            read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
+            make_cpu=min(1.0, cpu / make) if make else 0.0,
+        )
+    takes_turns = is_shared(setting) and processors(setting) < making_lanes(setting)
+    return _unlocked(found, setting, each) if takes_turns else found
+
+
+def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
+    """Return the costs without the time that threads wait for the GIL.
+
+    It is not measured, but follows from the use of the GIL: at full use, all but
+    processor time is waiting. The 8th power fits closed queues: there is little waiting
+    if it is used half of the time.
+    """
+    names = ["transform", "collate"]
+    if is_coupled(setting):
+        names += ["read", "slowest"]
+    making = float(sum(getattr(costs, name).mean() for name in names[:3]))
+    waiting = (making - costs.cpu) * min(1.0, costs.cpu / max(each, 1e-9)) ** 8
+    kept = max(1e-9, 1 - waiting / max(making, 1e-9))
+    changed = {name: getattr(costs, name) * kept for name in names}
+    shares = {name: getattr(costs, name) / kept for name in ("read_cpu", "make_cpu")}
+    return replace(costs, **changed, **shares)
+
+
+def _copied(
+    records: Sequence[Record],
+    setting: Setting,
+    copies: Sequence[Copy],
+    moved: Floats,
+) -> tuple[Floats, float]:
+    """Return each batch's copy time, and the mean bytes of a copy."""
+    if not setting.on_device:
+        return np.zeros(len(records)), 0.0
+    if not copies:
+        return moved, 0.0
+    seconds = copy_seconds(copies)
+    usual = median(seconds.values())
+    found = [seconds.get(one.number, usual) for one in records]
+    return np.array(found), float(np.mean([one.nbytes for one in copies]))
+
+
+def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ...]:
+    """Return how many times longer each worker takes than the median worker.
+
+    It is 1 for workers that take less than twice as long: that may be chance.
+    """
+    seconds: dict[int, list[float]] = {}
+    for one in records if setting.place == "workers" else ():
+        seconds.setdefault(one.lane, []).append(plain_seconds(one, setting))
+    medians = {lane: median(each) for lane, each in seconds.items()}
+    usual = median(medians.values()) if len(medians) > 2 else 0.0
+    if not usual:
+        return ()
+    factors = (medians.get(lane, usual) / usual for lane in range(max(medians) + 1))
+    return tuple(one if one > _SLOW else 1.0 for one in factors)
+
+
+def plain_seconds(record: Record, setting: Setting) -> float:
+    """Return how long plain code made a batch."""
+    return record.made[4] - record.made[making_starts(setting)]
+
+
+def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, float]:
+    """Return the processor time of plain code, and its waits for a processor.
+
+    The first is a share of its seconds; the second, of those in which it could run.
+    They are medians of the measured batches: the first one may wait longer for imports,
+    page faults or a disk than all others take. Zeros if none is measured.
+    """
+    shares, delays = [], []
+    for one in records:
+        took, (cpu, delayed) = plain_seconds(one, setting), one.made[6:]
+        if cpu and took:
+            shares.append(min(1.0, cpu / took))
+            delays.append(min(1.0, delayed / took))
+    if not shares:
+        return 0.0, 0.0
+    share = median(shares)
+    delay = max(0.0, min(1 - share, median(delays)))
+    return share, delay / (share + delay)
+
+
+def start_seconds(records: Sequence[Record], setting: Setting) -> float:
+    """Return how long an epoch has waited for its worker processes to start.
+
+    It is 0 if they are kept between epochs, or if the first batch is not recorded.
+    """
+    starts = setting.worker_kind == "process" and not setting.is_persistent
+    first = records[0]
+    if not starts or first.number or not is_made(first):
+        return 0.0
+    return max(0.0, first.made[making_starts(setting)] - first.asked)

@@ -1,0 +1,124 @@
+"""What a loader achieves with given durations of batches, under any setting.
+
+A batch is requested when another is taken, and taken when it is ready and the step
+before has ended. So the times of each batch follow from those of earlier ones, in one
+pass, without events. These laws bound them (Denning and Buzen, "The operational
+analysis of queueing network models", 1978): no lane, reader, processor or copy does
+more than a second of work per second, and batches in flight are the rate times the
+seconds that each takes (Little). Assumptions:
+
+- A store is as fast when more samples are read at a time, and a batch takes as long in
+  a worker as in the consumer's process. Transport is as recorded, and keeps no worker
+  busy; for batches made without workers, ``changes`` adds that of a small batch.
+- As many lanes compute at a time as there are cores; of worker threads one, because of
+  the GIL. If records show that the consumer waits for the GIL (``lock``), it does so
+  whenever threads make batches.
+- Readers in several workers are one pool. Batches are copied to a device one after
+  another.
+"""
+
+import math
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from statistics import mean
+
+import numpy as np
+
+from aioloader._observe.costs import Costs
+from aioloader._observe.lock import is_shared, processors
+from aioloader._observe.records import Setting
+from aioloader._observe.stages import (
+    Floats,
+    is_coupled,
+    making_lanes,
+    reading_lanes,
+    transforming_lanes,
+)
+
+# Limit on warm-up batches, before the clock counts.
+_MOST = 256
+
+
+def window_of(setting: Setting, costs: Costs) -> int:
+    """Return how many batches may be requested and not delivered."""
+    if setting.window is not None:
+        return max(1, setting.window)
+    size = setting.batch_size or np.maximum(costs.reads, costs.samples).mean()
+    readers = max(1, setting.workers)
+    samples = setting.concurrency * readers
+    return math.ceil(samples / max(1, size)) + 3 * readers + setting.on_device
+
+
+def seconds_per_batch(costs: Costs, setting: Setting) -> float:
+    """Return the seconds per batch once the pipeline is full."""
+    if setting.place == "inline" or setting.window == 0:  # one after the other
+        return float(_parts(costs, setting)[:, 1:].sum(1).mean())
+    ahead = min(_MOST, 2 * window_of(setting, costs) + making_lanes(setting) + 16)
+    counted = math.ceil(32 / len(costs.step)) * len(costs.step)
+    taken = taken_times(costs, setting, ahead + counted + 1)
+    return max((taken[-1] - taken[ahead]) / counted, costs.cpu / processors(setting))
+
+
+def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
+    """Return when the consumer takes each of so many batches of an epoch.
+
+    Batches after the last recorded one are as the first ones.
+    """
+    parts: list[list[float]] = _parts(costs, setting).tolist()
+    window, lanes = window_of(setting, costs), making_lanes(setting)
+    slow = [*costs.slow, *(1.0,) * lanes][:lanes]
+    free = [(0.0, factor) for factor in sorted(slow)]  # since when each lane is
+    in_flight: list[tuple[float, float]] = []
+    taken: list[float] = []
+    now = asked = copied = flowed = 0.0
+    for number in range(batches + window - 1):
+        flow, front, lane, back, *_ = parts[number % len(parts)]
+        flowed = max(flowed, now) + flow
+        since, factor = heappop(free)
+        lane *= factor
+        since = max(since, now) + lane
+        heappush(free, (since, factor))
+        ready = max(since, max(now + front, flowed) + lane) + back
+        heappush(in_flight, (number if setting.in_order else ready, ready))
+        if len(in_flight) < window:
+            continue
+        _, ready = heappop(in_flight)
+        *_, copy, step = parts[len(taken) % len(parts)]
+        if setting.on_device:
+            room = taken[-setting.on_device] if len(taken) >= setting.on_device else 0.0
+            copied = ready = max(ready, copied, room) + copy
+        now = max(asked, ready)
+        taken.append(now)
+        asked = now + step
+    return taken
+
+
+def _parts(costs: Costs, setting: Setting) -> Floats:
+    """Return what each batch takes, in a row.
+
+    These are the seconds of all readers; until its samples are there; in its lane;
+    until it can be taken; to copy it; and of the step.
+    """
+    lane, back = costs.make, costs.transport
+    flow = front = np.zeros(len(lane))
+    if is_coupled(setting):
+        lane = lane + costs.read
+    else:
+        readers, others = reading_lanes(setting), transforming_lanes(setting)
+        flow = np.maximum(costs.read / readers, costs.awaited / others)
+        alone = costs.read / np.minimum(costs.reads, readers)
+        front = np.maximum(costs.slowest, alone)
+        front = front + costs.awaited / np.minimum(costs.samples, others)
+    step = costs.step + costs.locked * is_shared(setting)
+    return np.stack([flow, front, lane, back, costs.copy, step], 1)
+
+
+def pace(taken: Sequence[float]) -> float:
+    """Return the seconds per batch, also if batches come in bursts.
+
+    It is the time between the middles of both halves.
+    """
+    half = len(taken) // 2
+    if not half:
+        return 0.0
+    return (mean(taken[-half:]) - mean(taken[:half])) / (len(taken) - half)
