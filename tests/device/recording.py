@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aioloader import Device
 from aioloader._device.accelerator import Accelerator
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class LatePort(Accelerator):
 
 def on(port: LatePort, loader: "DataLoader[Any]", depth: int = 1) -> "DataLoader[Any]":
     """Have ``loader`` deliver its batches there."""
-    loader.device, loader.prefetch_device = torch.device("cuda", 0), depth
-    loader._live.accelerators[loader.device] = port
+    device = torch.device("cuda", 0)
+    loader.device = Device(device, ahead=depth)
+    loader._live.accelerators[device] = port
     return loader

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 
-from aioloader import DataLoader
+from aioloader import DataLoader, Device
 from aioloader._device.accelerator import CudaAccelerator
 from aioloader.testing import Resources
 from device import fake_accelerator
@@ -115,7 +115,7 @@ class Watched(CudaAccelerator):
 
 def on(port: CudaAccelerator, loader: "DataLoader[Any]", depth: int = 1) -> Any:
     """Have ``loader`` deliver its batches by ``port``, out of locked slots."""
-    loader.device, loader.prefetch_device = port.device, depth
+    loader.device = Device(port.device, ahead=depth)
     loader._live.accelerators[port.device] = port
     return loader
 

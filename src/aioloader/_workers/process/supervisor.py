@@ -121,7 +121,8 @@ class Supervisor:
         assert received is not None
         word, argument = decode(received[0])
         if word == "begin":
-            return self._begin(*argument, received[1])
+            surroundings, method, is_shared = argument
+            return self._begin(surroundings, method, is_shared, received[1])
         if word == "start":
             self._start(argument, received[1])
         elif word == "kill":

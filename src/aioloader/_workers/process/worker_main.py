@@ -176,7 +176,8 @@ class Endpoint:
     def take(self, request: Request, place: int) -> BatchTask:
         self._arena.begin(place, request.ticket)
         self.maker.epoch = request.epoch
-        task = BatchTask(*request.asked, again=request.again)
+        task = BatchTask(*request.asked)
+        task.again = request.again
         if not self._is_restored:
             self._is_restored = True
             dataset, saved = self.maker.dataset, self.spec.datasets
@@ -334,7 +335,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
                         streams.pop(request.iteration).close()
                     continue
                 task = endpoint.take(request, 0)
-                pull = read
+                pull: Callable[[BatchTask], None] | None = read
                 if reads_stream:
                     pull = _stream_of(endpoint, request, streams).pull
                 result = task.result or maker.make(task, pull, enter)

@@ -244,7 +244,7 @@ class RayPool(LastingPool):
         """End all iterations: no actor can make their batches."""
         held = [ticket for seat in self._seats for ticket in seat.tickets]
         found = {ticket.pipeline for ticket in (*held, *self._waiting)}
-        pipelines = [one for one in found if not one.is_dismissed()]
+        pipelines = [one for one in found if not one.is_closing]
         self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
         for pipeline in pipelines:
@@ -359,7 +359,7 @@ class RayPool(LastingPool):
         self._put_back(ticket)
 
     def _put_back(self, ticket: _Ticket) -> None:
-        if not ticket.pipeline.is_dismissed():
+        if not ticket.pipeline.is_closing:
             bisect.insort(self._waiting, ticket, key=lambda one: one.number)
 
     # -- in the thread: the end -----------------------------------------------------
