@@ -20,7 +20,7 @@ from aioloader._loader.ranks import Ranks
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
-from aioloader._order.orders import IndexOrder
+from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
