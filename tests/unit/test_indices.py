@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from aioloader import ShuffledIndices
 from aioloader._order.epoch import order_of
-from aioloader._order.orders import IndexOrder
+from aioloader._order.indices import IndexOrder
 
 
 def index_batches(sampler: Any) -> Iterator[Any]:

@@ -21,8 +21,8 @@ from aioloader._device.naming import Device, device_of
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError, Skip, parts_of
-from aioloader._order.indices import State
-from aioloader._order.orders import Order, StreamOrder
+from aioloader._order.indices import Order, State
+from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import Deal, Part, evened
 from aioloader._order.retry import Retry
 from aioloader._workers.ray.workers import RayWorkers

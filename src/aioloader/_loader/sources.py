@@ -21,7 +21,7 @@ from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
-from aioloader._order.orders import IndexOrder
+from aioloader._order.indices import IndexOrder
 from aioloader._order.turns import Turns
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop

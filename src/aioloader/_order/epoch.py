@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler
 from aioloader._observe.records import Counters
 from aioloader._order.failures import FailurePolicy, OnError, Skip, parts_of
 from aioloader._order.forks import fork_safe
-from aioloader._order.indices import IndexBatch, State
-from aioloader._order.orders import IndexOrder, IteratedOrder, Order, StreamOrder
+from aioloader._order.indices import IndexBatch, IndexOrder, Order, State
+from aioloader._order.orders import IteratedOrder, StreamOrder
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.turns import Turns
@@ -301,24 +301,23 @@ class EpochNumbers:
 
         No other iterator has this number; it is free again if one is dropped unused.
         """
-        number, epoch.shuffled = self.next, self.upcoming()
+        number, order = self.next, self._order
+        if order is not None:
+            epoch.shuffled, epoch.seen = self.upcoming(), order.epoch
         self._reserved.discard(epoch)
         for one in self._reserved:
             number = max(number, one.number + 1)
             if epoch.shuffled is not None and one.shuffled is not None:
                 epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
-        self._reserve(epoch)
+        self._reserved.add(epoch)
         return number
 
     def reserve_again(self, epoch: Epoch, saved: Any) -> None:
         """Note the number and the order of an epoch that resumes from a state."""
         epoch.saved, epoch.number = saved, saved.epoch
         epoch.shuffled = saved.order.get("epoch")
-        self.next = epoch.number + 1
-        self._reserve(epoch)
-
-    def _reserve(self, epoch: Epoch) -> None:
         epoch.seen = None if self._order is None else self._order.epoch
+        self.next = epoch.number + 1
         self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:

@@ -1,17 +1,15 @@
 """The order of one epoch: index batches from any position, and the state to restore it.
 
 An order is made for one iteration, draws when torch draws (with the first batch), and
-has a state from which another process restores it. The exact classes of torch that are
-known, and ours, are cut from one index tensor or computed in blocks: nothing before the
-start is computed. Torch's other samplers are drawn again from a seed; the state of a
-sampler with ``state_dict`` is taken after each batch; any other is iterated again up to
-the position.
+has a state from which another process restores it. Torch's samplers are drawn again
+from a seed; the state of a sampler with ``state_dict`` is taken after each batch; any
+other sampler is iterated again up to the position.
 """
 
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from aioloader._order.failures import noted
 from aioloader._order.generators import WITH_GENERATOR, Draws
 from aioloader._order.indices import (
     IndexBatch,
+    Order,
     State,
     contents_of,
     described,
@@ -39,15 +38,6 @@ from aioloader._order.raising import raisable
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
-Chunk: TypeAlias = torch.Tensor | range
-Indices: TypeAlias = Chunk | ShuffledIndices
-
-# Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
-_BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
-# Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
-_VIEWS = 256
-# Indices up to which a permutation is drawn in about a millisecond.
-_QUICK = 1 << 16
 _WITHOUT_DRAWS = {
     BatchSampler,
     DistributedSampler,  # it seeds a generator with its epoch
@@ -57,57 +47,6 @@ _WITHOUT_DRAWS = {
     range,
     tuple,
 }
-
-
-class Order:
-    """The index batches of one epoch, of one rank.
-
-    Attributes:
-        end: The final state of the sampler, if it has one.
-        pulled: How far it was drawn, perhaps ahead of what was delivered.
-    """
-
-    def __init__(self, size: int | None, part: Part, pulled: int = 0) -> None:
-        self._size = size
-        self._part = part
-        self._whole = (size or 1) * part.world_size  # units of a global batch
-        self.end: State | None = None
-        self.pulled = pulled
-
-    def prepare(self, epoch: int | None = None, /) -> None:
-        """Draw the contents of the state, once: a seed, but no permutation yet.
-
-        ``ShuffledIndices`` are those of ``epoch``; None: of its current one.
-        """
-
-    def draws_long(self, _number: int, _start: int, /) -> bool:
-        """Tell whether it may take milliseconds to draw a request, of all from one."""
-        return False
-
-    def batches(
-        self, start: int = 0, after: State | None = None, /
-    ) -> Iterator[IndexBatch]:
-        """Yield the batches from number ``start`` on; called once.
-
-        Args:
-            start: Number of the first batch.
-            after: The ``state`` of the batch before it.
-        """
-        raise NotImplementedError
-
-    def state(self) -> State:
-        """Return what makes the order again, ready for JSON; a stream has its own."""
-        return {}
-
-    def _own(self, found: Any) -> tuple[Any, int, int]:
-        """Return our part of a global batch, how many are added, and what place has it.
-
-        As in torch, the order wraps around at its end.
-        """
-        part = self._part
-        mine, padding = part.share(len(found))
-        units = found[part.rank :: part.world_size][:mine]
-        return units, padding, part.rank + mine * part.world_size - len(found)
 
 
 class StreamOrder(Order):
@@ -122,118 +61,6 @@ class StreamOrder(Order):
             first = number * whole
             places = part.places(first, first + whole)
             yield IndexBatch(number, places.start, places)
-
-
-class IndexOrder(Order):
-    """Batches cut from an order with random access.
-
-    Torch's samplers yield Python integers one by one, from a list of the whole
-    permutation. Here ``pulled`` is 1 once the end was drawn.
-    """
-
-    def __init__(
-        self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
-    ) -> None:
-        super().__init__(size, part, saved.get("pulled", 0))
-        self._sampler = sampler
-        self._drop_last = drop_last
-        is_random = isinstance(sampler, RandomSampler)
-        self._draws = Draws(sampler, saved) if is_random else None
-        self._shuffled: ShuffledIndices | None = None
-
-    @staticmethod
-    def suits(sampler: Any) -> bool:
-        """Tell whether the order can be cut: torch's exact classes, and ours."""
-        if type(sampler) is RandomSampler:
-            is_whole = sampler.num_samples == len(sampler.data_source)
-            return is_whole and not sampler.replacement
-        return type(sampler) in {SequentialSampler, ShuffledIndices}
-
-    def prepare(self, epoch: int | None = None, /) -> None:
-        if self._draws is not None:
-            self._draws.prepare()
-        if type(self._sampler) is ShuffledIndices and self._shuffled is None:
-            self._shuffled = self._sampler.copy()  # a later set_epoch is for the next
-            if epoch is not None:
-                self._shuffled.set_epoch(epoch)
-
-    def draws_long(self, number: int, start: int, /) -> bool:
-        """Tell whether a permutation is drawn: before the first one, and at the end."""
-        if self._draws is None or len(self._sampler) <= _QUICK:
-            return False
-        return number == start or number >= len(self._sampler) // self._whole
-
-    def batches(
-        self, start: int = 0, _after: Any = None, /, *, as_lists: bool = True
-    ) -> Iterator[IndexBatch]:
-        """Yield the batches; indices are lists, or else tensors and ranges."""
-        n, whole, rank = len(self._sampler), self._whole, self._part.rank
-        is_alone = self._part.world_size == 1
-        self.prepare()
-        indices: Indices = self._shuffled or range(n)
-        if self._draws is not None:
-            indices = _permutation(n, self._draws.begin())
-        # Torch's sampler draws another, unused permutation at its end: with a short
-        # last batch, which runs into the end, or else after the last one.
-        short = n // whole if n % whole and not self._drop_last else None
-        stop = n - n % whole if self._drop_last else n
-        size = _BLOCK if self._shuffled is None else _SHUFFLED_BLOCK
-        step = max(1, size // whole) * whole
-        for at in range(start * whole, stop, step):
-            block: Any = _taken(indices, at, min(at + step, stop))
-            if as_lists and is_alone:
-                block = _listed(block)
-            if isinstance(block, torch.Tensor):
-                pieces = _views(block, whole)
-            else:
-                pieces = (block[i : i + whole] for i in range(0, len(block), whole))
-            for number, found in enumerate(pieces, at // whole):
-                if number == short:
-                    self._end()
-                if is_alone:
-                    yield IndexBatch(number, number * whole, found)
-                    continue
-                own, padding, place = self._own(found)
-                if padding:
-                    again = _taken(indices, place % n, place % n + 1)
-                    own = torch.tensor([*_listed(own), *_listed(again)], device="cpu")
-                if len(own):
-                    own = _listed(own) if as_lists else own
-                    yield IndexBatch(number, number * whole + rank, own, padding)
-        self._end()
-
-    def _end(self) -> None:
-        """Draw the unused permutation, once, from the user's generator."""
-        own = None if self._draws is None else self._sampler.generator
-        if own is not None and not self.pulled:
-            _permutation(len(self._sampler), own)
-        self.pulled = 1
-
-    def state(self) -> State:
-        known = self._sampler if self._shuffled is None else self._shuffled
-        return described(known) | ({} if self._draws is None else self._draws.state())
-
-
-def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw on the generator's device, whatever torch's default; return on the CPU."""
-    return torch.randperm(n, generator=generator, device=generator.device).cpu()
-
-
-def _taken(indices: Indices, start: int, stop: int) -> Chunk:
-    if type(indices) is ShuffledIndices:
-        return torch.from_numpy(indices.take(start, stop))
-    chunk: Any = indices
-    part: Chunk = chunk[start:stop]
-    return part
-
-
-def _views(block: torch.Tensor, size: int) -> Iterator[Any]:
-    for at in range(0, len(block), size * _VIEWS):
-        yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
-
-
-def _listed(chunk: Chunk) -> list[int]:
-    return list(chunk) if type(chunk) is range else chunk.tolist()
 
 
 class IteratedOrder(Order):
