@@ -312,7 +312,7 @@ class Pipeline:
         self.seconds_per_batch = before + (seconds - before) / 4
 
     def _in_thread(self, task: BatchTask) -> None:
-        """Go on with a batch in the thread, unless the pipeline is closing."""
+        """Continue a batch in the thread, unless the pipeline is closing."""
 
         def job() -> None:
             # The host is too if its lifespan could not be entered.
