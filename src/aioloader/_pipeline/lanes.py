@@ -18,7 +18,7 @@ from aioloader._pipeline.waiting import resolve
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
-RESERVE = 8  # idle lanes that are kept
+RESERVE = 64  # idle lanes that are kept: fewer would soon be started again
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 # Takes when a job began, and whether more jobs wait; returns how many may run.
 Tune: TypeAlias = Callable[[float, bool], int]
@@ -94,7 +94,7 @@ class Lanes:
         return jobs
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task beside the lanes; it is cancelled with them."""
+        """Start a task next to the lanes; it is cancelled with them."""
         if self._is_closed:
             work.close()
             return

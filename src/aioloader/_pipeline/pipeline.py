@@ -181,7 +181,8 @@ class Pipeline:
         except BaseException as error:  # raised by the iterator's close or next step
             self._break(error)
         finally:
-            self.release_workers(_CLOSED)  # its loop may have ended before its iterator
+            # Its loop may have ended before its iterator.
+            self.release_workers(LoaderClosedError(_CLOSED))
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
 
@@ -242,12 +243,12 @@ class Pipeline:
             self._close_stream()
             self.fail(LoaderClosedError(_CLOSED))
 
-    def release_workers(self, why: str = _LOOP_ENDED) -> None:
+    def release_workers(self, error: LoaderClosedError | None = None) -> None:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
         self.is_closing = True
         self._release_pool()
         self.maker.close()
-        self.fail(LoaderClosedError(why))
+        self.fail(error or LoaderClosedError(_LOOP_ENDED))
 
     def _release_pool(self) -> None:
         self._no_more_pauses.set()
@@ -312,7 +313,7 @@ class Pipeline:
         self.seconds_per_batch = before + (seconds - before) / 4
 
     def _in_thread(self, task: BatchTask) -> None:
-        """Go on with a batch in the thread, unless the pipeline is closing."""
+        """Continue a batch in the thread, unless the pipeline is closing."""
 
         def job() -> None:
             # The host is too if its lifespan could not be entered.
