@@ -11,10 +11,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.
 # With coroutines some functions more or less are entered: tasks take turns differently.
 LIMITS = {
-    "for": (132, 26),
-    "for, two workers": (305, 54),
-    "async for, async dataset": (295, 41),
-    "async for, tar": (500, 71),
+    "for": (130, 25),
+    "for, two workers": (297, 53),
+    "async for, async dataset": (285, 41),
+    "async for, tar": (490, 71),
 }
 
 
