@@ -11,10 +11,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.
 # With coroutines some functions more or less are entered: tasks take turns differently.
 LIMITS = {
-    "for": (132, 26),
+    "for": (130, 25),
     "for, two workers": (289, 51),
-    "async for, async dataset": (290, 41),
-    "async for, tar": (495, 71),
+    "async for, async dataset": (285, 41),
+    "async for, tar": (490, 71),
 }
 
 

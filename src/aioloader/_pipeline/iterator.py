@@ -125,7 +125,8 @@ class BatchIterator(Generic[Batch]):
                 "loader`, or make the iterator with aiter(loader)"
             )
 
-    _shutdown_workers = close  # torch's name
+    def _shutdown_workers(self) -> None:  # torch's name
+        self.close()
 
     @property
     def _num_yielded(self) -> int:
@@ -170,7 +171,7 @@ class Steps:
         self.start: Callable[[Steps], Feed] | None = start
         self.feed: Feed | None = None
         self.prepared: Feed | None = None
-        self.is_held = False
+        self.is_held: bool = False
         self._engine = engine
         self._check = check
         self._lock = fork_safe(threading.RLock())
