@@ -347,7 +347,7 @@ class RayPool(LastingPool):
     def _lose(self, seat: _Seat, ticket: _Ticket, error: BaseException | None) -> None:
         """Retry a batch whose actor has died, or has been restarted since (None)."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
-            self._fail(error or LoaderClosedError("Ray was shut down"))
+            self._fail(error or LoaderClosedError("the Ray workers have ended"))
             return
         if seat.begun is ticket.begun:
             self._begin(seat)
@@ -395,10 +395,11 @@ def _died_with(ticket: _Ticket, seat: _Seat, error: BaseException) -> WorkerDied
     """Return the error for a batch that is not retried."""
     task, begun = ticket.task, ticket.begun
     assert begun is not None
+    who = f"(pid(s) {begun.pid} on {begun.host})"
     died = WorkerDiedError(
-        f"DataLoader worker (pid(s) {begun.pid} on {begun.host}) exited unexpectedly "
-        f"with batch {task.number} in hand, sample indices {shorten(task.indices)}; it "
-        f"is not the first worker that this batch has cost. Ray says: {error}",
+        f"DataLoader worker {who} exited unexpectedly with batch {task.number} in "
+        f"hand, sample indices {shorten(task.indices)}; it is not the first worker "
+        f"that this batch has cost. Ray says: {error}",
         worker=seat.number,
         pid=begun.pid,
         batch=task.number,
