@@ -134,6 +134,11 @@ class DataLoader(Observed, TorchLoader[Batch]):
         TypeError: If one is of the wrong type.
     """
 
+    dataset: Any
+    batch_size: int | None
+    sampler: Any
+    batch_sampler: Any
+    collate_fn: Any
     prefetch_factor: int | None
     _live: Runtime
 

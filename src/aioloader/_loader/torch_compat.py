@@ -39,9 +39,6 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     """
 
     dataset: Any
-    sampler: Any
-    batch_sampler: Any
-    collate_fn: Any
     _live: Any
     # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
