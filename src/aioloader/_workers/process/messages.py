@@ -6,12 +6,14 @@ A request is a small pickle, or a packed batch if it carries samples; a result i
 ``default_collate`` allocates its result in the slot of an arena, where the loader reads
 it in place; tensors that are elsewhere when the batch is packed (from a custom collate
 function) are copied in. Small batches travel inside the frame: below about 64 KB a copy
-is cheaper than a slot. A small batch of plain tensors is not pickled either: the pickle
-of one with the same structure is followed by its own tensors.
+is cheaper than a slot. A small batch of plain tensors is not pickled either: a
+description of its structure is cached, and looked up by its bytes.
 """
 
+import pickle
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +31,7 @@ from aioloader._transport.codec import (
     encode,
     lay_out,
 )
-from aioloader._workers.reducers import REDUCERS, Span, reducers
+from aioloader._workers.reducers import Span, reducers
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -45,6 +47,9 @@ READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 _HEAD = struct.Struct("<qqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
 _HEADER_INLINE = 1 << 14
+# Instead of a slot number: a description of so many bytes and raw tensors follow.
+_PLAIN = -2
+_PLAIN_HEAD = struct.Struct("<qq")
 # Limit on cached heads: batches of varying sizes need many.
 _MOST_HEADS = 256
 
@@ -136,7 +141,7 @@ class Packer(threading.local):
         if known is None:
             if len(self._heads) >= _MOST_HEADS:
                 self._heads.clear()
-            known = self._heads[form] = _head_of(value, arrays)
+            known = self._heads[form] = _describe(form, arrays)
         parts: list[Any] = [known[0]]
         for array, gap in zip(arrays, known[1], strict=True):
             parts += (array, gap)
@@ -227,6 +232,9 @@ def unpack(
 
     Its large parts are views of the slot or, with ``copy``, private copies.
     """
+    number, length = _PLAIN_HEAD.unpack_from(frame, at)
+    if number == _PLAIN:
+        return _unpack_plain(memoryview(frame)[at + _PLAIN_HEAD.size :], length)
     number, start, size, used, length, count = _HEAD.unpack_from(frame, at)
     at += _HEAD.size
     places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
@@ -243,8 +251,9 @@ def unpack(
 
 def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
     """Return the slot of a packed batch, if it has one."""
-    ref = SlotRef(*_HEAD.unpack_from(frame, at)[:3])
-    return None if ref.number < 0 else ref
+    if _PLAIN_HEAD.unpack_from(frame, at)[0] < 0:
+        return None
+    return SlotRef(*_HEAD.unpack_from(frame, at)[:3])
 
 
 def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
@@ -271,15 +280,57 @@ def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
     return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
 
 
-def _head_of(value: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
-    """Return the head of all batches with this structure, and the padding of arrays."""
-    header, _ = encode(value, REDUCERS, least_bytes=0)
-    places, gaps, end = list[Place](), list[bytes](), 0
+def _describe(form: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
+    """Return the head of a frame for such a batch, and the padding after each array."""
+    leaves, gaps, start = [], [], 0
     for array in arrays:
-        places.append((end, array.nbytes))
-        gaps.append(bytes(-array.nbytes % ALIGN))
-        end += array.nbytes + len(gaps[-1])
-    return b"".join(_heads((-1, 0, 0), end, header, places)), gaps
+        leaves.append((array.shape, array.dtype.str, start))
+        end = aligned(start + array.nbytes)
+        gaps.append(bytes(end - start - array.nbytes))
+        start = end
+    description = pickle.dumps((_without_leaves(form), leaves), 5)
+    return _PLAIN_HEAD.pack(_PLAIN, len(description)) + description, gaps
+
+
+def _without_leaves(form: Any) -> Any:
+    if len(form) == 2:
+        return None
+    kind, keys, parts = form
+    return kind, keys, [_without_leaves(part) for part in parts]
+
+
+# Maps the bytes of a description to the structure and the leaves of a batch.
+_DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
+
+
+def _unpack_plain(frame: memoryview, length: int) -> Any:
+    description = bytes(frame[:length])
+    known = _DESCRIPTIONS.get(description)
+    if known is None:
+        if len(_DESCRIPTIONS) >= _MOST_HEADS:
+            _DESCRIPTIONS.clear()
+        known = _DESCRIPTIONS[description] = decode(description)
+    form, leaves = known
+    memory = bytearray(frame[length:])
+    return _assemble(
+        form,
+        iter(
+            [
+                torch.from_numpy(np.ndarray(shape, dtype, memory, start))
+                for shape, dtype, start in leaves
+            ]
+        ),
+    )
+
+
+def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if form is None:
+        return next(tensors)
+    kind, keys, parts = form
+    values = [_assemble(part, tensors) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return values if kind is list else tuple(values)
 
 
 def _address(buffer: Any) -> int:
