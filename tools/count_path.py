@@ -10,10 +10,12 @@ import argparse
 import asyncio
 import importlib
 import io
+import os
 import sys
 import tarfile
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -65,16 +67,52 @@ def first_async(make: Callable[[], Any]) -> object:
 
 
 def passed(run: Callable[[], object], root: Path) -> set[CodeType]:
-    """Return the functions below ``root`` that ``run`` entered.
-
-    What it returns is dropped afterwards: the end of an iteration is not counted.
-    """
+    """Return the functions below ``root`` that ``run`` entered."""
     codes: set[CodeType] = set()
 
     def profile(frame: FrameType, event: str, _arg: Any) -> None:
         if event == "call":
             codes.add(frame.f_code)
 
+    entered(run, profile)
+    return {
+        code
+        for code in codes.copy()
+        if code.co_name not in _SKIPPED and root in Path(code.co_filename).parents
+    }
+
+
+def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
+    """Return the functions below ``root``, in the order of their first calls.
+
+    By process: those of workers that were forked from this one are followed too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def profile(frame: FrameType, event: str, _arg: Any) -> None:
+            code = frame.f_code
+            if event == "call" and code not in seen[os.getpid()]:
+                seen[os.getpid()].add(code)
+                if root in Path(code.co_filename).parents:
+                    line = f"{code.co_qualname}\n".encode()
+                    path = f"{folder}/{os.getpid()}"
+                    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                    os.write(file, line)
+                    os.close(file)
+
+        seen: defaultdict[int, set[CodeType]] = defaultdict(set)
+        entered(run, profile)
+        return {
+            int(path.name): path.read_text().splitlines()
+            for path in Path(folder).iterdir()
+        }
+
+
+def entered(run: Callable[[], object], profile: Callable[..., None]) -> None:
+    """Call ``run``, with a profile of all threads.
+
+    What it returns is dropped afterwards: the end of an iteration is not profiled.
+    """
     threading.setprofile(profile)
     sys.setprofile(profile)
     try:
@@ -83,11 +121,6 @@ def passed(run: Callable[[], object], root: Path) -> set[CodeType]:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
     del kept
-    return {
-        code
-        for code in codes.copy()
-        if code.co_name not in _SKIPPED and root in Path(code.co_filename).parents
-    }
 
 
 def first_of_tar() -> object:
