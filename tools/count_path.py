@@ -8,6 +8,7 @@ holds the counts: they only go down.
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import io
 import os
@@ -17,6 +18,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -87,20 +89,21 @@ def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
 
     By process: those of workers that were forked from this one are followed too.
     """
+    seen: defaultdict[int, set[CodeType]] = defaultdict(set)
     with tempfile.TemporaryDirectory() as folder:
 
         def profile(frame: FrameType, event: str, _arg: Any) -> None:
-            code = frame.f_code
-            if event == "call" and code not in seen[os.getpid()]:
-                seen[os.getpid()].add(code)
-                if root in Path(code.co_filename).parents:
-                    line = f"{code.co_qualname}\n".encode()
-                    path = f"{folder}/{os.getpid()}"
-                    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-                    os.write(file, line)
+            code, pid = frame.f_code, os.getpid()
+            if event != "call" or code in seen[pid]:
+                return
+            seen[pid].add(code)
+            if root in Path(code.co_filename).parents:
+                with contextlib.suppress(OSError):  # the folder is gone: enough is seen
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                    file = os.open(f"{folder}/{pid}", flags)
+                    os.write(file, f"{code.co_qualname}\n".encode())
                     os.close(file)
 
-        seen: defaultdict[int, set[CodeType]] = defaultdict(set)
         entered(run, profile)
         return {
             int(path.name): path.read_text().splitlines()
@@ -148,6 +151,33 @@ CASES: dict[str, Callable[[], object]] = {
         lambda: aioloader.DataLoader(Asynchronous(), batch_size=4)
     ),
     "async for, tar": first_of_tar,
+}
+
+
+# One for each of the runners that ``CONTRIBUTING.md`` follows a batch through.
+RUNNERS: dict[str, Callable[[], object]] = {
+    "the caller's thread": CASES["for"],
+    "the caller's thread, with a transform": lambda: first_plain(
+        lambda: aioloader.DataLoader(Plain(), batch_size=4, transform=float)
+    ),
+    "a private thread": lambda: first_async(
+        lambda: aioloader.DataLoader(Plain(), batch_size=4)
+    ),
+    "a private loop": lambda: first_plain(
+        lambda: aioloader.DataLoader(Asynchronous(), batch_size=4)
+    ),
+    "the caller's loop": lambda: first_async(
+        lambda: aioloader.DataLoader(Asynchronous(), batch_size=4, loop="caller")
+    ),
+    "threads": lambda: first_plain(
+        lambda: aioloader.DataLoader(Plain(), 4, num_workers=2, workers="thread")
+    ),
+    "an executor": lambda: first_plain(
+        lambda: aioloader.DataLoader(
+            Plain(), 4, num_workers=1, workers=ThreadPoolExecutor(1)
+        )
+    ),
+    "processes": CASES["for, two workers"],
 }
 
 
