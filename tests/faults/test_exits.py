@@ -289,6 +289,27 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
     assert python(code).stdout == "3\n"
 
 
+def test_python_exits_after_a_loop_that_was_left() -> None:
+    """Its loop's thread ends first: what it reads is cancelled and released."""
+    code = IMPORTS + (
+        "import asyncio, time\n"
+        "class Held(A):\n"
+        "    async def __getitem__(self, index):\n"
+        "        if index < 2: return index\n"
+        "        try: await asyncio.sleep(3600)\n"
+        "        finally:\n"
+        "            time.sleep(0.3)\n"
+        "            print('released', flush=True)\n"
+        "async def main():\n"
+        "    async for _ in DataLoader(Held(), 2, prefetch_factor=2, concurrency=3):\n"
+        "        break\n"
+        "asyncio.run(main())\n"
+    )
+    done = python(code)
+    assert done.returncode == 0
+    assert set(done.stdout.split()) == {"released"}
+
+
 def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
     """Python waits for it, and the loader serves it to the end."""
     code = IMPORTS + (

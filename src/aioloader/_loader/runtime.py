@@ -24,7 +24,7 @@ from aioloader._loader.state import (
     resume,
     state_of,
 )
-from aioloader._observe.machine import cores
+from aioloader._observe import machine
 from aioloader._observe.records import Counters, Setting
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch, EpochNumbers
@@ -84,7 +84,7 @@ class Runtime:
     @cached_property
     def cores(self) -> int:
         """How many cores this process may use, when first needed."""
-        return cores()
+        return machine.cores()
 
     @cached_property
     def tuning(self) -> "Tuning":

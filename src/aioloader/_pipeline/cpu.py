@@ -139,7 +139,7 @@ class CpuThread:
         run = partial(context_elsewhere().run, self._run)
         self.thread = _daemon(run, self._name)  # the owner stops and joins it
         _STARTED.add(self)
-        _start(self.thread)
+        start_thread(self.thread)
 
     def _run(self) -> None:
         try:
@@ -272,7 +272,7 @@ class _SharedThreads:
                 self._idle -= 1
             elif self._threads < _SHARED_THREADS:
                 self._threads += 1
-                _start(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
+                start_thread(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
 
     def end(self) -> None:
         """End the threads after their jobs."""
@@ -327,7 +327,8 @@ def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-def _start(thread: threading.Thread) -> None:
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread for whose end the interpreter's exit waits, a while."""
     thread.start()
     for one in list(_THREADS):
         if not one.is_alive():

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 
 from aioloader._order.raising import ends_task
+from aioloader._pipeline.cpu import start_thread
 from aioloader._pipeline.host import GRACE, Host, Pipeline
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.loop_watch import watch_of
@@ -54,7 +55,7 @@ class LoopHost(Host):
             self._own_thread = threading.Thread(
                 target=run, name="aioloader-loop", daemon=True
             )
-            self._own_thread.start()
+            start_thread(self._own_thread)
         elif lifespan:
             self._host_task = caller.create_task(self._serve(), name="aioloader host")
             self._host_task.add_done_callback(self._finish)

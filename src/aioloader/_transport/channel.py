@@ -117,7 +117,7 @@ class Channel:
             os.close(file)
 
     def pause(self, seconds: float | None) -> None:
-        """Sleep; None: for ever.
+        """Sleep; None: forever.
 
         Raises:
             EOFError: As soon as the other end is gone.
