@@ -208,13 +208,11 @@ class AheadFeed(Feed):
             self._fill(most)
 
     def _begin(self) -> None:
-        """Issue the first requests; wait for workers, which ``timeout`` excludes."""
+        """Issue the first requests, once the workers have started."""
         with self._lock:
             if not self._has_started:
                 self._has_started = True
                 self.open()
-        if self.pipeline.pool is not None:
-            self.pipeline.pool.wait_up()
 
     def _go_on(self) -> None:
         """Read past the first batch: the consumer has asked for more."""

@@ -33,9 +33,6 @@ class Pool(abc.ABC):
     def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""
 
-    def wait_up(self) -> None:  # noqa: B027  (a default)
-        """Wait until workers run: ``timeout`` excludes their start."""
-
     @abc.abstractmethod
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Take a task; calls ``pipeline.deliver`` with its result."""
@@ -132,11 +129,6 @@ class Lease(Pool):
                 weakref.finalize(self, pool.close)
                 if self._is_over:
                     pool.end()
-
-    def wait_up(self) -> None:
-        """Wait until the time that passes is the user's, not that of a start."""
-        if self._pool is not None:
-            self._pool.wait_up()
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Have the rest of ``task`` made."""
