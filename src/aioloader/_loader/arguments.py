@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
-from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
-from aioloader._loader.options import Options, suits
+from aioloader._loader.auto import check_auto
+from aioloader._loader.options import FIRST, Chosen, Options, placed, suits
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import check_on_error, parts_of
@@ -33,13 +33,28 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "loop": ("thread", "caller"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
-# Counts, and whether they may be None.
+# Counts: whether they may be None, the least one, and the words about lower ones.
 _COUNTS = {
-    "num_workers": False,
-    "prefetch_factor": True,
-    "snapshot_every_n_steps": True,
-    "concurrency": False,
-    "prefetch_bytes": True,
+    "num_workers": (
+        False,
+        0,
+        (
+            "num_workers option should be non-negative; "
+            "use num_workers=0 to disable multiprocessing."
+        ),
+    ),
+    "prefetch_factor": (
+        True,
+        1,
+        "prefetch_factor option should be non-negative and at least 1, got {}",
+    ),
+    "snapshot_every_n_steps": (
+        True,
+        0,
+        "snapshot_every_n_steps must be at least 0 (0 and None mean never), got {}",
+    ),
+    "concurrency": (False, 1, "concurrency must be at least 1, got {}"),
+    "prefetch_bytes": (True, 1, "prefetch_bytes must be at least 1, got {}"),
 }
 # What took the place of former arguments.
 _FORMER = {
@@ -61,36 +76,41 @@ def refuse(unknown: Mapping[str, Any]) -> None:
     )
 
 
-def check(options: Options, shuffle: Any) -> None:
-    """Check the arguments of a loader, before samplers are made from them."""
-    _check_numbers(options)
+def check_each(given: Mapping[str, Any]) -> None:
+    """Check the arguments of a loader by name, each by itself."""
+    _check_numbers(given)
     for name, words in _WORDS.items():
-        value = getattr(options, name)
-        if value not in words:
+        if given[name] not in words:
             known = " or ".join(repr(word) for word in words)
-            raise ValueError(f"{name} must be {known}, got {value!r}")
+            raise ValueError(f"{name} must be {known}, got {given[name]!r}")
     for name in _FUNCTIONS:
-        function = getattr(options, name)
+        function = given[name]
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
-    check_on_error(options.on_error)
-    if is_async_function(parts_of(options.on_error)[0]):
+    check_on_error(given["on_error"])
+    if is_async_function(parts_of(given["on_error"])[0]):
         raise TypeError("on_error must be a plain function: it is never awaited")
-    if not isinstance(options.retry, (Retry, type(None))):
-        raise TypeError(
-            f"retry must be an aioloader.Retry or None, got {options.retry!r}"
-        )
+    retry = given["retry"]
+    if not isinstance(retry, (Retry, type(None))):
+        raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
+
+
+def check_together(options: Options, shuffle: Any) -> None:
+    """Check arguments that depend on each other, before samplers are made of them."""
     _check_sampling(options, shuffle)
     _check_workers(options)
-    _check_places(options)
-    _check_rng(options)
-    check_auto(options)
+    if options.lifespan is not None or options.fetch == "workers":
+        _check_places(options)
+    if options.rng in {"batch", "sample"}:
+        _check_seeds(options)
+    if options.chooses:
+        check_auto(options)
 
 
 def count_workers(num_workers: Any, workers: Any) -> Any:
     """Return the number of workers: that of ``RayWorkers`` if ``num_workers`` is 0."""
     num_workers = placed("num_workers", num_workers)
-    if is_chosen(num_workers):
+    if isinstance(num_workers, Chosen):
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
     with contextlib.suppress(TypeError):  # refused later, with a message
@@ -106,9 +126,7 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
 
 
 def context_of(context: Any, num_workers: int, workers: Any) -> Any:
-    """Return the context object for ``multiprocessing_context``, or None."""
-    if context is None:
-        return None
+    """Return the context object for ``multiprocessing_context``."""
     if num_workers == 0:
         raise ValueError(
             "multiprocessing_context can only be used with multi-process loading "
@@ -136,14 +154,12 @@ def context_of(context: Any, num_workers: int, workers: Any) -> Any:
     return context
 
 
-def _check_rng(options: Options) -> None:
+def _check_seeds(options: Options) -> None:
     """Refuse seeds per batch or sample where the global generators cannot have them.
 
     Threads, and the coroutines of a batch in this process, run at the same time and
     share the global generators.
     """
-    if options.rng not in {"batch", "sample"}:
-        return
     if options.num_workers:
         is_pool = isinstance(options.workers, ThreadPoolExecutor)
         if options.workers == "thread" or is_pool:
@@ -164,41 +180,21 @@ def _check_rng(options: Options) -> None:
         )
 
 
-def _check_numbers(options: Options) -> None:
-    for name, is_optional in _COUNTS.items():
-        value = getattr(options, name)
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    for name, (is_optional, least, words) in _COUNTS.items():
+        value = given[name]
+        if value is None and is_optional:
+            continue
         try:
-            if not (is_optional and value is None):
-                operator.index(value)
+            is_enough = operator.index(value) >= least
         except TypeError:
-            or_auto = " or 'auto'" if name in NAMES else ""
+            or_auto = " or 'auto'" if name in FIRST else ""
             raise TypeError(
                 f"{name} must be an integer{or_auto}, got {value!r}"
             ) from None
-    if options.num_workers < 0:
-        raise ValueError(
-            "num_workers option should be non-negative; "
-            "use num_workers=0 to disable multiprocessing."
-        )
-    factor, steps = options.prefetch_factor, options.snapshot_every_n_steps
-    if factor is not None and factor < 1:
-        raise ValueError(
-            "prefetch_factor option should be non-negative and at least 1, "
-            f"got {factor}"
-        )
-    if steps is not None and steps < 0:
-        raise ValueError(
-            "snapshot_every_n_steps must be at least 0 (0 and None mean "
-            f"never), got {steps}"
-        )
-    for name in ("concurrency", "prefetch_bytes"):
-        count = getattr(options, name)
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    _check_timeout(options.timeout)
-
-
-def _check_timeout(timeout: Any) -> None:
+        if not is_enough:
+            raise ValueError(words.format(value))
+    timeout = given["timeout"]
     try:
         is_time = bool(timeout >= 0)  # as torch: numpy's and a tensor's count
     except TypeError:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import TensorDataset
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._loader.options import Chosen, Options, argument
+from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
 from aioloader._observe.machine import cores
 from aioloader.protocols import Kind, is_async_function
 
@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from aioloader._observe.autotune import Controller
     from aioloader._pipeline.tuner import Tuner, Tuning
 
-AUTO = "auto"
-# First values, until the dataset is known, and the greatest concurrency.
-_FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
-NAMES = tuple(_FIRST)
+# The greatest concurrency; that of workers that read is fixed.
 _MOST_CONCURRENCY = 1024
-# Fixed, in workers that read.
 _IN_WORKERS = 64
 # Workers of the first epoch; later ones get more if that gains.
 _FIRST_WORKERS = 8
@@ -29,19 +25,9 @@ MOST_PER_WORKER = 8
 _TORCHS = (None, default_collate, default_convert)
 
 
-def placed(name: str, value: Any) -> Any:
-    """Return a number for the loader to choose, in place of ``"auto"``."""
-    return Chosen(_FIRST[name]) if isinstance(value, str) and value == AUTO else value
-
-
-def is_chosen(value: Any) -> bool:
-    """Tell whether the loader chooses this number."""
-    return isinstance(value, Chosen)
-
-
 def check_auto(options: Options) -> None:
     """Refuse ``num_workers="auto"`` where samples depend on the number of workers."""
-    if not is_chosen(options.num_workers):
+    if not isinstance(options.num_workers, Chosen):
         return
     reason = ""
     if options.rng == "worker":
@@ -63,12 +49,12 @@ def first_values(options: Options) -> dict[str, Any]:
     it: there are none if only coroutines, or nothing, would run in them.
     """
     found: dict[str, Any] = {}
-    if is_chosen(options.num_workers):
+    if isinstance(options.num_workers, Chosen):
         found["num_workers"] = Chosen(_first_workers(options))
-    if is_chosen(options.prefetch_factor) and not options.is_plain:
+    if isinstance(options.prefetch_factor, Chosen) and not options.is_plain:
         found["prefetch_factor"] = Chosen(3)
     workers = found.get("num_workers", options.num_workers)
-    if is_chosen(options.concurrency) and workers and options.reads_in_workers:
+    if isinstance(options.concurrency, Chosen) and workers and options.reads_in_workers:
         found["concurrency"] = Chosen(_IN_WORKERS)
     return found
 
@@ -93,19 +79,19 @@ def _first_workers(options: Options) -> int:
 
 def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None:
     """Let the next iteration start with what earlier ones found out."""
-    for name in NAMES:
+    for name in FIRST:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
             loader._replace(name, placed(name, value))
     if is_kept:
         return
-    if is_chosen(loader.num_workers) and loader.num_workers:
+    if isinstance(loader.num_workers, Chosen) and loader.num_workers:
         most = max(cores(), loader.num_workers)
         workers = tuning.controller("num_workers", loader.num_workers, 1, most)
         tuning.observe_workers(workers, deaths)
     for name, controller in tuning.controllers.items():
         value = argument(loader, name)
-        if is_chosen(value) and value != controller.value:
+        if isinstance(value, Chosen) and value != controller.value:
             loader._replace(name, Chosen(controller.value))
 
 
@@ -117,10 +103,10 @@ def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner"
     prefetch: Controller | None = None
     given = int(options.prefetch_factor or 2)
     size = options.global_batch_size or 1
-    if is_chosen(options.concurrency) and reads_here and options.reads_async:
+    if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
         start = options.concurrency
         concurrency = tuning.controller("concurrency", start, 1, _MOST_CONCURRENCY)
-    if is_chosen(options.prefetch_factor):
+    if isinstance(options.prefetch_factor, Chosen):
         most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
         prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
     return Tuner(

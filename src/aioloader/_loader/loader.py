@@ -14,7 +14,7 @@ from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
-from aioloader._loader.options import Options, attributes_of
+from aioloader._loader.options import Options, attributes_of, placed
 from aioloader._loader.ranks import (
     Rank,
     Ranks,
@@ -40,7 +40,7 @@ from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
-from aioloader.protocols import Kind
+from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -289,25 +289,28 @@ class DataLoader(Observed, TorchLoader[Batch]):
             arguments.refuse(unknown)
         dataset, shuffle = settle_shuffle(dataset, shuffle)
         num_workers = arguments.count_workers(num_workers, workers)
-        prefetch_factor = auto.placed("prefetch_factor", prefetch_factor)
-        concurrency = auto.placed("concurrency", concurrency)
+        prefetch_factor = placed("prefetch_factor", prefetch_factor)
+        concurrency = placed("concurrency", concurrency)
+        if device is not None:
+            device = found_here(device)
+        arguments.check_each(locals())
         self._hold(locals())
-        given = Options(attributes_of(self), WHOLE)
-        arguments.check(given, shuffle)
-        for name, value in auto.first_values(given).items():
-            self._replace(name, value)
-        context = multiprocessing_context
-        context = arguments.context_of(context, self.num_workers, workers)
-        self.multiprocessing_context = context
-        self._replace("device", found_here(device))
+        options = Options(attributes_of(self), WHOLE)
+        arguments.check_together(options, shuffle)
+        if options.chooses:
+            for name, value in auto.first_values(options).items():
+                self._replace(name, value)
+        if multiprocessing_context is not None:
+            context = multiprocessing_context, self.num_workers, workers
+            self.multiprocessing_context = arguments.context_of(*context)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
-        made = make_samplers(given, ranks, shuffle)
+        self._may_repeat = not ranks.is_asked() and repeats_samples(options, shuffle)
+        made = make_samplers(options, ranks, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             collate_fn = default_collate if self._auto_collation else default_convert
         self.collate_fn = collate_fn
-        self._dataset_kind = dataset_kind(dataset, given.kind)
+        self._dataset_kind = dataset_kind(dataset, options.kind)
         self._IterableDataset_len_called = None
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
@@ -345,7 +348,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
             settled = None if settles else live.part
             part = settled or self._ranks.part_now(self)
         if settles:  # an iteration starts: it fixes the ranks that are looked up
-            live.settle(part)
+            if live.part not in {None, part}:
+                live.replace_workers()
+            live.part = part
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
         values, known = attributes_of(self), live.options
@@ -375,26 +380,28 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def _iterate(self, *, is_async: bool) -> BatchIterator[Batch]:
         """Return an iterator; worker processes start with it, as in torch."""
         live = self._live
-        live.refuse_again()
+        refuse_again(self.dataset, is_begun=live.epoch is not None)
         options = self._options(settles=True)
         if options.chooses:
-            deaths, is_kept = live.tally.deaths, live.pools.has_kept()
+            deaths, is_kept = live.tally.deaths, live.has_kept_workers()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
-        end_together(options)  # or refuse
-        check_batches(options)
+        if options.is_own_stream:
+            end_together(options)  # or refuse
+            check_batches(options)
         epoch, seed = None, None if live.loaded is None else live.loaded.seed
         if seed is None:
             epoch = live.draw(options, live.loaded)
             seed = epoch.base_seed
         # Otherwise the epoch starts at the first step: an unused iterator is no epoch.
-        begin = partial(live.start, options, epoch, is_async=is_async)
-        check = None if self._IterableDataset_len_called is None else length_check(self)
-        steps = Steps(begin, options.engine, check)
+        steps = Steps(
+            partial(live.prepare, options, epoch, is_async=is_async),
+            live.begin,
+            options.engine if is_async else (),
+            None if self._IterableDataset_len_called is None else length_check(self),
+        )
         if options.has_processes and options.starts_at_iter(is_async=is_async):
-            epoch, feed = live.prepare(options, epoch, steps, is_async=is_async)
-            steps.start, steps.prepared = partial(live.begin, epoch, feed), feed
-            seed = epoch.base_seed
+            seed = steps.prepare_now().epoch.base_seed
         iterator: BatchIterator[Batch] = BatchIterator(
             steps, self.__len__, seed, is_async=is_async
         )
@@ -440,19 +447,19 @@ class DataLoader(Observed, TorchLoader[Batch]):
         )
 
     def __enter__(self) -> "DataLoader[Batch]":
-        self._live.hosts.keep()
+        self._live.kept().hosts.keep()
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._live.hosts.leave():
+        if self._live.kept().hosts.leave():
             self.close()
 
     async def __aenter__(self) -> "DataLoader[Batch]":
-        self._live.hosts.keep()
+        self._live.kept().hosts.keep()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        if self._live.hosts.leave():
+        if self._live.kept().hosts.leave():
             await self.aclose()
 
     def close(self) -> None:

@@ -38,12 +38,21 @@ from aioloader.protocols import (
     reads_async,
 )
 
+# Arguments whose number the loader may choose, and their first values.
+FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
+
 
 class Chosen(int):
     """The present value of a number that the loader chooses for ``"auto"``."""
 
     def __repr__(self) -> str:
         return f"auto({int(self)})"
+
+
+def placed(name: str, value: Any) -> Any:
+    """Return a number for the loader to choose, in place of ``"auto"``."""
+    is_auto = isinstance(value, str) and value == "auto"
+    return Chosen(FIRST[name]) if is_auto else value
 
 
 class Added:
@@ -68,7 +77,21 @@ class Added:
 
 
 class Options(Added):
-    """The arguments of ``DataLoader``, under their names."""
+    """The arguments of ``DataLoader``, under their names.
+
+    Attributes:
+        values: All of them, in the order of ``NAMES``.
+        part: The part of each batch that this rank delivers.
+        chooses: Whether the loader chooses a number, for ``"auto"``.
+        kind: How samples leave the dataset.
+        is_own_stream: Whether it is one of aioloader's streams, which know about ranks.
+        reads_async: Whether a coroutine reads samples.
+        is_plain: Whether nothing of the user's is async.
+        batched: Whether samples are gathered into batches.
+        has_processes: Whether worker processes make batches.
+        patience: How many seconds a consumer waits for a batch, or None.
+        is_keyed: Whether generators are seeded for each batch; by default with workers.
+    """
 
     dataset: Any
     batch_size: int | None
@@ -91,49 +114,34 @@ class Options(Added):
         vars(self).update(zip(NAMES, values, strict=True))
         self.values = values
         self.part = part
+        numbers = self.num_workers, self.prefetch_factor, self.concurrency
+        functions = self.transform, self.collate_fn
+        is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
+        self.chooses = any(isinstance(one, (Chosen, str)) for one in numbers)
+        self.kind = kind = kind_of(self.dataset)
+        self.is_own_stream = is_own_stream(self.dataset)
+        self.reads_async = kind is Kind.ASYNC_ITERABLE or (
+            kind is Kind.MAP and reads_async(self.dataset)
+        )
+        self.is_plain = not (self.reads_async or any(map(is_async_function, functions)))
+        self.batched = self.batch_sampler is not None
+        self.has_processes = bool(self.num_workers) and self.workers == "process"
+        self.patience: float | None = self.timeout if is_limit else None
+        self.is_keyed = self.rng in {"batch", "sample"} or (
+            self.rng is None and bool(self.num_workers)
+        )
 
     def again(self, values: tuple[Any, ...], part: Part) -> "Options":
         """Return these options, or others if an argument or the part has changed."""
         is_same = self.part == part and all(map(operator.is_, values, self.values))
         return self if is_same else Options(values, part)
 
-    # -- what the loader chooses --------------------------------------------------
-
-    @cached_property
-    def chooses(self) -> bool:
-        """Whether some argument is ``"auto"``, so that the loader chooses a number."""
-        values = self.num_workers, self.prefetch_factor, self.concurrency
-        return any(isinstance(one, (Chosen, str)) for one in values)
-
     # -- what is read -------------------------------------------------------------
-
-    @cached_property
-    def kind(self) -> Kind:
-        """How samples leave the dataset."""
-        return kind_of(self.dataset)
-
-    @cached_property
-    def is_own_stream(self) -> bool:
-        """Whether the dataset is one of aioloader's streams, which know about ranks."""
-        return is_own_stream(self.dataset)
 
     @cached_property
     def is_stateful(self) -> bool:
         """Whether the dataset has a state."""
         return is_stateful(self.dataset)
-
-    @cached_property
-    def reads_async(self) -> bool:
-        """Whether a coroutine reads samples."""
-        if self.kind is Kind.MAP:
-            return reads_async(self.dataset)
-        return self.kind is Kind.ASYNC_ITERABLE
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether nothing of the user's is async."""
-        functions = self.transform, self.collate_fn
-        return not (self.reads_async or any(map(is_async_function, functions)))
 
     @cached_property
     def reads_in_workers(self) -> bool:
@@ -167,16 +175,6 @@ class Options(Added):
     # -- where it is made ---------------------------------------------------------
 
     @property
-    def batched(self) -> bool:
-        """Whether samples are gathered into batches."""
-        return self.batch_sampler is not None
-
-    @cached_property
-    def has_processes(self) -> bool:
-        """Whether worker processes make batches."""
-        return self.num_workers > 0 and self.workers == "process"
-
-    @property
     def has_copies(self) -> bool:
         """Whether worker processes have copies of the dataset."""
         return self.has_processes and self.reads_in_workers
@@ -205,31 +203,18 @@ class Options(Added):
         return "forkserver" if method == "fork" and not self.is_plain else method
 
     def starts_at_iter(self, *, is_async: bool) -> bool:
-        """Tell whether ``iter()`` starts the worker processes, as in torch.
+        """Tell whether ``iter()`` starts worker processes, as in torch.
 
         Forking cannot be postponed, nor done in another thread. Other start methods
         would block the event loop of an async consumer.
         """
-        return self.has_processes and (not is_async or self.start_method == "fork")
-
-    @cached_property
-    def is_keyed(self) -> bool:
-        """Whether generators are seeded for each batch: with workers, by default."""
-        return self.rng in {"batch", "sample"} or (
-            self.rng is None and self.num_workers > 0
-        )
+        return not is_async or self.start_method == "fork"
 
     @property
     def pins(self) -> bool:
         """Whether batches are page-locked and stay on the CPU; torch's warnings."""
         is_wanted = self.pin_memory and self.target.name is None
         return is_wanted and _can_pin(self.pin_memory_device)
-
-    @cached_property
-    def patience(self) -> float | None:
-        """How many seconds a consumer waits for a batch, or None."""
-        is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
-        return self.timeout if is_limit else None
 
     @cached_property
     def target(self) -> Device[Any]:
@@ -249,8 +234,8 @@ class Options(Added):
     @cached_property
     def is_inline(self) -> bool:
         """Whether a plain ``for`` makes batches in the caller's thread, as in torch."""
-        ahead = self.patience or self.prefetch_factor or self.is_moved
-        return self.is_plain and not (self.num_workers or ahead)
+        ahead = self.patience or self.prefetch_factor or self.num_workers
+        return self.is_plain and not (ahead or self.is_moved)
 
     @cached_property
     def is_bare(self) -> bool:

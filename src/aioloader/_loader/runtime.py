@@ -27,7 +27,7 @@ from aioloader._loader.state import (
 from aioloader._observe import machine
 from aioloader._observe.records import Counters, Setting
 from aioloader._observe.warnings import warn
-from aioloader._order.epoch import Epoch, EpochNumbers
+from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
 from aioloader._order.forks import fork_safe, import_modules
 from aioloader._order.indices import epoch_of
 from aioloader._order.raising import raisable
@@ -51,6 +51,15 @@ if TYPE_CHECKING:
     from aioloader._pipeline.tuner import Tuning
 
 
+class Kept:
+    """What makes batches, and outlives an epoch if the loader is entered or says so."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.hosts = Hosts(dataset)
+        self.pools = Pools()
+        self.servers = Servers()
+
+
 class Runtime:
     """What a loader has in its own process and never copies."""
 
@@ -58,11 +67,8 @@ class Runtime:
         self, dataset: Any, numbers: EpochNumbers, loaded: LoaderState | None = None
     ) -> None:
         self._dataset = dataset
-        self.hosts = Hosts(dataset)
         self.loads = Loads()
         self.slots = SlotPool()
-        self.pools = Pools()
-        self.servers = Servers()
         self.tally = Tally()
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []
@@ -73,13 +79,25 @@ class Runtime:
         self.options: Options | None = None  # the latest
         self.part: Part | None = None  # of the latest iteration
         self.epoch: Epoch | None = None  # the latest that has started
-        self._latest_drawn: Callable[[], Epoch | None] = _nothing
+        self._latest_drawn: weakref.ref[Epoch] | None = None
         self._base_seed: int | None = None  # of workers that persist
         self._first_numbers: dict[str, int] | None = None
         self._ahead: Ahead | None = None
-        self._claim: Callable[[], Steps | None] = _nothing
+        self._claim: weakref.ref[Steps] | None = None
         self._lock = fork_safe(threading.Lock())
+        self._kept: Kept | None = None
         self._guesses_wrong = False
+
+    def kept(self) -> Kept:
+        """Return what makes batches; a plain ``for`` needs none of it."""
+        with self._lock:
+            if self._kept is None:
+                self._kept = Kept(self._dataset)
+            return self._kept
+
+    def has_kept_workers(self) -> bool:
+        """Tell whether workers of an earlier iteration persist."""
+        return self._kept is not None and self._kept.pools.has_kept()
 
     @cached_property
     def cores(self) -> int:
@@ -95,10 +113,6 @@ class Runtime:
 
     # -- an epoch starts ----------------------------------------------------------
 
-    def refuse_again(self) -> None:
-        """Refuse another epoch of a dataset that can be read once only."""
-        refuse_again(self._dataset, is_begun=self.epoch is not None)
-
     def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
         """Draw when torch draws, so that the generators stay in step with torch's."""
         if saved is not None:
@@ -108,7 +122,7 @@ class Runtime:
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
-        is_kept = options.persistent_workers and self.pools.has_kept()
+        is_kept = options.persistent_workers and self.has_kept_workers()
         if self._base_seed is None or not is_kept:
             # Persistent workers keep theirs, as in torch.
             self._base_seed = draw_base_seed(generator)
@@ -122,10 +136,10 @@ class Runtime:
         self._latest_drawn = weakref.ref(epoch)
         return epoch
 
-    def start(
+    def prepare(
         self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
     ) -> Feed:
-        """Make the source of one iteration, when its first batch is requested.
+        """Make the feed of one iteration; it takes effect with ``begin``.
 
         Args:
             options: The loader's options.
@@ -133,73 +147,66 @@ class Runtime:
             claim: What starts it, and claims a loaded state for it.
             is_async: Whether the consumer is a task.
         """
-        epoch, source = self.prepare(options, drawn, claim, is_async=is_async)
-        return self.begin(epoch, source)
-
-    def prepare(
-        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
-    ) -> tuple[Epoch, Feed]:
-        """Make one iteration; it takes effect with ``begin``."""
+        epoch = None
         try:
-            return self._prepared(options, drawn, claim, is_async=is_async)
-        except BaseException as error:  # noqa: BLE001  (raised)
-            raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
-
-    def _prepared(
-        self, options: Options, drawn: Epoch | None, claim: "Steps", *, is_async: bool
-    ) -> tuple[Epoch, Feed]:
-        self.refuse_again()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self.loaded is None and ahead.claim(options):
-            ahead.epoch.dataset_epoch = epoch_of(options.dataset)
-            self._note_first(options, ahead.epoch)
-            return ahead.epoch, ahead.source
-        if ahead is not None:
-            ahead.dismiss()
-            self._guesses_wrong = True  # the next guess would be wrong too
-        epoch = self._to_resume(options, drawn, claim)
-        try:
+            refuse_again(options.dataset, is_begun=self.epoch is not None)
+            if self._ahead is not None and (feed := self._guessed(options)):
+                return feed
+            saved = self._saved(claim)
+            epoch = saved and self._claimed(options, drawn, claim, saved)
             if epoch is not None:
-                self.pools.drop()  # as in torchdata, workers start from the state
+                if self._kept is not None:
+                    # As in torchdata, workers start from the state.
+                    self._kept.pools.drop()
                 resume(options, epoch)
                 self._base_seed = epoch.base_seed
             else:
                 epoch = drawn or self.draw(options, None)
-                epoch.saved = None
-                epoch.dataset_epoch = epoch_of(options.dataset)
-                number = self.numbers.reserve(epoch)
-                start = continued(options, self.epoch, number)
-                epoch.begin(number, start, readers=options.readers)
-                if options.is_stateful or options.kind is not Kind.MAP:
-                    self._note_first(options, epoch)
-            if not is_async and options.is_bare:
-                return epoch, PlainFeed(
-                    epoch,
-                    options.dataset,
-                    options.collate_fn,
-                    self.slots,
-                    batched=options.batch_sampler is not None,
-                    concurrency=options.concurrency,
-                )
-            source = self._source(options, epoch, is_async=is_async)
-        except BaseException:  # it has not started, and may be retried
-            if epoch is not None:
+                self._start_anew(options, epoch)
+            if is_async or not options.is_bare:
+                return self._made(options, epoch, is_async=is_async)
+            return PlainFeed(
+                epoch,
+                options.dataset,
+                options.collate_fn,
+                self.slots,
+                batched=options.batched,
+                concurrency=options.concurrency,
+            )
+        except BaseException as error:  # noqa: BLE001  (raised)
+            if epoch is not None:  # it has not started, and may be retried
                 epoch.number = -1
                 self.numbers.release(epoch)
             claim.is_held = False
-            raise
-        is_inline = epoch.bookmark.read() and not epoch.reads_ahead
-        positions = {} if epoch.saved is None else epoch.saved.generators
-        self.loads.keeps_generator = bool(is_inline and "default" in positions)
-        return epoch, source
+            raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
-    def _to_resume(
-        self, options: Options, drawn: Epoch | None, claim: "Steps"
+    def _start_anew(self, options: Options, epoch: Epoch) -> None:
+        """Give a new epoch its number and its start."""
+        epoch.saved, start = None, BEGINNING
+        epoch.dataset_epoch = epoch_of(options.dataset)
+        number = self.numbers.reserve(epoch)
+        if options.is_own_stream:
+            start = continued(options, self.epoch, number)
+        epoch.begin(number, start, readers=options.readers)
+        if options.is_stateful or options.kind is not Kind.MAP:
+            self._note_first(options, epoch)
+
+    def _guessed(self, options: Options) -> Feed | None:
+        """Return the feed that was made early, if it is of the epoch that starts."""
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        if self.loaded is None and ahead.claim(options):
+            ahead.epoch.dataset_epoch = epoch_of(options.dataset)
+            self._note_first(options, ahead.epoch)
+            return ahead.source
+        ahead.dismiss()
+        self._guesses_wrong = True  # the next guess would be wrong too
+        return None
+
+    def _claimed(
+        self, options: Options, drawn: Epoch | None, claim: "Steps", saved: LoaderState
     ) -> Epoch | None:
-        """Return the epoch of a loaded state, if no other iteration resumes it."""
-        saved = self._saved(claim)
-        if saved is None:
-            return None
+        """Return the epoch of a state; None if another iteration resumes it."""
         epoch = drawn
         if saved.seed is not None:
             epoch = Epoch(saved.seed, options.order_of(saved.order))
@@ -214,7 +221,7 @@ class Runtime:
 
     def _saved(self, claim: "Steps") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
-        other = self._claim()
+        other = self._claim and self._claim()
         if other is not None and other is not claim and other.is_held:
             return None
         saved, latest = self.loaded, self.epoch
@@ -222,15 +229,33 @@ class Runtime:
             saved = latest.saved if latest.is_untouched() else None
         return saved
 
-    def begin(self, epoch: Epoch, source: Feed, _claim: "Steps | None" = None) -> Feed:
+    def _made(self, options: Options, epoch: Epoch, *, is_async: bool) -> Feed:
+        """Return the feed of an epoch, but for a plain ``for``."""
+        import_modules(options.engine)  # late: a plain ``for`` needs none of it
+        from aioloader._loader.sources import make_source
+
+        feed = make_source(options, epoch, self, is_async=is_async)
+        if options.persistent_workers and not self._guesses_wrong:
+            from aioloader._loader.ahead import can_look_ahead
+            from aioloader._pipeline.ahead_feed import AheadFeed
+
+            if isinstance(feed, AheadFeed) and can_look_ahead(options):
+                # A weak reference: the loader may own the feed.
+                feed.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
+        is_inline = epoch.bookmark.read() and not epoch.reads_ahead
+        positions = {} if epoch.saved is None else epoch.saved.generators
+        self.loads.keeps_generator = bool(is_inline and "default" in positions)
+        return feed
+
+    def begin(self, feed: Feed) -> None:
         """Start a prepared iteration: its epoch is now the latest."""
+        epoch = feed.epoch
         self.numbers.begin(epoch)
         self.epoch = epoch
         for trace in self.traces:
             self._show(trace, epoch.counters)
         if self.loaded is epoch.saved:  # no other was loaded meanwhile
             self.loaded = None
-        return source
 
     def show(self, trace: "Trace") -> None:
         """Let a trace follow the latest iteration, and others under way."""
@@ -258,28 +283,13 @@ class Runtime:
 
             assert self.options is not None
             assert self.epoch is not None
-            counters.setting = inline_setting(self.options, self.epoch)
+            inline = partial(inline_setting, self.options, self.epoch)
+            counters.setting = (counters.describe or inline)()
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
 
-    def _source(self, options: Options, epoch: Epoch, *, is_async: bool) -> Feed:
-        # Imported late: a plain ``for`` needs none of it.
-        import_modules(options.engine)
-        from aioloader._loader.sources import make_source
-
-        source = make_source(options, epoch, self, is_async=is_async)
-        if options.persistent_workers and not self._guesses_wrong:
-            from aioloader._loader.ahead import can_look_ahead
-            from aioloader._pipeline.ahead_feed import AheadFeed
-
-            if isinstance(source, AheadFeed) and can_look_ahead(options):
-                # A weak reference: the loader may own the source.
-                source.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
-        return source
-
     def _note_first(self, options: Options, epoch: Epoch) -> None:
-        is_kept = self.pools.has_kept()
-        note_first(options, epoch, self.epoch, is_kept=is_kept)
+        note_first(options, epoch, self.epoch, is_kept=self.has_kept_workers())
 
     # -- what is known of epochs --------------------------------------------------
 
@@ -310,7 +320,7 @@ class Runtime:
 
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
-        epoch = self._latest_drawn()
+        epoch = self._latest_drawn and self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
@@ -320,12 +330,11 @@ class Runtime:
 
             warm_fork_server()
 
-    def settle(self, part: "Part") -> None:
-        """Set which part of each batch later iterations deliver."""
-        if self.part not in {None, part}:  # kept workers serve other ranks
-            self.forget_ahead()
-            self.pools.close()
-        self.part = part
+    def replace_workers(self) -> None:
+        """End kept workers: they serve other ranks."""
+        self.forget_ahead()
+        if self._kept is not None:
+            self._kept.pools.close()
 
     # -- states -------------------------------------------------------------------
 
@@ -341,7 +350,7 @@ class Runtime:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return loaded_again(now, loaded, drawn)
-        kept = self._base_seed if self.pools.has_kept() else None
+        kept = self._base_seed if self.has_kept_workers() else None
         parts = now, self.numbers, self.epoch
         return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
 
@@ -382,7 +391,7 @@ class Runtime:
             epoch = Epoch(self._base_seed or 0, options.order_of(None))
             epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
             self.numbers.release(epoch)
-            source = self._source(options, epoch, is_async=False)
+            source = self._made(options, epoch, is_async=False)
             assert isinstance(source, AheadFeed)
             return epoch, source
 
@@ -398,22 +407,24 @@ class Runtime:
 
     def close(self) -> None:
         """End all iterations and release everything; wait for it, bounded."""
-        iterators = self._dismissed()
+        iterators, kept = self._dismissed(), self._kept
         with ExitStack() as stack:  # in reverse order, whatever is raised
-            stack.callback(self.servers.close)
-            stack.callback(self.pools.close)
-            stack.callback(self.hosts.release)
+            if kept is not None:
+                stack.callback(kept.servers.close)
+                stack.callback(kept.pools.close)
+                stack.callback(kept.hosts.release)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.callback(iterator.close)
 
     async def aclose(self) -> None:
         """End all iterations and release everything, without blocking the loop."""
-        iterators = self._dismissed()
+        iterators, kept = self._dismissed(), self._kept
         async with AsyncExitStack() as stack:
-            stack.callback(self.servers.close)
-            stack.push_async_callback(self.pools.aclose)
-            stack.push_async_callback(self.hosts.release_async)
+            if kept is not None:
+                stack.callback(kept.servers.close)
+                stack.push_async_callback(kept.pools.aclose)
+                stack.push_async_callback(kept.hosts.release_async)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.push_async_callback(iterator.aclose)
@@ -430,7 +441,3 @@ def _look_ahead(reference: "weakref.ref[Runtime]", options: Options) -> None:
     runtime = reference()
     if runtime is not None:
         runtime.look_ahead(options)
-
-
-def _nothing() -> None:
-    """Return None, like a weak reference to a deleted object."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import TensorDataset
@@ -14,8 +14,8 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
-from aioloader._loader.auto import MOST_PER_WORKER, NAMES, is_chosen, tuner_of
-from aioloader._loader.options import Options
+from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
+from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.ranks import end_together
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
@@ -27,77 +27,56 @@ from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.hosts import Hosts, Place
+from aioloader._pipeline.hosts import Place
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
-from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
-from aioloader._transport.slots import Locker, SlotPool
+from aioloader._transport.slots import Locker
 from aioloader._workers.info import use_batch_rng, use_sample_rng
-from aioloader._workers.kept import Pools, Servers, Tally
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import EpochKeys, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.tuner import Tuning
+    from aioloader._loader.runtime import Runtime
     from aioloader._workers.worker_spec import WorkerSpec
 
 
-class Resources(Protocol):
-    """What a loader keeps between epochs for its iterations."""
-
-    hosts: Hosts
-    loads: Loads
-    slots: SlotPool
-    pools: Pools
-    servers: Servers
-    tally: Tally
-    accelerators: "dict[torch.device, Accelerator]"
-
-    @property
-    def tuning(self) -> "Tuning":
-        """What the loader has found out of its ``"auto"`` arguments."""
-
-
 def make_source(
-    options: Options, epoch: Epoch, resources: Resources, *, is_async: bool
+    options: Options, epoch: Epoch, live: "Runtime", *, is_async: bool
 ) -> Feed:
     """Make the feed of the batches of an epoch."""
-    tensors = _gathered(options, epoch)
-    if tensors is not None:
+    if (tensors := _gathered(options, epoch)) is not None:
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
     epoch.on_error = options.on_error
-    hosts = resources.hosts
+    hosts = live.kept().hosts
     hosts.lifespan = options.lifespan
-    maker = make_maker(options, epoch, resources)
+    maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
         maker.side_loop = SideLoop(asyncio.get_running_loop())
-    mover = _mover(options, resources)
-    locker = resources.slots.locker = mover.locker() if mover else None
+    mover = _mover(options, live)
+    locker = live.slots.locker = mover.locker() if mover else None
     if options.is_inline and mover is None and not is_async:
         from aioloader._pipeline.inline import InlineFeed
 
         host = hosts.lease("inline") if options.lifespan else None
         return InlineFeed(epoch, maker, host)
-    pool = _pool(options, epoch, maker, resources, locker)
+    pool = _pool(options, epoch, maker, live, locker)
+    reads = None if pool is None else pool.reads
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
-    tuner = None
-    if options.chooses or options.prefetch_bytes is not None:
-        tuner = tuner_of(
-            options, resources.tuning, reads_here=not (pool and pool.reads)
-        )
-    ends_together = end_together(options)
-    make_ready: Any = (
-        _evened_queue(options, epoch, maker) if ends_together else ReadyQueue
-    )
+    is_tuned = options.chooses or options.prefetch_bytes is not None
+    make_ready: Any = ReadyQueue
+    make_feed = AheadFeed
+    if end_together(options):
+        from aioloader._pipeline.evened import EvenedFeed
+
+        make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
     pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
@@ -106,7 +85,9 @@ def make_source(
         pool=pool,
         make_ready=make_ready,
         head_start=_follows_concurrency(options),
-        tuner=tuner,
+        tuner=tuner_of(options, live.tuning, reads_here=not reads)
+        if is_tuned
+        else None,
     )
     on_device = options.target.ahead if mover else 0
     if mover is not None:
@@ -115,16 +96,13 @@ def make_source(
         copies = epoch.counters.copies = Copies()
         pipeline.stage = Staged(pipeline.ready, mover, on_device, epoch.number, copies)
     window = _window(options, pool, on_device=on_device, is_async=is_async)
-    epoch.counters.setting = _setting(options, pool, window, on_device=on_device)
+    epoch.counters.describe = partial(
+        _setting, options, window, reads=reads, on_device=on_device
+    )
     epoch.counters.listed = pipeline.listed
     if (watch := pipeline.host.watch) is not None:
         epoch.counters.lag = partial(watch.lag, watch.counts)
     epoch.reads_ahead = True  # samples read are not samples delivered
-    make_feed = AheadFeed
-    if ends_together:
-        from aioloader._pipeline.evened import EvenedFeed
-
-        make_feed = EvenedFeed
     restarts, timeout = options.on_timeout == "restart", options.patience
     return make_feed(pipeline, epoch, window, timeout=timeout, restarts=restarts)
 
@@ -182,7 +160,7 @@ def _window(
         return Window(1, is_lazy=True)
     readers = max(1, options.num_workers)
     factor = options.prefetch_factor
-    if factor is not None and not is_chosen(factor):
+    if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
         hops = is_async and pool is None and not on_device
@@ -199,7 +177,9 @@ def _window(
 
 def _follows_concurrency(options: Options) -> bool:
     """Tell whether the window follows from ``concurrency``."""
-    return options.prefetch_factor is None or is_chosen(options.prefetch_factor)
+    return options.prefetch_factor is None or isinstance(
+        options.prefetch_factor, Chosen
+    )
 
 
 def default_window(concurrency: int, batch_size: int) -> int:
@@ -212,23 +192,31 @@ def default_window(concurrency: int, batch_size: int) -> int:
 
 
 def _setting(
-    options: Options, pool: Pool | None, window: Window, *, on_device: int
+    options: Options,
+    window: Window,
+    *,
+    reads: bool | None = None,
+    on_device: int = 0,
 ) -> Setting:
-    """Return how the loader is set up, for the report."""
+    """Return how the loader is set up, for the report.
+
+    ``reads`` tells whether workers read, and is None without workers.
+    """
     workers = options.workers
     kind = workers if isinstance(workers, str) else type(workers).__name__
     host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
     is_stream = options.kind is not Kind.MAP
     is_users = is_stream and not options.is_own_stream
+    is_moving = bool(window.samples or window.per_hop)
     return Setting(
-        host if pool is None else "workers",
+        host if reads is None else "workers",
         workers=options.num_workers,
-        worker_kind=kind if pool is not None else "",
-        reads_in_workers=pool is not None and pool.reads,
+        worker_kind="" if reads is None else kind,
+        reads_in_workers=bool(reads),
         concurrency=1 if options.is_plain else options.concurrency,
         reads_async=options.reads_async,
         transforms_async=_transforms_batches(options),
-        window=_fixed(window),
+        window=0 if window.is_lazy else None if is_moving else window.batches,
         batch_size=options.batch_size,
         is_stream=is_stream,
         is_replicated=is_users and options.reads_in_workers,
@@ -242,7 +230,7 @@ def _setting(
 
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
     """Return the arguments that the report must not advise to change."""
-    names = [name for name in NAMES if is_chosen(getattr(options, name))]
+    names = [name for name in FIRST if isinstance(getattr(options, name), Chosen)]
     collates_async = is_async_function(options.collate_fn)
     if collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
@@ -265,21 +253,14 @@ def _transforms_batches(options: Options) -> bool:
 def inline_setting(options: Options, epoch: Epoch) -> Setting:
     """Return how a loader is set up that makes batches in its consumer's thread."""
     window = Window(1, is_lazy=options.is_keyed)
-    setting = replace(_setting(options, None, window, on_device=0), place="inline")
+    setting = replace(_setting(options, window), place="inline")
     if _gathered(options, epoch) is None:
         return setting
     fixed = *setting.fixed, "prefetch_factor", "dataset"
     return replace(setting, fixed=fixed)
 
 
-def _fixed(window: Window) -> int | None:
-    """Return how many batches may be in flight, if the number is fixed."""
-    if window.is_lazy:
-        return 0
-    return None if window.samples or window.per_hop else window.batches
-
-
-def _mover(options: Options, resources: Resources) -> "Mover | None":
+def _mover(options: Options, live: "Runtime") -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
@@ -292,14 +273,14 @@ def _mover(options: Options, resources: Resources) -> "Mover | None":
     from aioloader._device.mover import Mover
 
     if to.name is not None:
-        port = accelerator_of(to.name, resources.accelerators)
+        port = accelerator_of(to.name, live.accelerators)
     return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
 # -- what makes one batch -------------------------------------------------------------
 
 
-def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, live: "Runtime") -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
@@ -322,8 +303,8 @@ def make_maker(options: Options, epoch: Epoch, resources: Resources) -> BatchMak
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
-        pool=resources.slots,
-        loads=resources.loads,
+        pool=live.slots,
+        loads=live.loads,
         around=_around(options) if is_keyed else nothing_around,
         reseed=seed_batch if is_keyed and not num_workers else None,
         seed=use_sample_rng if num_workers else seed_sample,
@@ -362,11 +343,11 @@ def _pool(
     options: Options,
     epoch: Epoch,
     maker: BatchMaker,
-    resources: Resources,
+    live: "Runtime",
     locker: Locker | None,
 ) -> Pool | None:
     """Return the workers that make the batches, or None."""
-    workers, reads = options.workers, options.reads_in_workers
+    workers, reads, kept = options.workers, options.reads_in_workers, live.kept()
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
     if workers == "thread":
@@ -378,7 +359,7 @@ def _pool(
             init=options.worker_init_fn,
             base_seed=epoch.base_seed,
         )
-        resources.pools.join_later(threads)
+        kept.pools.join_later(threads)
         return threads
     spec = _spec(options, epoch, maker, reads=reads)
     keep = options.persistent_workers
@@ -394,9 +375,9 @@ def _pool(
     else:
         from aioloader._workers.process.pool import ProcessPool
 
-        servers, tally = resources.servers, resources.tally
+        servers, tally = kept.servers, live.tally
         start = partial(ProcessPool, spec, options.start_method, servers, locker, tally)
-    begin = partial(resources.pools.open, start, keep=keep)
+    begin = partial(kept.pools.open, start, keep=keep)
     return Lease(begin, reads=reads, keep=keep, pumps=workers == "process")
 
 
@@ -413,6 +394,8 @@ def _spec(
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
         per_worker = default_window(options.concurrency, options.batch_size or 1)
+    is_open = isinstance(options.prefetch_factor, Chosen)
+    most = max(per_worker, MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
         **(maker.given() | given),
@@ -420,14 +403,9 @@ def _spec(
         base_seed=epoch.base_seed,
         rng=options.rng or "batch",
         window=per_worker,
-        in_flight=_most_per_worker(options, per_worker) * options.num_workers,
+        in_flight=most * options.num_workers,
         worker_init_fn=options.worker_init_fn,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
         has_generators=holds_generator(read, transform, options.collate_fn),
     )
-
-
-def _most_per_worker(options: Options, per_worker: int) -> int:
-    is_open = is_chosen(options.prefetch_factor)
-    return max(per_worker, MOST_PER_WORKER) if is_open else per_worker

@@ -84,7 +84,8 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     @multiprocessing_context.setter
     def multiprocessing_context(self, context: Any) -> None:
         """Set it to a context or to the name of a start method."""
-        if vars(self).get("_DataLoader__initialized"):  # the constructor checks, too
+        is_made = vars(self).get("_DataLoader__initialized")  # the constructor checks
+        if is_made and context is not None:
             context = context_of(context, self.num_workers, self.workers)
         vars(self)["multiprocessing_context"] = context
 

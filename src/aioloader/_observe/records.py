@@ -287,8 +287,8 @@ class Counters:
         waited: Seconds the consumer waited for batches that were not ready.
         in_flight: Batches requested and not yet delivered.
         records: The records of the latest batches.
-        setting: How the loader is set up; for batches made in the consumer's thread,
-            None until it is asked for.
+        setting: How the loader is set up; None until it is asked for.
+        describe: Returns it, but for batches made in the consumer's thread.
         weighed: How many batches had their bytes counted.
         bytes: The bytes of these.
         clocks: The time and this process's processor time at the latest of these.
@@ -305,6 +305,7 @@ class Counters:
     in_flight: int = 0
     records: Records = field(default_factory=Latest)
     setting: Setting | None = None
+    describe: Callable[[], Setting] | None = None
     weighed: int = 0
     bytes: int = 0
     clocks: deque[tuple[float, float]] = field(

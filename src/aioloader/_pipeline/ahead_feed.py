@@ -162,7 +162,7 @@ class AheadFeed(Feed):
         self._asked = now
         if self._has_started or self.is_finished:
             self._go_on()
-        elif self.pipeline.pool is None and self._epoch.begins_quickly():
+        elif self.pipeline.pool is None and self.epoch.begins_quickly():
             self._begin()
         else:  # in the thread: it waits for workers, or draws a long permutation
             begin = partial(self.pipeline.run_in_context, self._begin)

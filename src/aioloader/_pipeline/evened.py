@@ -173,7 +173,7 @@ class EvenedFeed(AheadFeed):
             if self._repeats is None:  # of samples of this rank's beginning
                 first, self._turns = self._progress.bookmark().done, None
                 queue.repeat(first)
-                self._repeats = iter(self._epoch.order.batches(first))
+                self._repeats = iter(self.epoch.order.batches(first))
             self._send(next(self._repeats), again=True)
         return end.is_over() and end.is_agreed
 

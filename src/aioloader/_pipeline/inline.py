@@ -116,7 +116,7 @@ class GatherFeed(Feed):
             await asyncio.sleep(0)
             self._turn = perf_counter()
         number, is_over = self._next, self.is_finished
-        if not is_over and number != self._drawn and self._epoch.draws_long(number):
+        if not is_over and number != self._drawn and self.epoch.draws_long(number):
             self._drawn = number
             thread = ThreadPoolExecutor(1, "aioloader-once")
             self._drawing = thread.submit(next, self._requests, None)

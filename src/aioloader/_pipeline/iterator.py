@@ -150,28 +150,32 @@ class Steps:
     """What an iterator does, apart from it so that no frame of a step holds it.
 
     Args:
-        start: Makes the feed, when the first batch is requested. It is given this
-            object, by which it claims a loaded state.
+        prepare: Makes the feed. It is given this object, by which it claims a loaded
+            state.
+        begin: Called with the feed when the first batch is requested.
         engine: The modules that it needs. Importing them takes tens of milliseconds,
             for which no consumer's loop is blocked.
         check: Called with the number of batches delivered, or None.
 
     Attributes:
-        prepared: What ``start`` will return, if it already has workers.
+        feed: What has begun.
+        prepared: What will begin, if it already has workers.
         is_held: Whether no other iteration may resume from the state that this one was
             given: until its first step has ended, or it is closed or dropped.
     """
 
     def __init__(
         self,
-        start: "Callable[[Steps], Feed]",
+        prepare: "Callable[[Steps], Feed]",
+        begin: "Callable[[Feed], None]",
         engine: tuple[str, ...] = (),
         check: Callable[[int], None] | None = None,
     ) -> None:
-        self.start: Callable[[Steps], Feed] | None = start
         self.feed: Feed | None = None
         self.prepared: Feed | None = None
         self.is_held: bool = False
+        self._prepare: Callable[[Steps], Feed] | None = prepare
+        self._begin = begin
         self._engine = engine
         self._check = check
         self._lock = fork_safe(threading.RLock())
@@ -201,7 +205,7 @@ class Steps:
             if loop is not self._loop:
                 self._loop, self._turns = loop, asyncio.Lock()
             async with self._turns:
-                if self.start is not None and not are_imported(self._engine):
+                if self._prepare is not None and not are_imported(self._engine):
                     await in_new_thread(partial(import_modules, self._engine))
                 try:
                     feed: Any = self.feed or self.begin()
@@ -219,16 +223,23 @@ class Steps:
     def begin(self) -> "Feed | None":
         """Return the feed; the first call makes it. None if it was closed before."""
         with self._lock:
-            if self.feed is None and self.start is not None:
-                self.feed = self.start(self)
-                self.start = self.prepared = None
+            if self.feed is None and self._prepare is not None:
+                feed = self.prepared or self._prepare(self)
+                self._begin(feed)
+                self.feed, self.prepared, self._prepare = feed, None, None
                 if self._check is None:  # saves a call per batch
-                    self.next = self.feed.next  # type: ignore[method-assign]
+                    self.next = feed.next  # type: ignore[method-assign]
             return self.feed
+
+    def prepare_now(self) -> "Feed":
+        """Make the feed, which has workers, before the first batch is requested."""
+        assert self._prepare is not None
+        self.prepared = self._prepare(self)
+        return self.prepared
 
     def end(self) -> "Feed | None":
         """Prevent a start; return the feed to close, if there is one."""
-        self.start, self.is_held = None, False
+        self._prepare, self.is_held = None, False
         return self.feed or self.prepared
 
     def abandon(self) -> None:

@@ -51,7 +51,7 @@ class Feed(abc.ABC):
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.counters: Counters = epoch.counters
         self.is_finished: bool = False  # there are no more batches
-        self._epoch = epoch
+        self.epoch = epoch
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests = requests
@@ -193,7 +193,7 @@ class PlainFeed(Feed):
     ) -> BaseException:
         """Return the error to raise, with a note that names its stage and batch."""
         what = "collate_fn" if stage == "collate" else "the dataset"
-        error, epoch = raisable(error, what), self._epoch.number
+        error, epoch = raisable(error, what), self.epoch.number
         where = place_of(stage, epoch, number, indices)
         if stage == "fetch" and read < len(indices):  # else one of several coroutines
             index = indices[read]
