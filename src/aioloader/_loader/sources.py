@@ -71,9 +71,10 @@ def make_source(
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     is_tuned = options.chooses or options.prefetch_bytes is not None
+    tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
     make_ready: Any = ReadyQueue
     make_feed = AheadFeed
-    if end_together(options):
+    if options.is_own_stream and end_together(options):
         from aioloader._pipeline.evened import EvenedFeed
 
         make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
@@ -85,9 +86,7 @@ def make_source(
         pool=pool,
         make_ready=make_ready,
         head_start=_follows_concurrency(options),
-        tuner=tuner_of(options, live.tuning, reads_here=not reads)
-        if is_tuned
-        else None,
+        tuner=tuner,
     )
     on_device = options.target.ahead if mover else 0
     if mover is not None:
@@ -265,13 +264,13 @@ def _mover(options: Options, live: "Runtime") -> "Mover | None":
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
-    to, port = options.target, None
     pins = options.num_workers > 0 and options.pins
     if not (options.is_moved or pins):
         return None
     from aioloader._device.accelerator import accelerator_of
     from aioloader._device.mover import Mover
 
+    to, port = options.target, None
     if to.name is not None:
         port = accelerator_of(to.name, live.accelerators)
     return Mover(port, to.keys, to.transform, pins=options.pins)
