@@ -207,7 +207,7 @@ def run_fresh(
     if done.returncode:
         raise SystemExit(f"contender {name!r} ended with {done.returncode}")
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
-    return figures | {"others": machine.others()}
+    return figures | {"others": machine.others(figures.pop("uncharged", 0.0))}
 
 
 def measure(

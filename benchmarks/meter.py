@@ -40,6 +40,19 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS
 
 
+def uncharged() -> float:
+    """Return the CPU time of living workers that a fork server started.
+
+    It ignores their end, so that the kernel adds it to nobody's.
+    """
+    me, seconds = os.getpid(), 0.0
+    for pid in descendants(me):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parent = int(_stat(Path(f"/proc/{pid}/stat"))[1][1])
+            seconds += cpu_seconds(pid) if parent != me else 0.0
+    return seconds
+
+
 def thread_seconds() -> dict[str, float]:
     """Return the CPU time of this process's living threads, added up by name."""
     seconds: dict[str, float] = defaultdict(float)
@@ -93,9 +106,13 @@ class MachineMeter:
         self._busy = self._busy_now()
         self._reaped = self._reaped_now()
 
-    def others(self) -> float:
-        """Return the cores that other processes used, including the object server."""
-        busy = self._busy_now() - self._busy
+    def others(self, uncharged: float = 0.0) -> float:
+        """Return the cores that other processes used, including the object server.
+
+        Args:
+            uncharged: CPU seconds of children's workers, if known: see ``uncharged``.
+        """
+        busy = self._busy_now() - self._busy - uncharged
         reaped = self._reaped_now() - self._reaped
         return max(0.0, busy - reaped) / (time.perf_counter() - self._start)
 

@@ -24,6 +24,7 @@ import torch
 from aioloader import DataLoader, Device
 from environment import describe
 from harness import RESULTS, Options, render, run_fresh, show
+from meter import uncharged
 from plant_data import (
     Awaited,
     Compute,
@@ -253,7 +254,8 @@ PLANTS = {
 
 
 def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> Any:
-    """Return seconds per batch, and the report."""
+    """Return seconds per batch, the report, and CPU seconds of uncharged workers."""
+    workers = 0.0
     with ExitStack() as stack:
         loader = DataLoader(make(stack), **settings)
         stack.enter_context(loader)
@@ -267,10 +269,13 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
                 if "device" in settings:  # the batch must be there, as for any step
                     torch.cuda.synchronize()
                 plant.take_step()
+                if len(times) in {BATCHES // 2, BATCHES}:  # near the end of all
+                    workers = uncharged()
         if plant.epochs > 1:
-            return (time.perf_counter() - began) / len(times), loader.report()
+            return (time.perf_counter() - began) / len(times), loader.report(), workers
         times = times[WARM:-TAIL]
-        return (times[-1] - times[0]) / (len(times) - 1), loader.report()
+        pace = (times[-1] - times[0]) / (len(times) - 1)
+        return pace, loader.report(), workers
 
 
 def is_one_of(named: str, arguments: tuple[str, ...]) -> bool:
@@ -306,13 +311,14 @@ def one_run(name: str, *, says: bool) -> Settings:
     plant = PLANTS[name]
     if hasattr(os, "sched_setaffinity"):  # as many on any machine
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    before, report = run(plant, plant.make, plant.settings)
+    before, report, workers = run(plant, plant.make, plant.settings)
     advice = report.advice
     predicted = 0.0 if advice is None else advice.gain
     change = changed(plant, report)
     measured = None
     if change is not None:
-        after, _ = run(plant, *change)
+        after, _, more = run(plant, *change)
+        workers += more
         measured = 100 * (before / after - 1)
     if says:
         print(report, file=sys.stderr)
@@ -328,6 +334,7 @@ def one_run(name: str, *, says: bool) -> Settings:
         "predicted": predicted,
         "measured": measured,
         "model_error": report.model_error,
+        "uncharged": workers,
         "is_stage": is_stage,
         "is_advised": is_advised,
         "is_sign": is_sign,

@@ -42,6 +42,7 @@ _PACKED = {
     "gz": "gzip", "bz2": "bz2", "zst": "zstd", "zstd": "zstd", "lz4": "lz4",
     "br": "brotli",
 }  # fmt: skip
+_NOT_READ = {"xz", "zip", "7z"}
 # About how much memory a schema of a few columns takes.
 _HEAD = 1 << 12
 # The byte order mark at the start of a file.
@@ -443,7 +444,15 @@ def _read_from(
 
 
 def _packing(location: str) -> str | None:
+    """Return how a file of this name is compressed, if it is."""
     ending = location.partition("?")[0].rpartition(".")[2].lower()
+    if ending in _NOT_READ:
+        known = ", ".join(f".{one}" for one in _PACKED)
+        raise DatasetError(
+            f"{location!r} is compressed as .{ending}, which CSV files are not read "
+            f"from: decompress it, or use one of {known}",
+            location=location,
+        )
     return _PACKED.get(ending)
 
 
