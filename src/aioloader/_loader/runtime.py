@@ -147,13 +147,14 @@ class Runtime:
             claim: What starts it, and claims a loaded state for it.
             is_async: Whether the consumer is a task.
         """
-        epoch = None
+        epoch: Epoch | None = None
         try:
             refuse_again(options.dataset, is_begun=self.epoch is not None)
             if self._ahead is not None and (feed := self._guessed(options)):
                 return feed
             saved = self._saved(claim)
-            epoch = saved and self._claimed(options, drawn, claim, saved)
+            if saved is not None:
+                epoch = self._claimed(options, drawn, claim, saved)
             if epoch is not None:
                 if self._kept is not None:
                     # As in torchdata, workers start from the state.
@@ -221,7 +222,7 @@ class Runtime:
 
     def _saved(self, claim: "Steps") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
-        other = self._claim and self._claim()
+        other = None if self._claim is None else self._claim()
         if other is not None and other is not claim and other.is_held:
             return None
         saved, latest = self.loaded, self.epoch
@@ -320,7 +321,7 @@ class Runtime:
 
     def drawn(self) -> Epoch | None:
         """Return the epoch of the latest iterator, if it has not started."""
-        epoch = self._latest_drawn and self._latest_drawn()
+        epoch = None if self._latest_drawn is None else self._latest_drawn()
         return epoch if epoch is not None and epoch.number < 0 else None
 
     def warm(self, options: Options) -> None:
