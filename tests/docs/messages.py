@@ -135,7 +135,6 @@ def _is_bare(text: str) -> bool:
 
 # What no user sees, by place.
 INTERNAL = {
-    "_observe/machine.py:": "caught where it is raised",
     "_transport/channel.py:": "caught by both ends of the channel",
     "_workers/process/messages.py:": "the batch is pickled instead",
     "_workers/process/launcher.py:Launcher": "caught by the pool",
