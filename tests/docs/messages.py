@@ -169,7 +169,6 @@ PASSED_ON = {
     "datasets/_stores/stores.py:WholeObject.next": "carries another error",
     "datasets/_streams/iterated.py:Iterated.__aiter__": "is the warning of iterables",
     "datasets/_streams/steps.py:Repeated": "says again what a state holds",
-    "testing/_formats.py:_check_positions": "says what another error says",
 }
 
 _NOT_COLLATED = "default_collate: batch must contain tensors, numpy arrays, numbers"
