@@ -258,7 +258,8 @@ _LEAVES: tuple[tuple[Any, Any, Collate], ...] = (
     (bytes, torch_rules.collate_str_fn, _strings),
 )
 _STANDARD = {kind: theirs for kind, theirs, _ in _LEAVES}
-_BY_BASE = {kind: ours for kind, _, ours in _LEAVES} | {Mapping: _collate_mapping}
+_BY_BASE: dict[Any, Collate] = {kind: ours for kind, _, ours in _LEAVES}
+_BY_BASE[Mapping] = _collate_mapping
 # Looked up first, by exact type.
 _RULES: dict[Any, Collate] = _BY_BASE | {
     dict: _collate_mapping,

@@ -300,13 +300,12 @@ def _display_of(
         return lambda _: _Line(file, leave=leave)
     # Without tqdm's monitor thread.
     bar_class = type("Bar", (module.tqdm,), {"monitor_interval": 0, "show": _show_bar})
-    options = {"desc": desc, "leave": leave, "file": given, "unit": " batches"}
-    options |= {"mininterval": 0, "miniters": 0, "dynamic_ncols": True}
+    options: dict[str, Any] = {"desc": desc, "leave": leave, "file": given}
+    options |= {"unit": " batches", "mininterval": 0, "miniters": 0}
+    options |= {"dynamic_ncols": True, "delay": 1e-9}  # it shows nothing when made
 
     def bar(meter: Meter) -> Any:
-        made: Any = bar_class(  # `delay`: it shows nothing yet
-            total=meter.total, initial=meter.resumed, delay=1e-9, **options
-        )
+        made: Any = bar_class(total=meter.total, initial=meter.resumed, **options)
         made.start_t = made.last_print_t = time.time() - (clock() - meter.began)
         return made
 
