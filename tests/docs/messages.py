@@ -135,7 +135,6 @@ def _is_bare(text: str) -> bool:
 
 # What no user sees, by place.
 INTERNAL = {
-    "_observe/machine.py:": "caught where it is raised",
     "_transport/channel.py:": "caught by both ends of the channel",
     "_workers/process/messages.py:": "the batch is pickled instead",
     "_workers/process/launcher.py:Launcher": "caught by the pool",
@@ -170,7 +169,6 @@ PASSED_ON = {
     "datasets/_stores/stores.py:WholeObject.next": "carries another error",
     "datasets/_streams/iterated.py:Iterated.__aiter__": "is the warning of iterables",
     "datasets/_streams/steps.py:Repeated": "says again what a state holds",
-    "testing/_formats.py:_check_positions": "says what another error says",
 }
 
 _NOT_COLLATED = "default_collate: batch must contain tensors, numpy arrays, numbers"

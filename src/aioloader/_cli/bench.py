@@ -31,39 +31,26 @@ class UserCodeError(Exception):
 
 
 class Figures(NamedTuple):
-    """The figures of one loader in one round.
+    """The figures of one loader in one round."""
 
-    Attributes:
-        batches: Batches per second, from the first batch to the last.
-        first: Seconds from ``iter`` to the first batch.
-        waits: Share of the time in which the consumer waited, from 0 to 1.
-    """
-
-    batches: float
-    first: float
-    waits: float
+    batches: float  # per second, from the first one to the last
+    first: float  # seconds from ``iter`` to the first batch
+    waits: float  # share of the time in which the consumer waited
 
 
 def run(options: Namespace) -> None:
-    """Run both loaders; print the table and the verdict.
-
-    Raises:
-        ArgumentTypeError: If the arguments name no loader, or it gives no batch.
-        UserCodeError: If the user's code raises.
-    """
+    """Run both loaders; print the table and the verdict."""
     page: Path | None = options.page
     if page is not None and not page.parent.is_dir():
-        raise ArgumentTypeError(
-            f"there is no directory {str(page.parent)!r} for the page"
-        )
-    loader = find_loader(options.loader)
+        folder = str(page.parent)
+        raise ArgumentTypeError(f"there is no directory {folder!r} for the page")
+    loader = _find_loader(options.loader)
     twin, notes = twin_of(loader)
+    ours, theirs = list[Figures](), list[Figures]()
+    turns: list[tuple[Any, list[Figures]]] = [(loader, ours)]
+    if twin is not None:
+        turns.append((twin, theirs))
     with _users(f"{options.loader} raised"), loader:
-        ours: list[Figures] = []
-        theirs: list[Figures] = []
-        turns: list[tuple[Any, list[Figures]]] = [(loader, ours)]
-        if twin is not None:
-            turns.append((twin, theirs))
         for _ in range(options.rounds):
             for source, figures in turns:
                 gc.collect()  # else a full collection would hit only one of them
@@ -80,13 +67,8 @@ def run(options: Namespace) -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
 
-def find_loader(name: str) -> DataLoader[Any]:
-    """Return the loader that ``module:name`` names, or returns when called.
-
-    Raises:
-        ArgumentTypeError: If there is none.
-        UserCodeError: If the user's code raises.
-    """
+def _find_loader(name: str) -> DataLoader[Any]:
+    """Return the loader that ``module:name`` names, or returns when called."""
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise ArgumentTypeError(f"name the loader like train:loader, got {name!r}")
@@ -116,10 +98,9 @@ def find_loader(name: str) -> DataLoader[Any]:
             f"{name} is a coroutine: make the loader in a plain function"
         )
     if not isinstance(found, DataLoader):
-        whose = type(found).__module__.partition(".")[0]
+        kind, whose = type(found).__name__, type(found).__module__.partition(".")[0]
         raise ArgumentTypeError(
-            f"{name} is a {type(found).__name__} of {whose}, and no "
-            "aioloader.DataLoader"
+            f"{name} is a {kind} of {whose}, and no aioloader.DataLoader"
         )
     return found
 
@@ -136,11 +117,7 @@ def _users(what: str) -> Iterator[None]:
 
 
 def _one_round(source: Any, options: Namespace) -> Figures:
-    """Iterate until there are enough batches, or the time is up.
-
-    Raises:
-        ArgumentTypeError: If there is no batch.
-    """
+    """Iterate until there are enough batches, or the time is up."""
     clock, step = time.perf_counter, options.step / 1e3
     began = clock()
     iterator = iter(source)
@@ -165,12 +142,9 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return a line per figure; a ratio above 1 is better than torch.
+    """Return a line per figure, for ``size`` samples per batch.
 
-    Args:
-        ours: The figures of our rounds.
-        theirs: Those of torch's; none if it cannot run this.
-        size: Samples per batch.
+    A ratio above 1 is better than torch, of which there is none if it cannot run this.
     """
     titles: list[tuple[str, str, Callable[[float], str]]] = [
         ("samples/s", "batches", lambda rate: f"{rate * size:,.4g}"),

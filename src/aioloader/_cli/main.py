@@ -34,8 +34,8 @@ SRC is one of
 
 DST is a directory or a URL such as s3://bucket/train. Readers see whole shards only.
 Run again after an interruption, the command resumes after the last whole shard.
-"""
-_PACK_EXAMPLES = """\
+
+examples:
   aioloader pack photos/ shards/ --class-folders --shuffle 0 --name train
       then read with TarDataset("shards/train-*.tar").decode("torch")
   aioloader pack captions/ s3://bucket/captions --shard-size 128MB --jobs 64
@@ -46,6 +46,9 @@ Write an index next to each tar, X.tar.idx, so that several readers can share a 
 
 It says where samples start. Tars written by `aioloader pack` have one already.
 Compressed tars cannot have one.
+
+examples:
+  aioloader index shards/train-*.tar
 """
 _BENCH = """\
 Compare your loader with torch's, with the same dataset and arguments, alternately.
@@ -56,22 +59,15 @@ per second, the time to the first batch, and the share of time in which training
 wait; the ratio is above 1 where aioloader is better. Then it prints the loader's own
 verdict: what holds training back, and the one argument to change. A script guards its
 other code with `if __name__ == "__main__":`, as for worker processes.
-"""
-_BENCH_EXAMPLES = """\
+
+examples:
   aioloader bench train:loader
   aioloader bench my_package.data:make_loader --step 25 --page loader.html
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Those after the program's name; None: those of this process.
-
-    Returns:
-        The exit status.
-    """
+    """Run one command, by default that of this process; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -99,30 +95,21 @@ def _parser() -> ArgumentParser:
         description="Write shards for aioloader's streams, and measure loaders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(
-        name: str, run: Callable[[Any], None], summary: str, text: str, examples: str
-    ) -> Callable[..., Any]:
-        """Return the function that adds arguments to a new command."""
-        made = commands.add_parser(
+    for name, run, add_arguments, summary, text in (
+        ("pack", pack.run, _add_pack, "write files or rows to shards", _PACK),
+        ("index", pack.run_index, _add_tars, "let several readers share a tar", _INDEX),
+        ("bench", bench.run, _add_bench, "compare a loader with torch's", _BENCH),
+    ):
+        description, examples = text.split("examples:\n")
+        command = commands.add_parser(
             name,
             help=summary,
-            description=text,
+            description=description,
             epilog=f"examples:\n{examples}",
             formatter_class=RawDescriptionHelpFormatter,
         )
-        made.set_defaults(run=run, parser=made)
-        return made.add_argument
-
-    summary = "write files or rows to shards"
-    _add_pack(command("pack", pack.run, summary, _PACK, _PACK_EXAMPLES))
-    summary = "let several readers share a tar"
-    examples = "  aioloader index shards/train-*.tar\n"
-    add = command("index", pack.run_index, summary, _INDEX, examples)
-    add("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
-    add("-q", "--quiet", action="store_true", help="print nothing but errors")
-    summary = "compare a loader with torch's"
-    _add_bench(command("bench", bench.run, summary, _BENCH, _BENCH_EXAMPLES))
+        command.set_defaults(run=run, parser=command)
+        add_arguments(command.add_argument)
     return parser
 
 
@@ -151,6 +138,11 @@ def _add_pack(add: Callable[..., Any]) -> None:
         )
         given: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
         add(f"--{side}-option", metavar="KEY=VALUE", help=words, **given)
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_tars(add: Callable[..., Any]) -> None:
+    add("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
     add("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 

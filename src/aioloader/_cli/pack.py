@@ -16,13 +16,7 @@ _SHOWN_EVERY = 0.2
 
 
 def run(options: Namespace) -> None:
-    """Pack the samples that the arguments name.
-
-    Raises:
-        ArgumentTypeError: If the arguments are wrong.
-        DatasetError: If something cannot be read or written.
-        ValueError: If a sample does not fit the format.
-    """
+    """Pack the samples that the arguments name."""
     try:
         source = find_source(options)
         writer = _make_writer(source, options)
@@ -30,18 +24,12 @@ def run(options: Namespace) -> None:
         raise ArgumentTypeError(str(error)) from error
     first = asyncio.run(_pack(source, writer, options))
     if not options.quiet:
-        sys.stdout.write(
-            "\n".join([_summary(writer, first, options), *source.notes, ""])
-        )
+        lines = [_summary(writer, first, options), *source.notes, ""]
+        sys.stdout.write("\n".join(lines))
 
 
 def run_index(options: Namespace) -> None:
-    """Write an index next to each tar: where its samples start.
-
-    Raises:
-        ArgumentTypeError: If a tar does not exist.
-        DatasetError: If one is damaged.
-    """
+    """Write an index next to each tar: where its samples start."""
     for path in options.tars:
         if not path.is_file():
             raise ArgumentTypeError(f"there is no file {str(path)!r}")
@@ -63,10 +51,7 @@ def _make_writer(source: Source, options: Namespace) -> ShardWriter:
 
 
 async def _pack(source: Source, writer: ShardWriter, options: Namespace) -> int:
-    """Write the missing samples; return how many were there.
-
-    Their number is shown on stderr, if that is a terminal.
-    """
+    """Write the missing samples, show how many; return how many were there."""
     is_seen = sys.stderr.isatty() and not options.quiet
     of = "" if source.count is None else f" of {source.count:,}"
     shown = 0.0
@@ -80,8 +65,7 @@ async def _pack(source: Source, writer: ShardWriter, options: Namespace) -> int:
                     if is_seen and now - shown >= _SHOWN_EVERY:
                         done, shown = writer.next_sample, now
                         rate = (done - first) / max(now - began, 1e-9)
-                        line = f"{done:,}{of} samples, {rate:,.0f}/s"
-                        sys.stderr.write(f"\r{line}\x1b[K")
+                        sys.stderr.write(f"\r{done:,}{of} samples, {rate:,.0f}/s\x1b[K")
                         sys.stderr.flush()
     finally:
         if shown:

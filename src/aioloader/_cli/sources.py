@@ -7,6 +7,7 @@ its contents, so that packing resumes only with the same ones.
 import array
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -45,41 +46,28 @@ Plan: TypeAlias = tuple[dict[str, Any], dict[str, int]]
 
 @dataclass
 class Source:
-    """Samples to pack.
-
-    Attributes:
-        stream: Returns the samples, starting at a number.
-        metadata: Their origin, for the writer.
-        count: Number of samples, or None.
-        fitted: Turns one into what the writer takes.
-        lifespan: Entered while they are read.
-        notes: Messages for the user at the end.
-    """
+    """Samples to pack, from a given number on."""
 
     stream: Callable[[int], Stream[Any]]
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # their origin, for the writer
     count: int | None = None
-    fitted: Callable[[Any], dict[str, Any]] = dict
+    fitted: Callable[[Any], dict[str, Any]] = dict  # one, as the writer takes it
+    # Entered while they are read.
     lifespan: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the user, at the end
 
 
 def find_source(options: Namespace) -> Source:
-    """Return the source that SRC names.
-
-    Raises:
-        ArgumentTypeError: If it does not exist, or options do not fit it.
-        ValueError: If it is empty, or a store's options are wrong.
-    """
+    """Return the source that SRC names."""
     src: str = options.src
     kind = _kind_of(src)
     folder = src.rpartition("/")[0] or "."
     is_inside = not kind and _lies_in(options.dst, src)
     is_same = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
     if is_inside or (is_same and kind == options.format):
+        dst = shown_address(options.dst)
         raise ArgumentTypeError(
-            f"DST {shown_address(options.dst)} overlaps SRC: another run would "
-            f"pack the shards"
+            f"DST {dst} overlaps SRC: another run would pack the shards"
         )
     if kind in _STREAMS:
         return _rows(kind, options)
@@ -89,9 +77,11 @@ def find_source(options: Namespace) -> Source:
     if options.format == "tar":
         return _grouped(dataset, options)
     names = dataset.names
-    return _files(
-        dataset, len(names), lambda at: ({"path": names[at]}, {"bytes": at}), options
-    )
+
+    def plan(number: int) -> Plan:
+        return {"path": names[number]}, {"bytes": number}
+
+    return _files(dataset, len(names), plan, options)
 
 
 def _kind_of(src: str) -> str:
@@ -151,13 +141,8 @@ def _files(
 ) -> Source:
     """Return samples made of files, several of which are read at a time.
 
-    Args:
-        dataset: The files.
-        count: How many samples there are.
-        plan: Returns the plan of one sample.
-        options: The arguments.
-        read: Reads a file; None: the dataset does.
-        metadata: The samples' origin, besides the names of the files.
+    ``read`` reads a file in place of the dataset; ``metadata`` is the samples' origin,
+    besides the names of the files.
     """
     read_file = read or dataset.__getitem__
     order: Sequence[int] = range(count)
@@ -256,11 +241,10 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
         folder, slash, base = name.lstrip("/").rpartition("/")
         if folder != last:
             keys, last = set(), folder
-        stem = base.rpartition(".")[0].replace(".", "_")
-        key, number = stem, 1
+        key = stem = base.rpartition(".")[0].replace(".", "_")
+        numbers = itertools.count(2)
         while key in keys:
-            number += 1
-            key = f"{stem}-{number}"
+            key = f"{stem}-{next(numbers)}"
         keys.add(key)
         yield f"{folder}{slash}{key}"
 

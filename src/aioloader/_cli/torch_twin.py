@@ -22,6 +22,10 @@ from aioloader.protocols import (
 if TYPE_CHECKING:
     import torch.utils.data
 
+_SAME = [
+    *("dataset", "collate_fn", "pin_memory", "worker_init_fn", "generator"),
+    *("persistent_workers", "in_order"),
+]
 # Effect on torch's rounds of each argument that torch lacks.
 _WITHOUT = {
     "workers": "its workers are processes",
@@ -52,16 +56,12 @@ def twin_of(
         f"{_WITHOUT[name]}."
         for name in left_out
     ]
-    transform = argument(loader, "transform")
-    if transform is not None:
+    if (transform := argument(loader, "transform")) is not None:
         is_batched = loader.batch_sampler is not None or loader.batch_size is not None
-        arguments["collate_fn"] = partial(
-            _collate_transformed, transform, loader.collate_fn, is_batched
-        )
-        notes.append(
-            "Not in torch's DataLoader: transform; its collate_fn applies it to each "
-            "sample."
-        )
+        given = transform, loader.collate_fn, is_batched
+        arguments["collate_fn"] = partial(_collate_transformed, *given)
+        words = "transform; its collate_fn applies it to each sample."
+        notes.append(f"Not in torch's DataLoader: {words}")
     return TORCH_LOADER(**arguments), notes
 
 
@@ -84,29 +84,16 @@ def _obstacle(loader: DataLoader[Any]) -> str:
 
 def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
     """Return arguments for torch's loader, and the names of those left out."""
-    taken = [
-        "dataset",
-        "collate_fn",
-        "pin_memory",
-        "worker_init_fn",
-        "generator",
-        "persistent_workers",
-        "in_order",
-    ]
-    arguments = {name: getattr(loader, name) for name in taken}
+    arguments = {name: getattr(loader, name) for name in _SAME} | _sampling(loader)
     arguments["num_workers"] = int(loader.num_workers)
-    arguments |= _sampling(loader)
-    defaults = {
-        name: one.default
-        for name, one in inspect.signature(DataLoader.__init__).parameters.items()
-    }
+    parameters = inspect.signature(DataLoader.__init__).parameters
     left_out = []
     for name in _WITHOUT:
-        if argument(loader, name) == defaults[name]:
+        value = argument(loader, name)
+        if value == parameters[name].default:
             continue
-        needs_workers = name in {"timeout", "prefetch_factor"}
-        if needs_workers and arguments["num_workers"]:
-            arguments[name] = argument(loader, name)
+        if loader.num_workers and name in {"timeout", "prefetch_factor"}:
+            arguments[name] = value
         else:
             left_out.append(name)
     if loader.pin_memory_device:

@@ -35,22 +35,9 @@ Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
 
-_SCALARS = (np.bool_, np.number, np.object_)
-_STANDARD: dict[Any, Callable[..., Any]] = {
-    torch.Tensor: torch_rules.collate_tensor_fn,
-    np.ndarray: torch_rules.collate_numpy_array_fn,
-    _SCALARS: torch_rules.collate_numpy_scalar_fn,
-    float: torch_rules.collate_float_fn,
-    int: torch_rules.collate_int_fn,
-    str: torch_rules.collate_str_fn,
-    bytes: torch_rules.collate_str_fn,
-}
-
 
 class _Lent(threading.local):
-    """The pool from which this thread may allocate batches."""
-
-    pool: Lender | None = None
+    pool: Lender | None = None  # from which this thread may allocate batches
 
 
 _LENT = _Lent()
@@ -127,12 +114,7 @@ def _collate_sequence(samples: Sequence[Sequence[Any]]) -> Any:
 
 
 def like(model: Any, columns: dict[Any, Any] | list[Any]) -> Any:
-    """Return ``columns`` as a container of ``model``'s type if one can be constructed.
-
-    Args:
-        model: A mapping or a sequence.
-        columns: A dict for a mapping, a list for a sequence.
-    """
+    """Return ``columns`` in a container of ``model``'s type, if that can be made."""
     if type(model) is type(columns):
         return columns
     try:
@@ -163,7 +145,7 @@ def _stack_tensors(samples: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _are_alike(samples: Sequence[torch.Tensor]) -> bool:
-    """Return whether all are plain CPU tensors of one shape and dtype."""
+    """Tell whether all are plain CPU tensors of one shape and dtype."""
     first = samples[0]
     return all(
         type(sample) is torch.Tensor
@@ -263,19 +245,23 @@ def _strings(samples: Sequence[Any]) -> Sequence[Any]:
     return samples
 
 
-# In torch's order: numpy's float64 is a float, but a numpy scalar first.
-_BY_BASE: tuple[tuple[Any, Collate], ...] = (
-    (torch.Tensor, _stack_tensors),
-    (np.ndarray, _stack_arrays),
-    (_SCALARS, _scalars),
-    (float, _numbers),
-    (int, _numbers),
-    (str, _strings),
-    (bytes, _strings),
-    (Mapping, _collate_mapping),
+_SCALARS = (np.bool_, np.number, np.object_)
+# Leaves, torch's rules and ours, in torch's order: numpy's float64 is a float, but a
+# numpy scalar first.
+_LEAVES: tuple[tuple[Any, Any, Collate], ...] = (
+    (torch.Tensor, torch_rules.collate_tensor_fn, _stack_tensors),
+    (np.ndarray, torch_rules.collate_numpy_array_fn, _stack_arrays),
+    (_SCALARS, torch_rules.collate_numpy_scalar_fn, _scalars),
+    (float, torch_rules.collate_float_fn, _numbers),
+    (int, torch_rules.collate_int_fn, _numbers),
+    (str, torch_rules.collate_str_fn, _strings),
+    (bytes, torch_rules.collate_str_fn, _strings),
 )
+_STANDARD = {kind: theirs for kind, theirs, _ in _LEAVES}
+_BY_BASE: dict[Any, Collate] = {kind: ours for kind, _, ours in _LEAVES}
+_BY_BASE[Mapping] = _collate_mapping
 # Looked up first, by exact type.
-_RULES: dict[Any, Collate] = dict(_BY_BASE) | {
+_RULES: dict[Any, Collate] = _BY_BASE | {
     dict: _collate_mapping,
     list: _collate_sequence,
     tuple: _collate_sequence,
@@ -283,12 +269,8 @@ _RULES: dict[Any, Collate] = dict(_BY_BASE) | {
 
 
 def _rule_for(value: object) -> Collate:
-    """Return the rule of the first base that ``value`` is an instance of.
-
-    Raises:
-        TypeError: If no rule applies.
-    """
-    for base, rule in _BY_BASE:
+    """Return the rule of the first base that ``value`` is an instance of."""
+    for base, rule in _BY_BASE.items():
         if isinstance(value, base):
             return rule
     if isinstance(value, tuple) and hasattr(value, "_fields"):

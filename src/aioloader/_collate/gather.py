@@ -44,10 +44,7 @@ def _is_implemented(dtype: torch.dtype, dimensions: int) -> bool:
 class Rows:
     """The samples of one batch, not read yet: ``default_collate`` gathers them.
 
-    Args:
-        tensors: The result of ``gatherable``.
-        indices: The rows: a list of numbers, a tensor, or anything else that a batch
-            sampler yields.
+    The ``tensors`` are from ``gatherable``; any batch sampler yields the ``indices``.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[Any]) -> None:
@@ -58,11 +55,7 @@ class Rows:
         return len(self._indices)
 
     def collate(self) -> list[torch.Tensor]:
-        """Return one tensor per tensor of the dataset, in memory lent for the batch.
-
-        Raises:
-            IndexError: If an index is out of range.
-        """
+        """Return one tensor per tensor of the dataset, in memory lent for the batch."""
         index = _as_index(self._indices)
         if index is None:
             samples = [tuple(t[at] for t in self._tensors) for at in self._indices]

@@ -9,8 +9,7 @@ is undone. Each decision is logged with its reason. Source: RFC 5681, sections 3
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioloader._observe.records import bytes_of
 
@@ -30,26 +29,31 @@ _REST = 8
 _LONGEST_REST = 256
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a value has achieved over a period.
+class Observation(NamedTuple):
+    """What a value has achieved over a period."""
 
-    Attributes:
-        rate: Samples, or batches, per second.
-        waited: Share of the time that the consumer waited.
-        latency: Mean seconds per read; 0: not known.
-        failures: Share of the reads that failed, including those retried.
-    """
+    rate: float  # samples, or batches, per second
+    waited: float = 1.0  # share of the time that the consumer waited
+    latency: float = 0.0  # mean seconds per read; 0: not known
+    failures: float = 0.0  # share of the reads that failed, including those retried
 
-    rate: float
-    waited: float = 1.0
-    latency: float = 0.0
-    failures: float = 0.0
+    def gain(self, before: "Observation") -> float:
+        return self.rate / before.rate - 1 if before.rate > 0 else float("inf")
+
+    def words(self, before: "Observation") -> str:
+        """Return the change as the end of a sentence."""
+        gain = self.gain(before)
+        words = f"gained {gain:.0%}" if gain >= 0 else f"lost {-gain:.0%}"
+        if before.latency and self.latency > 1.1 * before.latency:
+            words += f", and the latency {self.risen(before)}"
+        return words
+
+    def risen(self, before: "Observation") -> str:
+        return f"rose from {before.latency * 1e3:.3g} to {self.latency * 1e3:.3g} ms"
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The trial of a value: what it is compared with, and what it must gain."""
+class _Trial(NamedTuple):
+    """A value on trial: the one before, what that achieved, and what it must gain."""
 
     before: int
     seen: Observation
@@ -59,11 +63,7 @@ class _Trial:
 
 
 class Controller:
-    """Choose one number within bounds; decisions are lines for a log.
-
-    Attributes:
-        value: The present value, always within the bounds.
-    """
+    """Choose one number within bounds; decisions are lines for a log."""
 
     def __init__(self, name: str, start: int, least: int, most: int) -> None:
         self.name = name
@@ -72,9 +72,8 @@ class Controller:
         self.value: int = min(max(int(start), least), self.most)
         self._trial: _Trial | None = None
         self._known: Observation | None = None  # at the present value, while it rests
-        self._is_doubling = True
+        self._step = 0  # while it is doubled
         self._has_gained = False
-        self._step = 1
         self._rest = 0
         self._next_rest = _REST
         self._usual_failures = 0.0
@@ -109,11 +108,11 @@ class Controller:
 
     def _judge(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a value or undo it; one that seems worse is observed twice."""
-        if trial.first is None and _is_worse(trial, seen):
-            self._trial = replace(trial, first=seen)  # it may have been a stall
+        if trial.first is not None:
+            seen = max(seen, trial.first, key=lambda one: one.rate)
+        elif seen.waited >= _WAITS and seen.gain(trial.seen) < trial.gain:
+            self._trial = trial._replace(first=seen)  # it may have been a stall
             return None
-        if trial.first is not None and trial.first.rate > seen.rate:
-            seen = trial.first
         if trial.before < self.value:
             return self._judge_more(trial, seen)
         return self._judge_less(trial, seen)
@@ -124,25 +123,25 @@ class Controller:
         """Try a greater value if the consumer waits and there is one."""
         if seen.waited < _WAITS or self.value == self.most:
             return None
-        after = self.value * 2 if self._is_doubling else self.value + self._step
-        gain = _GAIN_DOUBLED if self._is_doubling else _GAIN
         why = why or f"the consumer waits {seen.waited:.0%} of the time"
-        return self._try(after, seen, gain, f"{why}; more is tried")
+        gain = _GAIN if self._step else _GAIN_DOUBLED
+        after = self.value + (self._step or self.value)
+        self._trial = _Trial(self.value, seen, gain)
+        return self._go(after, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a greater value if it has gained or the consumer no longer waits."""
         if seen.waited < _WAITS:
-            self._take_rest()
-            return None
-        gain = _gain(trial.seen, seen)
+            return self._take_rest()
+        gain = seen.gain(trial.seen)
         if gain >= trial.gain:
             self._has_gained, self._next_rest = True, _REST
             if self.value == self.most:
-                self._take_rest()
+                return self._take_rest()
             return self._try_more(seen, f"that gained {gain:.0%}")
-        was_doubled, before = self._is_doubling, trial.before
+        was_doubled, before = not self._step, trial.before
         self._end_doubling(before)
-        words = f"more {_words(trial.seen, seen)}"
+        words = f"more {seen.words(trial.seen)}"
         if was_doubled and self._has_gained:  # the best value is below twice as much
             return self._go(before, words)
         if was_doubled or gain < -_GAIN:
@@ -150,36 +149,31 @@ class Controller:
             if max(after, self.least) < before:
                 self._trial = _Trial(before, trial.seen, _GAIN)
                 return self._go(after, f"{words}; less is tried")
-        self._take_rest(before)
-        return self._go(before, words)
+        return self._take_rest(before, words)
 
     # -- less ------------------------------------------------------------------
 
     def _judge_less(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a smaller value if it achieves enough."""
-        gain = _gain(trial.seen, seen)
-        if gain < trial.gain:
-            self._take_rest(trial.before)
-            return self._go(trial.before, f"less {_words(trial.seen, seen)}")
-        if trial.gain > 0 and self.value > self.least:
-            why = f"less {_words(trial.seen, seen)}; still less is tried"
-            after = max(self.value // 2, self.value - self._step)
-            return self._try(after, seen, _GAIN, why)
-        self._take_rest()
-        return None
+        words = f"less {seen.words(trial.seen)}"
+        if seen.gain(trial.seen) < trial.gain:
+            return self._take_rest(trial.before, words)
+        if trial.gain <= 0 or self.value <= self.least:
+            return self._take_rest()
+        self._trial = _Trial(self.value, seen, _GAIN)
+        after = max(self.value // 2, self.value - self._step)
+        return self._go(after, f"{words}; still less is tried")
 
     def _watch(self, seen: Observation) -> str | None:
         """Halve the value if the latency has risen without a higher rate."""
-        known = self._known
-        if known is None:
-            self._known = seen
-            return None
+        known = self._known = self._known or seen
         has_risen = known.latency and seen.latency > _RISEN * known.latency
-        if not has_risen or _gain(known, seen) > -_GAIN or self.value == self.least:
+        if not has_risen or seen.gain(known) > -_GAIN or self.value == self.least:
             return None
         self._end_doubling(self.value // 2)
-        why = f"the latency {_change(known.latency, seen.latency)}, at no higher rate"
-        return self._try(self.value // 2, seen, -_GAIN, why)
+        self._trial = _Trial(self.value, seen, -_GAIN)
+        why = f"the latency {seen.risen(known)}, at no higher rate"
+        return self._go(self.value // 2, why)
 
     # -- failures ------------------------------------------------------------------
 
@@ -189,36 +183,30 @@ class Controller:
         if self.value == self.least:
             self._usual_failures = seen.failures
             return None
-        why = f"{seen.failures:.1%} of the reads failed"
         self._trial = _Trial(self.value, seen, 0, is_for_failures=True)
-        return self._go(max(self.least, self.value // 2), why)
+        return self._go(self.value // 2, f"{seen.failures:.1%} of the reads failed")
 
     def _judge_failures(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep the smaller value if fewer reads fail with it."""
         if seen.failures <= trial.seen.failures / 1.5:
-            self._take_rest()
-            return None
+            return self._take_rest()
         self._usual_failures = max(seen.failures, trial.seen.failures)
         why = f"with less of it, {seen.failures:.1%} of the reads fail too"
         return self._go(trial.before, why)
 
     # -- all ------------------------------------------------------------------
 
-    def _try(
-        self, after: int, seen: Observation, gain: float, reason: str
-    ) -> str | None:
-        self._trial = _Trial(self.value, seen, gain)
-        return self._go(after, reason)
-
     def _end_doubling(self, value: int) -> None:
-        self._is_doubling, self._step = False, max(1, value // 4)
+        self._step = max(1, value // 4)
 
-    def _take_rest(self, value: int = 0) -> None:
-        """Try nothing for a while, then a step of a quarter."""
-        if not self._is_doubling:
-            self._end_doubling(value or self.value)
+    def _take_rest(self, value: int = 0, reason: str = "") -> str | None:
+        """Go to a value and try nothing for a while, then a step of a quarter."""
+        value = value or self.value
+        if self._step:
+            self._end_doubling(value)
         self._rest, self._known = self._next_rest, None
         self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+        return self._go(value, reason)
 
     def _go(self, after: int, reason: str) -> str | None:
         after = min(max(after, self.least), self.most)
@@ -230,28 +218,6 @@ class Controller:
         return decision
 
 
-def _gain(before: Observation, after: Observation) -> float:
-    return after.rate / before.rate - 1 if before.rate > 0 else float("inf")
-
-
-def _is_worse(trial: _Trial, seen: Observation) -> bool:
-    """Tell whether a value has gained too little and the consumer still waits."""
-    return seen.waited >= _WAITS and _gain(trial.seen, seen) < trial.gain
-
-
-def _change(before: float, after: float) -> str:
-    return f"rose from {before * 1e3:.3g} to {after * 1e3:.3g} ms"
-
-
-def _words(before: Observation, after: Observation) -> str:
-    """Return the change as the end of a sentence."""
-    gain = _gain(before, after)
-    words = f"gained {gain:.0%}" if gain >= 0 else f"lost {-gain:.0%}"
-    if before.latency and after.latency > 1.1 * before.latency:
-        words += f", and the latency {_change(before.latency, after.latency)}"
-    return words
-
-
 # -- bytes ----------------------------------------------------------------------
 
 _LATEST = 32  # batches whose sizes are remembered
@@ -260,15 +226,11 @@ _EVERY = 4  # later, every fourth is measured
 
 
 class Held:
-    """How many batches fit into a number of bytes, by the sizes of recent ones.
-
-    Attributes:
-        greatest: Bytes of the largest recent batch; 0: none was measured yet.
-    """
+    """How many batches fit into a number of bytes, by the sizes of recent ones."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.greatest: int = 0
+        self.greatest: int = 0  # bytes of the largest recent batch; 0: none yet
         self._seen = 0
         self._sizes: deque[int] = deque(maxlen=_LATEST)
 

@@ -22,9 +22,12 @@ def cores(groups: Path = _GROUPS) -> int:
     found = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # Linux
         found = float(len(os.sched_getaffinity(0)))
-    for read in (_quota_2, _quota_1):
-        with contextlib.suppress(OSError, ValueError):
-            found = min(found, read(groups))
+    # A group's quota and period, of either version.
+    for names in ("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no quota, nor is -1
+            texts = [_read(groups / name) for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            found = min(found, quota / period) if quota > 0 else found
     with contextlib.suppress(ValueError):  # set by torchrun
         found /= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, math.floor(found))
@@ -89,18 +92,6 @@ def _cached(group: Path) -> int:
     words = _read(group / "memory.stat").split()
     stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return stat["active_file"] + stat["inactive_file"]
-
-
-def _quota_2(groups: Path) -> float:
-    quota, period = _read(groups / "cpu.max").split()
-    return int(quota) / int(period)
-
-
-def _quota_1(groups: Path) -> float:
-    quota = int(_read(groups / "cpu" / "cpu.cfs_quota_us"))
-    if quota <= 0:
-        raise ValueError("no quota")
-    return quota / int(_read(groups / "cpu" / "cpu.cfs_period_us"))
 
 
 def _read(path: Path) -> str:

@@ -9,86 +9,64 @@ import importlib
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client.core import Metric
 
-
-class Figure(NamedTuple):
-    """One metric.
-
-    Attributes:
-        name: OpenTelemetry's name; Prometheus' name follows from it and the unit.
-        unit: OpenTelemetry's unit (UCUM): ``"s"``, ``"1"``, or ``"{batch}"``.
-        help: The description.
-    """
-
-    name: str
-    unit: str
-    help: str
+# The values of each figure, by its name, with their labels.
+Values: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
-# A value of a figure, and its labels as pairs of name and value.
-Value: TypeAlias = tuple[float, tuple[tuple[str, str], ...]]
-
-
-# Of one epoch, to be added up.
-_SUMS = (
-    Figure("batches", "{batch}", "Batches delivered."),
-    Figure(
-        "wait.time", "s", "Time the consumer waited for batches that were not ready."
-    ),
-    Figure("failures", "{sample}", "Samples that failed and were skipped or replaced."),
-    Figure("retries", "{read}", "Reads that the loader's retry has repeated."),
-)
-_COUNTERS = (
-    *_SUMS,
-    Figure("worker.deaths", "{worker}", "Worker processes that died."),
-    Figure(
-        "worker.restarts", "{worker}", "Worker processes started to replace others."
-    ),
-)
 _LATEST = "the mean of the latest ones"
-FIGURES = (
-    *_COUNTERS,
-    Figure("epoch", "1", "Number of the latest epoch."),
-    Figure("batches.in_flight", "{batch}", "Batches requested and not yet delivered."),
-    Figure("batch.samples", "{sample}", f"Samples per batch: {_LATEST}."),
-    Figure("batch.size", "By", "Bytes per batch: the mean of some."),
-    Figure(
-        "batches.ready",
-        "{batch}",
-        f"Batches that were ready when one was requested: {_LATEST}.",
+_QUANTILES = "quantiles of the latest ones"
+# Figures of one epoch, to be added up; all counters; and all figures.
+_SUMS = {
+    "batches": "Batches delivered.",
+    "wait.time": "Time the consumer waited for batches that were not ready.",
+    "failures": "Samples that failed and were skipped or replaced.",
+    "retries": "Reads that the loader's retry has repeated.",
+}
+_COUNTERS = {
+    **_SUMS,
+    "worker.deaths": "Worker processes that died.",
+    "worker.restarts": "Worker processes started to replace others.",
+}
+_HELP = {
+    **_COUNTERS,
+    "epoch": "Number of the latest epoch.",
+    "batches.in_flight": "Batches requested and not yet delivered.",
+    "batch.samples": f"Samples per batch: {_LATEST}.",
+    "batch.size": "Bytes per batch: the mean of some.",
+    "batches.ready": f"Batches that were ready when one was requested: {_LATEST}.",
+    "loop.held": "Share of the time in which the event loop that reads samples was "
+    "blocked.",
+    "wait.duration": f"Time from requesting a batch to receiving it: {_QUANTILES}.",
+    "stage.utilization": "Share of its time that a stage is busy, starved or blocked.",
+    "stage.duration": f"Time a stage takes for a batch: {_QUANTILES}.",
+}
+# OpenTelemetry's units (UCUM), and what Prometheus' names end with.
+_UNITS = {
+    **dict.fromkeys(
+        ("wait.time", "wait.duration", "stage.duration"), ("s", "_seconds")
     ),
-    Figure(
-        "loop.held",
-        "1",
-        "Share of the time in which the event loop that reads samples was blocked.",
-    ),
-    Figure(
-        "wait.duration",
-        "s",
-        "Time from requesting a batch to receiving it: quantiles of the latest ones.",
-    ),
-    Figure(
-        "stage.utilization",
-        "1",
-        "Share of its time that a stage is busy, starved or blocked.",
-    ),
-    Figure(
-        "stage.duration",
-        "s",
-        "Time a stage takes for a batch: quantiles of the latest ones.",
-    ),
-)
+    **dict.fromkeys(("loop.held", "stage.utilization"), ("1", "_ratio")),
+    **dict.fromkeys(("failures", "batch.samples"), ("{sample}", "")),
+    **dict.fromkeys(("worker.deaths", "worker.restarts"), ("{worker}", "")),
+    **dict.fromkeys(("batches", "batches.in_flight", "batches.ready"), ("{batch}", "")),
+    "retries": ("{read}", ""),
+    "epoch": ("1", ""),
+    "batch.size": ("By", "_bytes"),
+}
 
 
-def _values(stats: Any) -> dict[str, list[Value]]:
-    """Return the values of all figures of ``loader.stats()``."""
-    numbers = {
+def _values(stats: Any) -> Values:
+    """Return the values of the figures of ``loader.stats()`` that are known."""
+    numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,
         "failures": stats.failures,
@@ -97,37 +75,29 @@ def _values(stats: Any) -> dict[str, list[Value]]:
         "worker.restarts": stats.worker_restarts,
         "epoch": stats.epoch,
         "batches.in_flight": stats.in_flight,
+        "batch.size": stats.batch_bytes or None,
+        "loop.held": stats.loop_lag and stats.loop_lag.share,
     }
+    quantiles = [
+        ("stage.duration", (one.p50, one.p95, one.p99), {"stage": one.name})
+        for one in stats.stages
+    ]
     if stats.recent:
         numbers["batch.samples"] = stats.samples / stats.recent
         numbers["batches.ready"] = stats.queued
-    if stats.batch_bytes:
-        numbers["batch.size"] = stats.batch_bytes
-    if stats.loop_lag is not None:
-        numbers["loop.held"] = stats.loop_lag.share
-    found: dict[str, list[Value]] = {figure.name: [] for figure in FIGURES}
-    found |= {name: [(float(one), ())] for name, one in numbers.items()}
-    if stats.recent:
-        found["wait.duration"] = _quantiles(stats.waits)
-    found["stage.utilization"] = [
-        (share, (("stage", stage.name), ("state", state)))
-        for stage in stats.stages
-        for state, share in stage.shares.items()
-    ]
-    found["stage.duration"] = [
-        one
-        for stage in stats.stages
-        for one in _quantiles((stage.p50, stage.p95, stage.p99), ("stage", stage.name))
-    ]
+        quantiles.append(("wait.duration", stats.waits, {}))
+    found: Values = defaultdict(list)
+    for name, value in numbers.items():
+        if value is not None:
+            found[name].append((float(value), {}))
+    for stage in stats.stages:
+        for state, share in stage.shares.items():
+            labels = {"stage": stage.name, "state": state}
+            found["stage.utilization"].append((share, labels))
+    for name, seconds, labels in quantiles:
+        for quantile, value in zip(("0.5", "0.95", "0.99"), seconds, strict=True):
+            found[name].append((value, labels | {"quantile": quantile}))
     return found
-
-
-def _quantiles(seconds: Iterable[float], *labels: tuple[str, str]) -> list[Value]:
-    names = ("0.5", "0.95", "0.99")
-    return [
-        (one, (*labels, ("quantile", name)))
-        for name, one in zip(names, seconds, strict=True)
-    ]
 
 
 class PrometheusCollector:
@@ -155,32 +125,26 @@ class PrometheusCollector:
 
     def describe(self) -> "Iterator[Metric]":
         """Yield the metrics without values, so that a registry knows their names."""
-        yield from (_family(figure) for figure in FIGURES)
+        yield from map(_family, _HELP)
 
     def collect(self) -> "Iterator[Metric]":
         """Yield the current metrics."""
         readings = [(one.name, one.read()) for one in self._watched]
-        for figure in FIGURES:
+        for figure in _HELP:
             family = _family(figure)
             name = family.name + ("_total" if figure in _COUNTERS else "")
             for loader, reading in readings:
-                for value, labels in reading.get(figure.name, ()):
-                    family.add_sample(name, {"loader": loader, **dict(labels)}, value)
+                for value, labels in reading.get(figure, ()):
+                    family.add_sample(name, {"loader": loader, **labels}, value)
             yield family
 
 
-def _family(figure: Figure) -> "Metric":
+def _family(figure: str) -> "Metric":
     from prometheus_client.core import Metric  # noqa: PLC0415  (an extra)
 
     kind = "counter" if figure in _COUNTERS else "gauge"
-    name = "aioloader_" + figure.name.replace(".", "_")
-    if figure.unit == "s":
-        name += "_seconds"
-    elif figure.unit == "By":
-        name += "_bytes"
-    elif figure.name.endswith(("utilization", "held")):
-        name += "_ratio"
-    return Metric(name, figure.help, kind)
+    name = f"aioloader_{figure.replace('.', '_')}{_UNITS[figure][1]}"
+    return Metric(name, _HELP[figure], kind)
 
 
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
@@ -203,32 +167,22 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     """
     _require("opentelemetry.metrics", "metrics-opentelemetry")
     watched = [_Watched(name, one) for name, one in loaders.items()]
-    for figure in FIGURES:
-        make = (
-            meter.create_observable_counter
-            if figure in _COUNTERS
-            else meter.create_observable_gauge
-        )
-        make(
-            f"aioloader.{figure.name}",
-            callbacks=[_observer(figure, watched)],
-            unit=figure.unit,
-            description=figure.help,
-        )
+    for figure, words in _HELP.items():
+        kind = "counter" if figure in _COUNTERS else "gauge"
+        make = getattr(meter, f"create_observable_{kind}")
+        callbacks = [partial(_observe, watched, figure)]
+        make(f"aioloader.{figure}", callbacks, _UNITS[figure][0], words)
 
 
-def _observer(
-    figure: Figure, watched: "list[_Watched]"
-) -> "Callable[[CallbackOptions], Iterable[Observation]]":
+def _observe(
+    watched: "list[_Watched]", name: str, _options: "CallbackOptions"
+) -> "Iterator[Observation]":
     from opentelemetry.metrics import Observation  # noqa: PLC0415  (an extra)
 
-    def observe(_options: "CallbackOptions") -> "Iterator[Observation]":
-        for one in watched:
-            for value, labels in one.take(figure.name):
-                attributes = {f"aioloader.{key}": text for key, text in labels}
-                yield Observation(value, {"aioloader.loader": one.name, **attributes})
-
-    return observe
+    for one in watched:
+        for value, labels in one.take(name):
+            labelled = {"loader": one.name, **labels}.items()
+            yield Observation(value, {f"aioloader.{key}": of for key, of in labelled})
 
 
 def _require(module: str, extra: str) -> None:
@@ -248,34 +202,32 @@ class _Watched:
         self.name = name
         self._loader = weakref.ref(loader)
         self._lock = threading.RLock()  # scrapes may come from several threads
-        self._left: dict[str, list[Value]] = {}  # of a collection under way
+        self._left: Values = {}  # of a collection under way
         self._iteration: object = None  # referred to, so that no other has its id
         self._latest: dict[str, float] = {}  # of the current iteration
         self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 
-    def read(self) -> dict[str, list[Value]]:
+    def read(self) -> Values:
         """Return the values of all figures; none if the loader is gone."""
         loader = self._loader()
         if loader is None:
             return {}
         with self._lock:
             stats = loader.stats()
-            found = _values(stats)
             if stats.iteration is not self._iteration:
                 for name, value in self._latest.items():
                     self._before[name] += value
-            self._iteration = stats.iteration
-            self._latest = {one.name: found[one.name][0][0] for one in _SUMS}
-            for name, value in self._latest.items():
-                found[name] = [(self._before[name] + value, ())]
-            return found
+            self._iteration, found = stats.iteration, _values(stats)
+            self._latest = {name: found[name][0][0] for name in _SUMS}
+            sums = self._latest.items()
+            return found | {name: [(self._before[name] + of, {})] for name, of in sums}
 
-    def take(self, name: str) -> list[Value]:
+    def take(self, name: str) -> list[tuple[float, dict[str, str]]]:
         """Return the values of one figure, of the same moment as those of others.
 
         A collection takes each figure once: the next one begins with a new reading.
         """
         with self._lock:
             if name not in self._left:
-                self._left = self.read()
-            return self._left.pop(name, [])
+                self._left = {one: [] for one in _HELP} | self.read()
+            return self._left.pop(name)

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from typing import Any, Generic, TextIO
@@ -66,56 +66,28 @@ def progress(
     Returns:
         An iterable for ``for`` and ``async for``, any number of times.
     """
-    return WithProgress(loader, total, desc, leave, file)
+    given = {"total": total, "desc": desc, "leave": leave, "file": file}
+    return WithProgress(loader, given)
 
 
 class WithProgress(Generic[Batch]):
     """The iterable that ``progress`` returns."""
 
-    def __init__(
-        self,
-        loader: Any,
-        total: int | None,
-        desc: str | None,
-        leave: bool,  # noqa: FBT001  (of ``progress``, by keyword)
-        file: TextIO | None,
-    ) -> None:
+    def __init__(self, loader: Any, given: dict[str, Any]) -> None:
         self._loader = loader
-        self._total = total
-        self._desc = desc
-        self._leave = leave
-        self._file = file
+        self._given = given
 
     def __len__(self) -> int:
-        """Return ``len(loader)``.
-
-        Raises:
-            TypeError: If the length is unknown.
-        """
+        """Return ``len(loader)``, if it is known."""
         return len(self._loader)
 
     def __iter__(self) -> "ProgressIterator[Batch]":
-        return ProgressIterator(iter(self._loader), self._meter())
+        batches = iter(self._loader)
+        return ProgressIterator(batches, Meter(self._loader, **self._given))
 
     def __aiter__(self) -> "ProgressIterator[Batch]":
-        return ProgressIterator(aiter(self._loader), self._meter())
-
-    def _meter(self) -> "Meter":
-        total = self._total
-        if total is None:
-            # A stream has no length.
-            with suppress(TypeError, AttributeError, NotImplementedError):
-                total = len(self._loader)
-        return Meter(self._loader, total, self._display(), self._desc)
-
-    def _display(self) -> "_Bar | _Line | None":
-        file = sys.stderr if self._file is None else self._file
-        if not _is_seen(file):
-            return None
-        bar = _bar_class(self._file)
-        if bar is None:
-            return _Line(file, leave=self._leave)
-        return _Bar(bar, desc=self._desc, file=self._file, leave=self._leave)
+        batches = aiter(self._loader)
+        return ProgressIterator(batches, Meter(self._loader, **self._given))
 
 
 class ProgressIterator(Generic[Batch]):
@@ -138,17 +110,16 @@ class ProgressIterator(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        batches, meter = self._batches, self._meter
-        del self
+        meter = self._meter
         try:
             if clock() >= meter.due:
                 meter.look()
-            batch: Batch = next(batches)
-        except BaseException as error:
-            del batches
-            if isinstance(error, StopIteration):
-                meter.finish()
+            batch: Batch = next(self._batches)
+        except StopIteration:
+            meter.finish()
             raise
+        finally:
+            del self
         meter.batches += 1
         return batch  # nothing is called here: an interrupt would lose it
 
@@ -178,79 +149,70 @@ class ProgressIterator(Generic[Batch]):
 
 
 class Meter:
-    """Figures of one iteration, and the time of their next update.
-
-    Attributes:
-        batches: Batches delivered in this iteration.
-        due: When to update next.
-        total: Batches of the epoch, if known.
-        resumed: Position in the epoch where this iteration started.
-        seconds: Seconds from its start to the latest update.
-        rates: Rates and shares, as text.
-    """
+    """Figures of one iteration, and the time of their next update."""
 
     def __init__(
         self,
         loader: Any,
         total: int | None,
-        display: "_Bar | _Line | None",
         desc: str | None,
+        leave: bool,  # noqa: FBT001  (of ``progress``, by keyword)
+        file: TextIO | None,
     ) -> None:
-        self.batches = 0
-        self.total = total
-        self.resumed: int = 0
-        self.seconds: float = 0.0
-        self.rates: tuple[str, ...] = ()
-        now = clock()
-        self.due: float = now
-        if display is None:
-            self.due = _logged.setdefault(loader, now) + LOGGED_EVERY
+        if total is None:  # a stream has no length
+            with suppress(TypeError, AttributeError, NotImplementedError):
+                total = len(loader)
+        self.batches = 0  # delivered in this iteration
+        self.total: int | None = total
+        self.resumed: int = 0  # the position in the epoch where it started
+        self.rates: str = ""
         self._loader = loader
-        self._display = display
         self._desc = desc
-        self._began = now
+        self._make_display = _display_of(file, desc=desc, leave=leave)
+        self._display: Any = None  # made when there is something to show
+        self.began: float = clock()
+        self.due: float = self.began  # when to update next
+        looks = 1 + _LOOKS
+        if self._make_display is None:
+            self.due = _logged.setdefault(loader, self.began) + LOGGED_EVERY
+            looks = 2
         # For each update: time, batches, seconds of waiting.
-        self._looks = deque([(now, 0, 0.0)], maxlen=_LOOKS if display else 1)
-        self._next_measure = now
+        self._looks = deque([(self.began, 0, 0.0)], maxlen=looks)
+        self._next_measure: float = self.began
         self._epoch: int | None = None
-        self._bytes = 0.0  # of a batch
         self._shown = 0  # batches
-        self._is_closed = False
 
     def look(self) -> None:
         """Show the current figures."""
         now = clock()
         self.due = now + SHOWN_EVERY
-        if self._display is None:
+        if self._make_display is None:
             _logged[self._loader] = now
             self.due = now + LOGGED_EVERY
-        if not self.batches or self._is_closed:
+        if not self.batches:
             return
         if now >= self._next_measure:
             self._measure(now)
             self._next_measure = now + _IDLE * (clock() - now)
-        self._show(now)
+        self._show()
 
     def finish(self) -> None:
         """Show the figures of the whole iteration and close the display."""
         try:
-            if self.batches and not self._is_closed and self._display is not None:
-                now = clock()
-                self._measure(now)
-                self._show(now)
+            if self.batches and self.due < inf and self._make_display is not None:
+                self._measure(clock())
+                self._show()
         finally:
             self.close()
 
     def close(self) -> None:
         """Close the display. Finalizers call it, so it does not use the loader."""
-        if self._is_closed:
-            return
-        self._is_closed, self.due = True, inf
-        if self._display is None:
+        is_open, self.due = self.due < inf, inf
+        if self._display is None or not is_open:
             return
         try:
-            if 0 < self._shown < self.batches:
-                self._show(clock())
+            if self._shown < self.batches:
+                self._show()
         finally:
             with suppress(OSError, ValueError):
                 self._display.close()
@@ -258,79 +220,46 @@ class Meter:
     def __str__(self) -> str:
         """Return the figures as one line."""
         batches, total = self.resumed + self.batches, self.total
-        where = f"{batches:,} batches"
+        text = f"{batches:,} batches"
         if total is not None:
-            where = f"{batches:,} of {total:,} batches"
+            text = f"{batches:,} of {total:,} batches"
             if 0 < batches <= total:
-                where += f" ({batches / total:.0%})"
-        text = ", ".join([where, *self.rates])
+                text += f" ({batches / total:.0%})"
+        text = f"{text}, {self.rates}" if self.rates else text
         return text if self._desc is None else f"{self._desc}: {text}"
 
-    def _show(self, now: float) -> None:
-        self.seconds, self._shown = now - self._began, self.batches
-        if self._display is None:
+    def _show(self) -> None:
+        self._shown = self.batches
+        if self._make_display is None:
             _log.info("%s", str(self))  # a record may be formatted later
             return
         with suppress(OSError, ValueError):  # the terminal is gone
+            if self._display is None:
+                self._display = self._make_display(self)
             self._display.show(self)
 
     def _measure(self, now: float) -> None:
         """Compute the rates over the latest updates."""
         stats = self._loader.stats()
-        look = now, self.batches, stats.waited
-        if stats.epoch != self._epoch:
-            if self._epoch is not None:  # another iteration has started meanwhile
-                self._looks.clear()
-            else:
-                self.resumed = stats.resumed_at
-            self._epoch = stats.epoch
-        if self._looks:
-            seconds, batches, waited = map(operator.sub, look, self._looks[0])
-            if seconds > 0:
-                size = stats.samples / stats.recent if stats.recent else 0.0
-                self._bytes = stats.batch_bytes
-                words = self._words(batches / seconds, size, waited / seconds)
-                self.rates = tuple(words)
-        self._looks.append(look)
-
-    def _words(self, rate: float, size: float, waits: float) -> Iterator[str]:
-        yield (
-            f"{_short(rate * size)} samples/s" if size else f"{_short(rate)} batches/s"
-        )
-        if self._bytes:
-            yield f"{_short(rate * self._bytes)}B/s"
-        yield f"waiting {min(1.0, max(0.0, waits)):.0%}"
+        if self._epoch is None:
+            self.resumed = stats.resumed_at
+        elif stats.epoch != self._epoch:  # another iteration has started meanwhile
+            self._looks.clear()
+        self._epoch = stats.epoch
+        self._looks.append((now, self.batches, stats.waited))
+        seconds, batches, waited = map(operator.sub, self._looks[-1], self._looks[0])
+        if seconds <= 0:
+            return
+        rate = batches / seconds
+        words = [f"{_short(rate)} batches/s"]
+        if stats.recent and stats.samples:
+            words = [f"{_short(rate * stats.samples / stats.recent)} samples/s"]
+        if stats.batch_bytes:
+            words.append(f"{_short(rate * stats.batch_bytes)}B/s")
+        words.append(f"waiting {min(1.0, max(0.0, waited / seconds)):.0%}")
         if self.resumed:
-            yield f"resumed at {self.resumed:,}"
-
-
-class _Bar:
-    """A bar of tqdm's, on a terminal or in a notebook."""
-
-    def __init__(self, bar_class: Callable[..., Any], **given: Any) -> None:
-        self._make, self._given = bar_class, given
-        self._bar: Any = None
-
-    def show(self, meter: Meter) -> None:
-        bar = self._bar
-        if bar is None:  # made only when there is something to show
-            bar = self._bar = self._make(
-                total=meter.total,
-                initial=meter.resumed,
-                unit=" batches",
-                mininterval=0,
-                miniters=0,
-                delay=1e-9,  # not yet
-                dynamic_ncols=True,
-                **self._given,
-            )
-            bar.start_t = bar.last_print_t = time.time() - meter.seconds
-        bar.set_postfix_str(", ".join(meter.rates), refresh=False)
-        bar.update(meter.resumed + meter.batches - bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+            words.append(f"resumed at {self.resumed:,}")
+        self.rates = ", ".join(words)
 
 
 class _Line:
@@ -347,13 +276,45 @@ class _Line:
         self._width = len(text)
 
     def close(self) -> None:
-        if self._width:
-            gone = "\r" + " " * self._width + "\r"
-            self._write("\n" if self._leave else gone)
+        self._write("\n" if self._leave else "\r" + " " * self._width + "\r")
 
     def _write(self, text: str) -> None:
         self._file.write(text)
         self._file.flush()
+
+
+def _display_of(
+    given: TextIO | None, *, desc: str | None, leave: bool
+) -> Callable[[Meter], Any] | None:
+    """Return what makes a display; None unless the file is a terminal or a notebook."""
+    file = sys.stderr if given is None else given
+    is_seen = type(file).__module__.startswith("ipykernel.")
+    with suppress(AttributeError, ValueError):  # no file; or a closed one
+        is_seen = is_seen or file.isatty()
+    if not is_seen:
+        return None
+    try:
+        # A given file is no notebook's cell.
+        module = importlib.import_module("tqdm.auto" if given is None else "tqdm")
+    except ImportError:
+        return lambda _: _Line(file, leave=leave)
+    # Without tqdm's monitor thread.
+    bar_class = type("Bar", (module.tqdm,), {"monitor_interval": 0, "show": _show_bar})
+    options: dict[str, Any] = {"desc": desc, "leave": leave, "file": given}
+    options |= {"unit": " batches", "mininterval": 0, "miniters": 0}
+    options |= {"dynamic_ncols": True, "delay": 1e-9}  # it shows nothing when made
+
+    def bar(meter: Meter) -> Any:
+        made: Any = bar_class(total=meter.total, initial=meter.resumed, **options)
+        made.start_t = made.last_print_t = time.time() - (clock() - meter.began)
+        return made
+
+    return bar
+
+
+def _show_bar(bar: Any, meter: Meter) -> None:
+    bar.set_postfix_str(meter.rates, refresh=False)
+    bar.update(meter.resumed + meter.batches - bar.n)
 
 
 def _short(number: float) -> str:
@@ -362,22 +323,3 @@ def _short(number: float) -> str:
     while abs(number) >= 999.5 and power < 4:
         number, power = number / 1000, power + 1
     return f"{number:.3g}{('', ' k', ' M', ' G', ' T')[power]}"
-
-
-def _is_seen(file: TextIO) -> bool:
-    """Tell whether ``file`` is a terminal or a notebook."""
-    is_notebook = type(file).__module__.startswith("ipykernel.")
-    with suppress(AttributeError, ValueError):  # no file; or a closed one
-        return is_notebook or file.isatty()
-    return False
-
-
-def _bar_class(file: TextIO | None) -> Callable[..., Any] | None:
-    """Return tqdm's class for this place, without its monitor thread, or None."""
-    try:
-        # A given file is no notebook's cell.
-        module = importlib.import_module("tqdm.auto" if file is None else "tqdm")
-    except ImportError:
-        return None
-    bar: Callable[..., Any] = type("Bar", (module.tqdm,), {"monitor_interval": 0})
-    return bar

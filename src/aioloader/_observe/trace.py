@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -34,56 +35,25 @@ from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]
+# The place of a kind of tracks from the top, a lane, and the track's name.
+_Track: TypeAlias = tuple[int, int, str]
+
 # Kineto's base is a multiple of this since 1970: three mean months.
 _QUARTER_NS = 7_889_238 * 10**9
 # Process ids are below this.
 _BEYOND_PROCESSES = 1 << 22
 _traces = itertools.count(1)
+_CONSUMER: _Track = (0, 0, "consumer")
+_READS: _Track = (1, 0, "reads")
+_LANES = 2
+_COPIES: _Track = (3, 0, "copies to the device")
 _MOVED = {"placed": "as late as possible: another machine's clock"}
-# Kinds of tracks, from top to bottom.
-_CONSUMER, _READS, _LANE, _COPIES = range(4)
-
-
-class Clock(NamedTuple):
-    """Convert ``time.perf_counter`` to the clock of a trace.
-
-    Both run at the same rate and differ only in their origin.
-
-    Attributes:
-        unix: Nanoseconds since 1970 when ``time.perf_counter_ns`` was 0.
-        base: ``baseTimeNanoseconds``, the origin of times in the file.
-    """
-
-    unix: int
-    base: int
-
-    @classmethod
-    def now(cls) -> "Clock":
-        """Compare the clocks: the best of some tries, within a microsecond."""
-        tries = []
-        for _ in range(8):
-            before = time.perf_counter_ns()
-            unix = time.time_ns()
-            after = time.perf_counter_ns()
-            tries.append((after - before, unix - (before + after) // 2))
-        unix = min(tries)[1]
-        return cls(unix, time.time_ns() // _QUARTER_NS * _QUARTER_NS)
-
-    def micros(self, seconds: float) -> float:
-        """Return a reading in the file's microseconds, to the nanosecond."""
-        return (round(seconds * 1e9) + self.unix - self.base) / 1000
+_STEPS = ("read", "queued", "transform", "collate")
 
 
 @dataclass
 class Traced:
-    """The part of a trace for one epoch.
-
-    Attributes:
-        epoch: Its number.
-        setting: How the loader was set up.
-        records: Records of the batches delivered during the trace.
-        copies: Copies to the device that ended during the trace.
-    """
+    """The part of a trace for one epoch: what was delivered and copied meanwhile."""
 
     epoch: int
     setting: Setting
@@ -109,7 +79,7 @@ class Trace:
         self._traced: list[Traced] = []
         # What is collected, and where it is added.
         self._sinks: list[tuple[Latest[Any], Callable[[Any], None]]] = []
-        self._clock: Clock | None = None  # since the block began
+        self._unix: int | None = None  # since the block began
 
     def follow(
         self,
@@ -125,27 +95,25 @@ class Trace:
         """
         traced = Traced(epoch, setting)
         self._traced.append(traced)
-        found: list[tuple[Latest[Any] | None, Callable[[Any], None]]]
-        found = [(records, traced.records.append), (copies, traced.copies.append)]
-        for latest, sink in found:
-            if latest is not None:
-                self._sinks.append((latest, sink))
-                if self._clock is not None:
-                    latest.add_sink(sink)
+        self._collect(records, traced.records.append)
+        if copies is not None:
+            self._collect(copies, traced.copies.append)
+
+    def _collect(self, latest: Latest[Any], sink: Callable[[Any], None]) -> None:
+        self._sinks.append((latest, sink))
+        if self._unix is not None:
+            latest.add_sink(sink)
 
     def __enter__(self) -> Self:
-        self._check_folder()
-        self._start()
-        return self
+        return self._start(has_folder=self._path.parent.is_dir())
 
     def __exit__(self, _kind: object, error: BaseException | None, *_: object) -> None:
         self._stop()
         self._write(error)
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self._check_folder)
-        self._start()
-        return self
+        has_folder = await asyncio.to_thread(self._path.parent.is_dir)
+        return self._start(has_folder=has_folder)
 
     async def __aexit__(
         self, _kind: object, error: BaseException | None, *_: object
@@ -153,19 +121,17 @@ class Trace:
         self._stop()
         await asyncio.to_thread(self._write, error)
 
-    def _check_folder(self) -> None:
-        """Fail before the block, not after it."""
-        folder = self._path.parent
-        if not folder.is_dir():
+    def _start(self, *, has_folder: bool) -> Self:
+        if not has_folder:  # it fails before the block, not after it
+            folder = self._path.parent
             raise FileNotFoundError(f"there is no folder '{folder}' for the trace")
-
-    def _start(self) -> None:
-        if self._clock is not None:
+        if self._unix is not None:
             raise RuntimeError("this trace has already been recorded; make a new one")
-        self._clock = Clock.now()
+        self._unix = _unix_of_clock()
         self._traces.append(self)
         for latest, sink in self._sinks:
             latest.add_sink(sink)
+        return self
 
     def _stop(self) -> None:
         self._traces.remove(self)
@@ -173,30 +139,41 @@ class Trace:
             latest.remove_sink(sink)
 
     def _write(self, error: BaseException | None) -> None:
-        assert self._clock is not None
+        """Write the file completely or not at all."""
+        assert self._unix is not None
         traced, self._traced, self._sinks = self._traced, [], []
+        epochs = [
+            {"epoch": one.epoch, "batches": len(one.records)} | asdict(one.setting)
+            for one in traced
+        ]
+        base = time.time_ns() // _QUARTER_NS * _QUARTER_NS
+        head = {
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": base,
+            "otherData": {"epochs": epochs},
+        }
+        number = next(_traces) * _BEYOND_PROCESSES + os.getpid()
+        events = trace_events(traced, self._unix - base, number)
         try:
-            write_trace(self._path, traced, self._clock)
+            _write_json(self._path, head, events)
         except OSError as failure:
             if error is None:
                 raise
             error.add_note(f"the trace was not written: {failure}")
 
 
-def write_trace(path: Path, traced: Sequence[Traced], clock: Clock) -> None:
-    """Write a trace completely or not at all."""
-    number = next(_traces) * _BEYOND_PROCESSES + os.getpid()
-    head = {
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": clock.base,
-        "otherData": {
-            "epochs": [
-                {"epoch": one.epoch, "batches": len(one.records)} | asdict(one.setting)
-                for one in traced
-            ]
-        },
-    }
-    _write_json(path, head, trace_events(traced, clock, number))
+def _unix_of_clock() -> int:
+    """Return the nanoseconds since 1970 when ``time.perf_counter_ns`` was 0.
+
+    Both clocks run at the same rate. The best of some tries: within a microsecond.
+    """
+    tries = []
+    for _ in range(8):
+        before = time.perf_counter_ns()
+        unix = time.time_ns()
+        after = time.perf_counter_ns()
+        tries.append((after - before, unix - (before + after) // 2))
+    return min(tries)[1]
 
 
 def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
@@ -223,93 +200,99 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
     _write_json(Path(out), {**mine, **other}, itertools.chain(others, events))
 
 
+def _extent(events: Iterable[Event]) -> tuple[float, float]:
+    times = [one["ts"] for one in events if one.get("ph") == "X"]
+    return min(times, default=0.0), max(times, default=0.0)
+
+
 # -- events -------------------------------------------------------------------------
 
 
-class _Slice(NamedTuple):
-    name: str
-    began: float
-    ended: float
-
-
 class _Job(NamedTuple):
-    """Slices that follow each other on one track.
+    """Slices that follow each other on one track: their names, begins, and the end."""
 
-    Attributes:
-        track: Kind of the track, its lane, and its name.
-        slices: The slices that take time, at least one.
-        args: Arguments shown for each.
-    """
-
-    track: tuple[int, int, str]
-    slices: list[_Slice]
+    track: _Track
+    names: Sequence[str]
+    times: Sequence[float]
     args: dict[str, Any]
 
 
 def trace_events(
-    traced: Iterable[Traced], clock: Clock, process: int
+    traced: Sequence[Traced], origin: int, process: int
 ) -> Iterator[Event]:
-    """Yield the events of a trace."""
-    traced = list(traced)
-    name = f"aioloader (process {os.getpid()})"
-    yield _event("process_name", process, "M", name=name)
-    yield _event("process_sort_index", process, "M", sort_index=os.getpid())
-    jobs = [job for one in traced for job in _jobs(one)]
-    for thread, ((track, row), on_track) in enumerate(sorted(_on_tracks(jobs).items())):
+    """Yield the events of a trace.
+
+    ``origin``: nanoseconds from the file's base to the zero of ``time.perf_counter``.
+    """
+
+    def event(kind: str, name: str, thread: int = 0, /, **args: Any) -> Event:
+        return {"ph": kind, "name": name, "pid": process, "tid": thread, "args": args}
+
+    def micros(seconds: float) -> float:
+        return (round(seconds * 1e9) + origin) / 1000
+
+    yield event("M", "process_name", name=f"aioloader (process {os.getpid()})")
+    yield event("M", "process_sort_index", sort_index=os.getpid())
+    tracks = _on_tracks(job for one in traced for job in _jobs(one))
+    for thread, ((track, row), jobs) in enumerate(sorted(tracks.items())):
         name = f"{track[2]} ({row + 1})" if row else track[2]
-        yield _event("thread_name", process, "M", thread, name=name)
-        yield _event("thread_sort_index", process, "M", thread, sort_index=thread)
-        for job in on_track:
-            for one in job.slices:
-                begin, end = clock.micros(one.began), clock.micros(one.ended)
-                event = _event(one.name, process, "X", thread, **job.args)
-                duration = round(end - begin, 3)
-                yield {**event, "cat": "aioloader", "ts": begin, "dur": duration}
-    for at, ready in _ready(traced):
-        event = _event("batches ready", process, "C", batches=ready)
-        yield {**event, "cat": "aioloader", "ts": clock.micros(at)}
+        yield event("M", "thread_name", thread, name=name)
+        yield event("M", "thread_sort_index", thread, sort_index=thread)
+        for job in jobs:
+            for name, (began, ended) in zip(
+                job.names, pairwise(job.times), strict=True
+            ):
+                if ended > began:
+                    at, end = micros(began), micros(ended)
+                    when = {"cat": "aioloader", "ts": at, "dur": round(end - at, 3)}
+                    yield event("X", name, thread, **job.args) | when
+    ready = 0
+    for at, change in sorted(itertools.chain(*map(_ready, traced))):
+        ready += change
+        when = {"cat": "aioloader", "ts": micros(at)}
+        yield event("C", "batches ready", batches=ready) | when
 
 
-def _event(
-    name: str, process: int, kind: str, thread: int = 0, /, **args: Any
-) -> Event:
-    return {"ph": kind, "name": name, "pid": process, "tid": thread, "args": args}
+def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
+    """Put lasting jobs on tracks; numbered where they overlap others of the name."""
+    tracks: dict[tuple[_Track, int], list[_Job]] = {}
+    lasting = [job for job in jobs if job.times[-1] > job.times[0]]
+    for job in sorted(lasting, key=lambda job: job.times[0]):
+        for row in itertools.count():
+            track = tracks.setdefault((job.track, row), [])
+            if not track or track[-1].times[-1] <= job.times[0]:
+                track.append(job)
+                break
+    return tracks
+
+
+def _records(traced: Traced) -> list[Record]:
+    return on_one_clock(list(map(Record._make, traced.records)), traced.setting)
 
 
 def _jobs(traced: Traced) -> Iterator[_Job]:
-    """Yield the jobs of an epoch that take time."""
-    for track, slices, args in _all_jobs(traced):
-        lasting = [one for one in slices if one.ended > one.began]
-        if lasting:
-            yield _Job(track, lasting, args)
-
-
-def _all_jobs(traced: Traced) -> Iterator[_Job]:
-    raw = [Record._make(one) for one in traced.records]
-    records = on_one_clock(raw, traced.setting)
-    name = "make" if traced.setting.place == "inline" else "wait"
-    consumer = _CONSUMER, 0, "consumer"
-    for before, record, after in zip(raw, records, [*records[1:], None], strict=False):
-        args = _args(traced, record.number, samples=record.samples)
-        yield _Job(consumer, [_Slice(name, record.asked, record.taken)], args)
-        if after is not None:
-            yield _Job(consumer, [_Slice("step", record.taken, after.asked)], args)
+    """Yield the jobs of an epoch, also those that took no time."""
+    records, epoch = _records(traced), {"epoch": traced.epoch}
+    wait = "make" if traced.setting.place == "inline" else "wait"
+    before: Record | None = None
+    for record, (*_, made) in zip(records, traced.records, strict=True):
+        if before is not None:
+            args = epoch | {"batch": before.number, "samples": before.samples}
+            yield _Job(_CONSUMER, ["step"], [before.taken, record.asked], args)
+        before = record
+        args = epoch | {"batch": record.number, "samples": record.samples}
+        yield _Job(_CONSUMER, [wait], [record.asked, record.taken], args)
         if is_made(record):
-            moved = {} if record is before else _MOVED
-            yield from _made(traced.setting, record, args | moved)
+            moved = {} if record.made is made else _MOVED
+            yield from _making(traced.setting, record, args | moved)
     free = 0.0  # when the copy before had ended
     for number, _, began, ended, nbytes in traced.copies:
-        copied = [_Slice("copy", max(began, free), ended)]
-        args = _args(traced, number, bytes=nbytes)
-        yield _Job((_COPIES, 0, "copies to the device"), copied, args)
+        args = epoch | {"batch": number, "bytes": nbytes}
+        yield _Job(_COPIES, ["copy"], [max(began, free), ended], args)
         free = ended
 
 
-def _args(traced: Traced, number: int, **more: int) -> dict[str, Any]:
-    return {"epoch": traced.epoch, "batch": number, **more}
-
-
-def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
+def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
     """Yield the jobs of making a batch."""
     made = MadeAt._make(record.made)
     spent = {
@@ -318,86 +301,48 @@ def _made(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_J
         "seconds of waiting for a processor": made.delayed,
     }
     args |= {name: seconds for name, seconds in spent.items() if seconds}
-    names = ("read", "queued", "transform", "collate")
-    slices = list(map(_Slice, names, made, made[1:]))
+    names: Sequence[str] = _STEPS
+    times: Sequence[float] = made[:5]
     # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
-        yield _Job((_READS, 0, "reads"), slices[:2], args)
-        slices = slices[2:]
+        yield _Job(_READS, names[:2], times[:3], args)
+        names, times = names[2:], times[2:]
     where = {"inline": "loader", "workers": f"worker {record.lane}"}
-    name = where.get(setting.place, "thread")
-    yield _Job((_LANE, record.lane, name), slices, args)
+    lane = where.get(setting.place, "thread")
+    yield _Job((_LANES, record.lane, lane), names, times, args)
 
 
-def _on_tracks(
-    jobs: Iterable[_Job],
-) -> dict[tuple[tuple[int, int, str], int], list[_Job]]:
-    """Put jobs on tracks so that none overlaps another.
-
-    Returns:
-        The jobs of each track, and of its number among those of the same name.
-    """
-    tracks: dict[tuple[tuple[int, int, str], int], list[_Job]] = {}
-    for job in sorted(jobs, key=lambda job: job.slices[0].began):
-        for row in itertools.count():
-            track = tracks.setdefault((job.track, row), [])
-            if not track or track[-1].slices[-1].ended <= job.slices[0].began:
-                track.append(job)
-                break
-    return tracks
-
-
-def _ready(traced: Iterable[Traced]) -> Iterator[tuple[float, int]]:
-    """Yield each change of the number of batches that wait for the consumer."""
-    changes = [
-        (at, change)
-        for one in traced
-        if one.setting.place != "inline"
-        for record in on_one_clock(list(map(Record._make, one.records)), one.setting)
-        if is_made(record)
-        for at, change in ((record.made[4], 1), (record.taken, -1))
-    ]
-    ready = 0
-    for at, change in sorted(changes):
-        ready += change
-        yield at, ready
-
-
-def _extent(events: Iterable[Event]) -> tuple[float, float]:
-    times = [one["ts"] for one in events if one.get("ph") == "X"]
-    return min(times, default=0.0), max(times, default=0.0)
+def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
+    """Yield the changes of the number of batches that wait for the consumer."""
+    if traced.setting.place != "inline":
+        for record in filter(is_made, _records(traced)):
+            yield record.made[4], 1
+            yield record.taken, -1
 
 
 # -- files --------------------------------------------------------------------------
 
 
+def _opened(path: Path, mode: str, encoding: str | None = None) -> Any:
+    """Open a file; one whose name ends with ``".gz"`` is compressed."""
+    opener: Any = gzip.open if path.suffix == ".gz" else Path.open
+    return opener(path, mode, encoding=encoding)
+
+
 def _read_json(path: StrPath) -> dict[str, Any]:
-    content = Path(path).read_bytes()
-    if os.fspath(path).endswith(".gz"):
-        content = gzip.decompress(content)
-    found = json.loads(content)
+    with _opened(Path(path), "rb") as file:
+        found = json.load(file)
     trace = found if isinstance(found, dict) else {"traceEvents": found}
     if type(trace.get("traceEvents")) is not list:
         raise ValueError(f"'{path}' is not a trace: it has no list of 'traceEvents'")
     return trace
 
 
-def _plain(value: Any) -> int:
-    """Return a number of numpy's, which the loader accepts, as one of Python's."""
-    return int(value)
-
-
 def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
     """Write a trace event by event."""
-    with (
-        replacing(path) as partial,
-        (
-            gzip.open(partial, "wt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else partial.open("w", encoding="utf-8")
-        ) as file,
-    ):
-        file.write(json.dumps(head, default=_plain)[:-1] + ', "traceEvents": [\n')
+    with replacing(path) as partial, _opened(partial, "wt", "utf-8") as file:
+        # The loader accepts numbers of numpy's.
+        file.write(json.dumps(head, default=int)[:-1] + ', "traceEvents": [\n')
         for number, event in enumerate(events):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
@@ -406,7 +351,7 @@ def _write_json(path: Path, head: dict[str, Any], events: Iterable[Event]) -> No
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file is there only once it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{os.getpid()}.partial.{path.name}")
     try:
         yield partial
         partial.replace(path)

@@ -13,11 +13,9 @@ _BETWEEN = {
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:
+            break
         frame, level = frame.f_back, level + 1
     # On our threads there is no user's line: use the caller's.
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
-
-
-def _package_of(names: dict[str, object]) -> str:
-    return str(names.get("__name__")).partition(".")[0]

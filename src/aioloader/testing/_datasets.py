@@ -84,8 +84,11 @@ def _check_iterable(dataset: Any, samples: int) -> None:
             "next; an iterable must start again whenever it is iterated, which an "
             "iterator or a generator does not"
         )
-    if is_whole:
-        _check_length(name, dataset, len(first))
+    with contextlib.suppress(TypeError, NotImplementedError):
+        if is_whole and (length := len(dataset)) != len(first):
+            raise AssertionError(
+                f"len({name}) is {length}, but it gave {len(first)} samples"
+            )
     labels = [f"sample {place}" for place in range(len(first))]
     found = _read(copied(), limit=samples)
     _compare(f"a copy of {name}", labels, first, found)
@@ -97,15 +100,6 @@ def _check_iterable(dataset: Any, samples: int) -> None:
         limit=None if is_whole else samples,
         new_process=False,  # there is a worker process for that
     )
-
-
-def _check_length(name: str, dataset: Any, found: int) -> None:
-    with contextlib.suppress(TypeError, NotImplementedError):
-        length = len(dataset)
-        if length != found:
-            raise AssertionError(
-                f"len({name}) is {length}, but it gave {found} samples"
-            )
 
 
 def _copies(dataset: Any) -> Callable[[], Any]:

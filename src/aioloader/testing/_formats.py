@@ -7,7 +7,7 @@ budget, and closed at any stage.
 import asyncio
 import json
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from itertools import product
 from typing import Any
 
@@ -90,36 +90,20 @@ async def _check_positions(
 ) -> None:
     """Read the rest from the position after each sample, and after each of a block."""
     for limit in (1, 5):
-        reader = made_by.open(shard, {}, _BUDGETS[-1])
-        try:
-            count = 0
-            while count <= min(samples, len(expected)):
-                await _check_rest(made_by, shard, reader.position(), count, expected)
-                block = await reader.pull(limit)
-                if not len(block):
-                    break
-                if (positions := reader.positions()) is not None:
-                    for one in range(1, len(block) + 1):
-                        position, at = positions(one), count + one
-                        await _check_rest(made_by, shard, position, at, expected)
-                count += len(block)
-        except AssertionError as error:
-            raise AssertionError(f"{where}, {error}") from None
-        finally:
-            await reader.aclose()
-
-
-async def _check_rest(
-    made_by: ShardFormat,
-    shard: Shard,
-    position: Position,
-    count: int,
-    expected: list[Any],
-) -> None:
-    sent = json.loads(json.dumps(position))
-    assert sent == position, f"a position must be JSON, got {position}"
-    found = await _read(made_by, shard, sent)
-    _compare(f"after {count} samples, from {position}", expected[count:], found)
+        count, length = 0, 1
+        async with aclosing(made_by.open(shard, {}, _BUDGETS[-1])) as reader:
+            while length and count <= min(samples, len(expected)):
+                found = {count: reader.position()}
+                length = len(await reader.pull(limit))
+                if length and (positions := reader.positions()) is not None:
+                    found |= {count + n: positions(n) for n in range(1, length + 1)}
+                for at, position in found.items():
+                    sent = json.loads(json.dumps(position))
+                    what = f"{where}, after {at} samples, from {position}"
+                    assert sent == position, f"{what}: a position must be JSON"
+                    rest = await _read(made_by, shard, sent)
+                    _compare(what, expected[at:], rest)
+                count += length
 
 
 async def _check_closing(
@@ -160,21 +144,19 @@ async def _check_alongside(
     made_by: ShardFormat, shards: Sequence[Shard], whole: list[list[Any]]
 ) -> None:
     """Read all shards at once, and each while the others are half read."""
-    readers = [made_by.open(shard, {}, _BUDGETS[1]) for shard in shards]
-    found: list[list[Any]] = [[] for _ in readers]
-    going = dict(enumerate(readers))
-    try:
+    found: list[list[Any]] = [[] for _ in shards]
+    async with AsyncExitStack() as stack:
+        readers = [made_by.open(shard, {}, _BUDGETS[1]) for shard in shards]
         for reader in readers:
+            stack.push_async_callback(reader.aclose)
             reader.begin()
+        going = dict(enumerate(readers))
         while going:
             for at, reader in list(going.items()):
                 block = await _pulled(reader, 3)
                 found[at] += map(_frozen, block)
                 if not len(block):
                     del going[at]
-    finally:
-        for reader in readers:
-            await reader.aclose()
     for number, (expected, got) in enumerate(zip(whole, found, strict=True)):
         _compare(f"shard {number}, read alongside the others", expected, got)
 
@@ -188,14 +170,11 @@ async def _read(
     budget: int = _BUDGETS[-1],
 ) -> list[Any]:
     """Return all samples after a position."""
-    reader = made_by.open(shard, position or {}, budget)
     found: list[Any] = []
-    try:
+    async with aclosing(made_by.open(shard, position or {}, budget)) as reader:
         while len(block := await _pulled(reader, limit)):
             found += map(_frozen, block)
         assert not len(await reader.pull(limit)), "there are samples after the end"
-    finally:
-        await reader.aclose()
     return found
 
 

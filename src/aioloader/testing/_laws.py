@@ -14,7 +14,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ Make: TypeAlias = Callable[[], "DataLoader[Any]"]
 # Seeds of torch's default generator: of the run, and of the processes that resume it.
 _FIRST, _ANEW = 0, 1
 _EPOCHS = 3
+_NEXT = ("", "the next epoch", "the epoch after the next")
 
 
 def assert_resumes_exactly(
@@ -67,9 +68,11 @@ def assert_resumes_exactly(
     Raises:
         AssertionError: If one does not; names k and the first two batches that differ.
     """
-    law = _law(make_loader, resume_in or make_loader, stops, limit, new_process)
+    make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
-        _drive(law)
+        _drive(_law(make_loader, make_other, stops, limit, resumes))
+        if new_process:
+            _resume_in_new_process(make_other, resumes, is_async=False)
 
 
 async def assert_resumes_exactly_async(
@@ -81,16 +84,17 @@ async def assert_resumes_exactly_async(
     new_process: bool = True,
 ) -> None:
     """Check the same by ``async for``: see ``assert_resumes_exactly``."""
-    law = _law(make_loader, resume_in or make_loader, stops, limit, new_process)
+    make_other, resumes = resume_in or make_loader, list[_Resume]()
     with torch.random.fork_rng(devices=[]):
-        await _drive_async(law)
+        await _drive_async(_law(make_loader, make_other, stops, limit, resumes))
+        if new_process:
+            await asyncio.to_thread(
+                _resume_in_new_process, make_other, resumes, is_async=True
+            )
 
 
-def _drive(law: "Iterator[_Life | _NewProcess]") -> None:
+def _drive(law: "Iterable[_Life]") -> None:
     for life in law:
-        if isinstance(life, _NewProcess):
-            life.run(is_async=False)
-            continue
         with contextlib.closing(life.loader):
             for _ in life.epochs():
                 iterator = iter(life.loader)
@@ -100,11 +104,8 @@ def _drive(law: "Iterator[_Life | _NewProcess]") -> None:
                         break
 
 
-async def _drive_async(law: "Iterator[_Life | _NewProcess]") -> None:
+async def _drive_async(law: "Iterable[_Life]") -> None:
     for life in law:
-        if isinstance(life, _NewProcess):
-            await asyncio.to_thread(life.run, is_async=True)
-            continue
         async with contextlib.aclosing(life.loader):
             for _ in life.epochs():
                 iterator = aiter(life.loader)
@@ -114,41 +115,23 @@ async def _drive_async(law: "Iterator[_Life | _NewProcess]") -> None:
                         break
 
 
+@dataclass
 class _Life:
-    """The iterations of one loader, and their results.
+    """The iterations of one loader, and their results."""
 
-    Args:
-        loader: Gives the batches.
-        epochs: How many epochs to iterate.
-        limit: Batches to take of an epoch, if not all.
-        stops: After how many batches of the first epoch the state is saved; default:
-            after each.
-
-    Attributes:
-        batches: Batches of each epoch.
-        states: States of the first epoch: where, the number of batches before, and the
-            state.
-        end: The state after the first epoch.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        epochs: int,
-        limit: int | None,
-        stops: Collection[int] | None = (),
-    ) -> None:
-        self.loader = loader
-        self.batches: list[list[Any]] = []
-        self.states: list[tuple[str, int, Any]] = []
-        self.end: Any = None
-        self._epochs = epochs
-        self._limit = limit
-        self._stops = stops
+    loader: DataLoader[Any]
+    count: int  # epochs to iterate
+    limit: int | None  # batches to take of an epoch, if not all
+    # After how many batches of the first epoch the state is saved; None: after each.
+    stops: Collection[int] | None = ()
+    batches: list[list[Any]] = field(default_factory=list)  # of each epoch
+    # Of the first epoch: where, the number of batches before, and the state.
+    states: list[tuple[str, int, Any]] = field(default_factory=list)
+    end: Any = None  # the state after the first epoch
 
     def epochs(self) -> Iterator[None]:
         """Start one epoch after the other."""
-        for _ in range(self._epochs):
+        for _ in range(self.count):
             self.batches.append([])
             self._save("resumed before iter()")
             yield
@@ -166,11 +149,11 @@ class _Life:
         epoch.append(batch)
         k = len(epoch)
         self._save(f"resumed after {k} batch{'es' * (k != 1)}")
-        return k == self._limit
+        return k == self.limit
 
     def _save(self, where: str) -> None:
         k = len(self.batches[-1])
-        is_stop = self._stops is None or k in self._stops
+        is_stop = self.stops is None or k in self.stops
         if is_stop and len(self.batches) == 1:
             self.states.append((where, k, self._state()))
 
@@ -186,22 +169,14 @@ class _Life:
 
 @dataclass
 class _Resume:
-    """A state, and what must follow when it is loaded.
+    """A state, and what must follow when it is loaded."""
 
-    Attributes:
-        where: What the state was saved after, for messages.
-        place: How many batches of its epoch were delivered.
-        epochs: Batches of the rest of the epoch, and of the next ones.
-        in_order: Whether they come in this order.
-        limit: Batches to take, if not all.
-    """
-
-    where: str
-    place: int
+    where: str  # what it was saved after, for messages
+    place: int  # batches of its epoch that were delivered
     state: Any
-    epochs: list[list[Any]]
+    epochs: list[list[Any]]  # batches of the rest of the epoch, and of the next ones
     in_order: bool
-    limit: int | None
+    limit: int | None  # batches to take, if not all
 
     def check(self, make: Make, half: int = -1) -> "Generator[_Life, None, _Life]":
         """Yield a loader to iterate, check its batches, and return its results."""
@@ -221,24 +196,20 @@ class _Resume:
         return life
 
 
-_NEXT = ("", "the next epoch", "the epoch after the next")
-
-
 def _law(
     make: Make,
     make_other: Make,
     stops: Iterable[int] | None,
     limit: int | None,
-    new_process: bool,  # noqa: FBT001
-) -> "Iterator[_Life | _NewProcess]":
-    """Yield the loaders to iterate, and check their results."""
+    resumes: list[_Resume],
+) -> "Iterator[_Life]":
+    """Yield the loaders to iterate, check their results, and fill ``resumes``."""
     torch.manual_seed(_FIRST)
     number = _EPOCHS if limit is None else 1
     first = _Life(make(), number, limit, None if stops is None else frozenset(stops))
     yield first
     epoch, *following = first.batches
     in_order = first.loader.in_order
-    resumes: list[_Resume] = []
 
     def resume(where: str, place: int, state: Any, epochs: list[list[Any]]) -> _Resume:
         most = None if limit is None else len(epochs[0])
@@ -260,58 +231,49 @@ def _law(
         where = "resumed after the end of the epoch"
         resumes.append(resume(where, 0, first.end, following))
         yield from resumes[-1].check(make_other)
-    if new_process and resumes:
-        chosen = {0, len(resumes) // 2, len(resumes) - 1}
-        yield _NewProcess(make_other, [resumes[one] for one in sorted(chosen)])
 
 
-@dataclass
-class _NewProcess:
-    """States to resume from in a new process, by the loaders that ``make`` returns.
+def _resume_in_new_process(
+    make: Make, resumes: list[_Resume], *, is_async: bool
+) -> None:
+    """Resume the first, middle and last one where nothing is left of this process.
 
-    Nothing is left there of the old one: no module's globals, no seeds of hashes.
+    Raises:
+        AssertionError: If the batches differ there, or the loader failed.
     """
-
-    make: Make
-    resumes: list[_Resume]
-
-    def run(self, *, is_async: bool) -> None:
-        """Start it, and wait for its result.
-
-        Raises:
-            AssertionError: If the batches differ there, or the loader failed.
-        """
-        try:
-            send_by_value_what_cannot_be_imported()
-            data = cloudpickle.dumps((self.make, self.resumes, is_async))
-        except Exception as error:  # noqa: BLE001  (of the user's __reduce__)
-            warn(
-                f"resuming in a new process was not checked: {error}; pass a function "
-                "that can be pickled, or new_process=False"
-            )
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "resumes")
-            file.write_bytes(data)
-            code = (
-                f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
-                "from aioloader.testing._laws import resume_here; resume_here()"
-            )
-            done = subprocess.run(  # noqa: S603  (our own)
-                [sys.executable, "-c", code, str(file)], check=False
-            )
-            result = Path(f"{file}.result")
-            found = result.read_text() if result.exists() else None
-        if found is None:
-            raise AssertionError(
-                f"the new process that resumes ended with exit code {done.returncode}"
-            )
-        if found:
-            raise AssertionError(f"in a new process: {found}")
+    if not resumes:
+        return
+    chosen = sorted({0, len(resumes) // 2, len(resumes) - 1})
+    try:
+        send_by_value_what_cannot_be_imported()
+        data = cloudpickle.dumps((make, [resumes[one] for one in chosen], is_async))
+    except Exception as error:  # noqa: BLE001  (of the user's __reduce__)
+        warn(
+            f"resuming in a new process was not checked: {error}; pass a function "
+            "that can be pickled, or new_process=False"
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "resumes")
+        file.write_bytes(data)
+        code = (
+            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+            "from aioloader.testing._laws import resume_here; resume_here()"
+        )
+        command = [sys.executable, "-c", code, str(file)]
+        done = subprocess.run(command, check=False)  # noqa: S603  (our own)
+        result = Path(f"{file}.result")
+        found = result.read_text() if result.exists() else None
+    if found is None:
+        raise AssertionError(
+            f"the new process that resumes ended with exit code {done.returncode}"
+        )
+    if found:
+        raise AssertionError(f"in a new process: {found}")
 
 
 def resume_here() -> None:
-    """Check what ``_NewProcess`` has written; leave the error next to it."""
+    """Check what another process has written; leave the error next to it."""
     file = Path(sys.argv[1])
     error = ""
     try:
