@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +364,11 @@ async def test_resuming_reads_no_more_than_a_block_before(
     assert rest == whole[stop:]
     share = 0.1 if filters is None else 0.06
     assert sum(b - a for a, b in local.spans) < share * len(text) + formats.BLOCK * 1.1
+
+
+async def test_a_packing_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    """Packed bytes are never taken for a table."""
+    path = tmp_path / "a.csv.xz"
+    path.write_bytes(lzma.compress(b"a,b\n1,2\n"))
+    with pytest.raises(DatasetError, match=r"compressed as \.xz.* use one of \.gz"):
+        [row async for row in CSVDataset(str(path))]

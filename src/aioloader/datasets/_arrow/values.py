@@ -94,8 +94,11 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
     if order := getattr(kind, "permutation", None):
         column = column.transpose(0, *(int(at) + 1 for at in np.argsort(order)))
     storage = getattr(kind, "storage_type", kind)
-    flat = pa.array(column.reshape(-1), kind.value_type)
-    lists = pa.FixedSizeListArray.from_arrays(flat, type=storage)
+    if column.size:
+        flat = pa.array(column.reshape(-1), kind.value_type)
+        lists = pa.FixedSizeListArray.from_arrays(flat, type=storage)
+    else:  # pyarrow would divide by the length of a list, which may be 0
+        lists = pa.array([[]] * len(column), storage)
     return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
 
 
