@@ -18,7 +18,7 @@ from aioloader._loader.auto import NAMES, check_auto, is_chosen, placed
 from aioloader._loader.options import Options, suits
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
-from aioloader._order.failures import check_on_error, parts_of
+from aioloader._order.failures import parts_of
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
@@ -73,7 +73,6 @@ def check(options: Options, shuffle: Any) -> None:
         function = getattr(options, name)
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
-    check_on_error(options.on_error)
     if is_async_function(parts_of(options.on_error)[0]):
         raise TypeError("on_error must be a plain function: it is never awaited")
     if not isinstance(options.retry, (Retry, type(None))):
