@@ -130,6 +130,8 @@ class FailurePolicy:
     """Decide what to do about failed samples, and keep a list of them."""
 
     def __init__(self, on_error: OnError | Skip = "raise") -> None:
+        self.on_error: OnError
+        self.at_most: float | None
         self.on_error, self.at_most = parts_of(on_error)
         self.attempted: int = 0  # samples that were tried
         self.count: int = 0  # of them, those that failed and were skipped or replaced
