@@ -214,8 +214,9 @@ def _latest(states: Sequence[State]) -> int:
 
     A rank that has ended has taken all its samples, which cannot be more.
     """
-    going: list[int] = [one["position"] for one in states if not one.get("ended")]
-    return max(going or [one["position"] for one in states])
+    going = [one for one in states if not one.get("ended")]
+    latest: int = max(one["position"] for one in going or states)
+    return latest
 
 
 def _progress(one: State) -> tuple[bool, int]:
