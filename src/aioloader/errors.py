@@ -23,11 +23,18 @@ raise an error again in another process::
     └── StateMismatchError(ValueError)    .expected .found
 """
 
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 
+@dataclass(eq=False, repr=False)
 class LoaderError(Exception):
     """Base of every error that aioloader itself raises."""
+
+    message: InitVar[str] = ""
+
+    def __post_init__(self, message: str) -> None:
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with keyword fields and notes kept."""
@@ -40,6 +47,7 @@ def _rebuild(cls: type[LoaderError], args: tuple[Any, ...]) -> LoaderError:
     return error
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DatasetError(LoaderError):
     """A read failed, after its retries.
 
@@ -48,10 +56,8 @@ class DatasetError(LoaderError):
         attempts: How often the read was tried; at least 1.
     """
 
-    def __init__(self, message: str, *, location: str = "", attempts: int = 1) -> None:
-        super().__init__(message)
-        self.location = location
-        self.attempts = attempts
+    location: str = ""
+    attempts: int = 1
 
 
 class DecodeError(DatasetError, ValueError):
@@ -66,6 +72,7 @@ class ObjectPermissionError(DatasetError, PermissionError):
     """The store refused access: wrong or missing credentials."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TruncatedReadError(DatasetError, EOFError):
     """A body ended before its announced length.
 
@@ -74,23 +81,15 @@ class TruncatedReadError(DatasetError, EOFError):
         received: Size that arrived, in bytes, or None.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        location: str = "",
-        expected: int | None = None,
-        received: int | None = None,
-    ) -> None:
-        super().__init__(message, location=location)
-        self.expected = expected
-        self.received = received
+    expected: int | None = None
+    received: int | None = None
 
 
 class ShardChangedError(DatasetError):
     """A shard has changed since a state was saved, so it cannot be resumed."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class WorkerError(LoaderError, RuntimeError):
     """A worker failed, or its error could not be sent to the loader.
 
@@ -98,15 +97,14 @@ class WorkerError(LoaderError, RuntimeError):
         worker: Number of the worker, or None if it is not known.
     """
 
-    def __init__(self, message: str, *, worker: int | None = None) -> None:
-        super().__init__(message)
-        self.worker = worker
+    worker: int | None = None
 
 
 class WorkerStartError(WorkerError):
     """Workers could not be started, for example because of a pickling error."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class WorkerDiedError(WorkerError):
     """Workers died unexpectedly.
 
@@ -117,25 +115,16 @@ class WorkerDiedError(WorkerError):
         batch: Number of its batch, or None if it had none.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        worker: int | None = None,
-        pid: int | None = None,
-        exitcode: int | None = None,
-        batch: int | None = None,
-    ) -> None:
-        super().__init__(message, worker=worker)
-        self.pid = pid
-        self.exitcode = exitcode
-        self.batch = batch
+    pid: int | None = None
+    exitcode: int | None = None
+    batch: int | None = None
 
 
 class TransportError(LoaderError):
     """A batch could not be sent from one process to another."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchTooLargeError(TransportError, ValueError):
     """The machine has no memory for a batch.
 
@@ -144,18 +133,11 @@ class BatchTooLargeError(TransportError, ValueError):
         slot_bytes: The largest slot that memory allows, in bytes, or None.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        nbytes: int | None = None,
-        slot_bytes: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.nbytes = nbytes
-        self.slot_bytes = slot_bytes
+    nbytes: int | None = None
+    slot_bytes: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
     """A batch did not arrive within ``timeout`` seconds.
 
@@ -167,14 +149,11 @@ class BatchTimeoutError(LoaderError, TimeoutError, RuntimeError):
         batch: Number of the awaited batch, from 0 in each epoch, or None.
     """
 
-    def __init__(
-        self, message: str, *, timeout: float | None = None, batch: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.timeout = timeout
-        self.batch = batch
+    timeout: float | None = None
+    batch: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FailureBudgetError(LoaderError, RuntimeError):
     """More samples failed than ``Skip.at_most`` allows.
 
@@ -183,16 +162,15 @@ class FailureBudgetError(LoaderError, RuntimeError):
         attempted: Samples that were tried in this epoch.
     """
 
-    def __init__(self, message: str, *, failures: int = 0, attempted: int = 0) -> None:
-        super().__init__(message)
-        self.failures = failures
-        self.attempted = attempted
+    failures: int = 0
+    attempted: int = 0
 
 
 class LoaderClosedError(LoaderError, RuntimeError):
     """The loader, its iterator or its event loop was closed while in use."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StateMismatchError(LoaderError, ValueError):
     """A saved state does not fit the object that loads it.
 
@@ -201,9 +179,5 @@ class StateMismatchError(LoaderError, ValueError):
         found: The value of the object that loads it.
     """
 
-    def __init__(
-        self, message: str, *, expected: Any = None, found: Any = None
-    ) -> None:
-        super().__init__(message)
-        self.expected = expected
-        self.found = found
+    expected: Any = None
+    found: Any = None

@@ -13,9 +13,9 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any
 
 from torch.utils.data import (
     ChainDataset,
@@ -26,21 +26,6 @@ from torch.utils.data import (
 )
 
 _FUNCTIONS = types.FunctionType, types.MethodType
-
-Sample_co = TypeVar("Sample_co", covariant=True)
-
-
-@runtime_checkable
-class MapDataset(Protocol[Sample_co]):
-    """Samples by index; ``__getitem__`` may be a coroutine function."""
-
-    def __getitem__(self, index: Any, /) -> Sample_co | Awaitable[Sample_co]:
-        """Return the sample, or an awaitable of it."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
 
 
 class HasLifespan(abc.ABC):
@@ -56,23 +41,15 @@ class HasLifespan(abc.ABC):
 
 
 class BlockIterator(HasLifespan):
-    """One iteration over an aioloader stream, which is read a block at a time.
+    """One iteration over an aioloader stream, which is read a block at a time."""
 
-    Attributes:
-        fills: Whether a batch may be filled by several blocks. If not, one block is one
-            batch: the samples at its positions, some of which may be empty.
-        at: How many positions of an epoch this rank had passed where it starts.
-        real: How many samples of an epoch are not padding; None: all.
-        leaves_out: Whether a failed sample has no position: the next one takes it.
-        refills: Whether samples of its beginning fill a short batch, as all ranks have
-            full ones.
-    """
-
+    # A batch may be filled by several blocks. If not, one block is one batch: the
+    # samples at its positions, some of which may be empty.
     fills: bool
-    leaves_out: bool
-    at: int
-    real: int | None
-    refills: bool
+    leaves_out: bool  # a failed sample has no position: the next one takes it
+    at: int  # how many positions of an epoch this rank had passed where it starts
+    real: int | None  # how many samples of an epoch are not padding; None: all
+    refills: bool  # samples of its beginning fill a short batch, as all have full ones
 
     @abc.abstractmethod
     async def pull(self, limit: int) -> Any:
@@ -99,13 +76,9 @@ class BlockIterator(HasLifespan):
 
 
 class OwnStream(abc.ABC):
-    """A stream of aioloader, which knows about epochs and ranks.
+    """A stream of aioloader, which knows about epochs and ranks."""
 
-    Attributes:
-        ranks: The rank that reads it and their number; None: every rank reads all.
-    """
-
-    ranks: tuple[int, int] | None
+    ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
 
     @abc.abstractmethod
     def begin_epoch(self, epoch: int) -> None:
@@ -136,11 +109,7 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def check_batches(self, ranks: int, size: int) -> None:
-        """Check that in each step all ranks deliver a batch, or have ended.
-
-        Args:
-            ranks: Number of ranks (times workers).
-            size: Samples per batch.
+        """Check that in each step all ranks (times workers) deliver a batch, or ended.
 
         Raises:
             ValueError: If not: their states could not be merged.
@@ -148,11 +117,9 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
-        """Return the stream whose ranks have equal parts.
+        """Return the stream whose ranks have equal parts, as ``tail`` says.
 
-        Args:
-            tail: What happens to a remainder that cannot be split evenly.
-            is_skipped: Whether failed samples are left out.
+        ``is_skipped``: failed samples are left out.
         """
 
     @abc.abstractmethod
@@ -163,9 +130,7 @@ class OwnStream(abc.ABC):
     def end_talk(self, tail: Any, at: tuple[int, int]) -> Any:
         """Return the ``EndTalk`` by which its ranks agree on the end of an iteration.
 
-        Args:
-            tail: What happens to the remainder.
-            at: The epoch, and how many of its batches were delivered before.
+        It starts ``at`` an epoch, after so many of its batches.
         """
 
     @abc.abstractmethod
@@ -176,22 +141,17 @@ class OwnStream(abc.ABC):
     def following(
         self, state: dict[str, Any], epoch: int, workers: int = 1
     ) -> dict[str, Any]:
-        """Return where the epoch after one that stopped at ``state`` starts.
+        """Return where ``epoch`` starts after one whose iterator stopped at ``state``.
 
-        Args:
-            state: The state of an iterator; the stream ``continues``.
-            epoch: Number of the next epoch, unless the user has chosen one.
-            workers: Number of workers of each rank that read.
+        The stream ``continues``, and so many workers of each rank read. The user may
+        have chosen another epoch.
         """
 
     @abc.abstractmethod
     def fitted(self, state: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
-        """Return a state converted for this stream.
+        """Return the state of an iterator, converted for this stream.
 
-        Args:
-            state: The state of an iterator.
-            strict: Whether shards must have the same versions, not only the same
-                lengths.
+        ``strict``: shards must have the same versions, not only the same lengths.
 
         Raises:
             StateMismatchError: If it does not fit.
@@ -224,7 +184,11 @@ def kind_of(dataset: object) -> Kind:
         TypeError: If ``dataset`` has none of the three methods.
     """
     cls = type(dataset)  # where Python looks for them: an object may answer any name
-    if has_aiter(dataset) or _chains_async(dataset):
+    if has_aiter(dataset) or (
+        isinstance(dataset, ChainDataset)
+        and isinstance(dataset.datasets, (list, tuple))
+        and Kind.ASYNC_ITERABLE in map(kind_of, dataset.datasets)
+    ):
         return Kind.ASYNC_ITERABLE
     if isinstance(dataset, IterableDataset):
         return Kind.ITERABLE
@@ -268,20 +232,14 @@ def refuse_again(dataset: object, *, is_begun: bool) -> None:
 
 
 def has_aiter(value: object) -> bool:
-    """Tell whether the class of ``value`` defines ``__aiter__``."""
-    return _defines(type(value), "__aiter__")
+    """Tell whether the class of ``value`` defines ``__aiter__``.
 
-
-def _defines(cls: type, method: str) -> bool:
-    """Tell whether a class defines a method; None says in Python that it does not.
-
-    Unlike ``hasattr``, it has no effects: a ``MagicMock`` makes its methods when they
-    are looked up, and each is another mock.
+    None says in Python that it does not. Unlike ``hasattr``, it has no effects: a
+    ``MagicMock`` makes its methods when they are looked up, and each is another mock.
     """
-    found = next(
-        (vars(one)[method] for one in cls.__mro__ if method in vars(one)), None
-    )
-    return callable(found)
+    found = (vars(cls) for cls in type(value).__mro__)
+    method = next((one["__aiter__"] for one in found if "__aiter__" in one), None)
+    return callable(method)
 
 
 def is_async_function(function: object) -> bool:
@@ -319,15 +277,6 @@ def reads_async(dataset: object) -> bool:
     if isinstance(held, dict):
         held = list(held.values())
     return any(map(reads_async, held if isinstance(held, (list, tuple)) else [held]))
-
-
-def _chains_async(dataset: object) -> bool:
-    """Tell whether a ``ChainDataset`` holds an async iterable."""
-    return (
-        isinstance(dataset, ChainDataset)
-        and isinstance(dataset.datasets, (list, tuple))
-        and any(kind_of(inner) is Kind.ASYNC_ITERABLE for inner in dataset.datasets)
-    )
 
 
 def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
@@ -370,8 +319,3 @@ def is_stateful(part: object) -> bool:
     except TypeError:
         return False
     return "destination" not in signature.parameters
-
-
-def is_own_stream(dataset: object) -> TypeGuard[OwnStream]:
-    """Tell whether ``dataset`` is one of aioloader's streams."""
-    return isinstance(dataset, OwnStream)

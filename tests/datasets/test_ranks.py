@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from aioloader._order.stream_states import merge_states
 from aioloader.datasets import ShardedStream, ShardFormat, ShardReader, from_iterable
 from aioloader.datasets._arrow.rows import Rows
-from datasets.ranks import STREAMS, Ranks, lines, numbers, trimmed
+from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
 from datasets.shards import parquet, read, sqlite
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)

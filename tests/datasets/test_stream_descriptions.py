@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.stream_states import merge_states
 from aioloader.datasets import SQLDataset, TarDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import StateMismatchError
 from beside import beside
+from datasets.ranks import merge_states
 from datasets.shards import parquet, read, text
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.stream_states import merge_states, opened, sealed
+from aioloader._order.stream_states import opened, sealed
 from aioloader.datasets import TextDataset
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.ranks import Ranks, numbers
+from datasets.ranks import Ranks, merge_states, numbers
 from datasets.shards import read
 
 

@@ -196,6 +196,35 @@ def test_wherever_it_is_left(name: str) -> None:
         assert found == wanted, f"{what}, {place} of epoch {state['epoch']}"
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("shuffled", "seed"),
+        ("generator", "generator"),
+        ("subset", "generator"),
+        ("permuting", "before"),
+    ],
+)
+def test_an_order_is_drawn_again_from_a_copy(name: str, key: str) -> None:
+    """Of the seed, or of the generator as it was: resuming moves no generator."""
+    torch.manual_seed(3)
+    loader = make(name)
+    steps = iter(loader)
+    next(steps)
+    state = json.loads(json.dumps(loader.state_dict()))
+    drawn = {"seed", "generator", "before"}.intersection(state["order"][0])
+    assert drawn == {key}
+    rest = [frozen(batch) for batch in steps]
+    resumed = make(name)
+    resumed.load_state_dict(state)
+    generator = resumed.generator or torch.default_generator
+    before = generator.get_state()
+    steps = iter(resumed)
+    found = [frozen(next(steps))]
+    assert torch.equal(generator.get_state(), before)
+    assert [*found, *(frozen(batch) for batch in steps)] == rest
+
+
 @pytest.mark.parametrize("name", ["shuffled", "subset, generator", "processes"])
 def test_left_and_begun_again(name: str) -> None:
     """Once an epoch was left and the next iterator exists, the state is the next's."""

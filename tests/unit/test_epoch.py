@@ -9,8 +9,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from aioloader import ShuffledIndices
 from aioloader._order.epoch import Bookmark, Epoch, EpochNumbers, order_of
-from aioloader._order.generators import packed
-from aioloader._order.orders import StreamOrder
+from aioloader._order.indices import Order, packed
 from aioloader._order.ranks import WHOLE
 
 LONG = (1 << 16) + 1
@@ -108,7 +107,7 @@ def test_what_was_delivered_is_not_requested() -> None:
     epoch.begin(0, bookmark)
     assert [one.number for one in epoch.requests()] == [1, 3, 5]
     assert epoch.dropped() == frozenset()
-    epoch = Epoch(0, StreamOrder(2, WHOLE))
+    epoch = Epoch(0, Order(2, WHOLE))
     epoch.begin(0, bookmark)
     requests = epoch.requests()
     assert [next(requests).number for _ in range(4)] == [1, 2, 3, 4]

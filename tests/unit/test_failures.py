@@ -50,7 +50,7 @@ def test_callable_replaces() -> None:
 
 def test_count_budget() -> None:
     """One failure more than allowed ends the epoch, caused by the last one."""
-    policy = FailurePolicy("skip", at_most=2)
+    policy = FailurePolicy(Skip(at_most=2))
     policy.begin(100)
     policy.resolve(failure())
     policy.resolve(failure())
@@ -62,7 +62,7 @@ def test_count_budget() -> None:
 
 def test_fraction_budget_grows_with_what_was_tried() -> None:
     """A fraction always allows one, then its share."""
-    policy = FailurePolicy("skip", at_most=0.1)
+    policy = FailurePolicy(Skip(at_most=0.1))
     policy.begin(5)
     policy.resolve(failure())
     with pytest.raises(FailureBudgetError):

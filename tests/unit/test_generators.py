@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._order.generators import packed, unpacked
+from aioloader._order.indices import packed, unpacked
 from working import drawn_from
 
 

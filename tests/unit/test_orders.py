@@ -13,8 +13,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._order.epoch import index_sampler_of, order_of
-from aioloader._order.indices import described
-from aioloader._order.orders import StreamOrder
+from aioloader._order.indices import Order, described
 from aioloader._order.ranks import Part
 
 DATA = range(23)
@@ -78,7 +77,7 @@ def test_batches_of_the_users_are_dealt_whole() -> None:
 
 def test_places_of_a_stream() -> None:
     """They go on for ever; ranks take every so many-th."""
-    batches = StreamOrder(2, Part(1, 3)).batches(4)
+    batches = Order(2, Part(1, 3)).batches(4)
     batch = next(batches)
     assert (batch.number, batch.first, list(batch.indices)) == (4, 25, [25, 28])
     assert next(batches).number == 5

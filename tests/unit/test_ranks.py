@@ -82,8 +82,6 @@ def test_shares() -> None:
 
 
 def test_the_whole() -> None:
-    """One rank has it all, without a mask."""
+    """One rank has it all."""
     assert list(WHOLE.places(4, 8)) == [4, 5, 6, 7]
     assert list(Part(1, 3).places(6, 12)) == [7, 10]
-    assert not WHOLE.masks()
-    assert Part(tail="pad").masks()

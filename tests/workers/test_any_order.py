@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader
-from aioloader._order.turns import Turns
+from aioloader._order.orders import Turns
 from working import share
 
 pytestmark = [

@@ -18,7 +18,7 @@ from aioloader._loader.auto import check_auto
 from aioloader._loader.options import FIRST, Chosen, Options, placed, suits
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
-from aioloader._order.failures import check_on_error, parts_of
+from aioloader._order.failures import parts_of
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
@@ -87,7 +87,6 @@ def check_each(given: Mapping[str, Any]) -> None:
         function = given[name]
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
-    check_on_error(given["on_error"])
     if is_async_function(parts_of(given["on_error"])[0]):
         raise TypeError("on_error must be a plain function: it is never awaited")
     retry = given["retry"]

@@ -15,20 +15,18 @@ from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of, placed
-from aioloader._loader.ranks import (
+from aioloader._loader.runtime import Runtime
+from aioloader._loader.sampling import (
     Rank,
     Ranks,
     check_batches,
     end_together,
-    repeats_samples,
-    warn_of_repeats,
-)
-from aioloader._loader.runtime import Runtime
-from aioloader._loader.sampling import (
     make_samplers,
     own_order,
+    repeats_samples,
     settle_shuffle,
     tell_epoch,
+    warn_of_repeats,
 )
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
@@ -287,7 +285,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
     ) -> None:
         if unknown:
             arguments.refuse(unknown)
-        dataset, shuffle = settle_shuffle(dataset, shuffle)
+        if shuffle is not None:
+            dataset, shuffle = settle_shuffle(dataset, shuffle)
         num_workers = arguments.count_workers(num_workers, workers)
         prefetch_factor = placed("prefetch_factor", prefetch_factor)
         concurrency = placed("concurrency", concurrency)
@@ -304,7 +303,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        self._may_repeat = not ranks.is_asked() and repeats_samples(options, shuffle)
+        self._may_repeat = repeats_samples(options, ranks, shuffle)
         made = make_samplers(options, ranks, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:

@@ -22,7 +22,6 @@ from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError, Skip, parts_of
 from aioloader._order.indices import Order, State
-from aioloader._order.orders import StreamOrder
 from aioloader._order.ranks import Deal, Part, evened
 from aioloader._order.retry import Retry
 from aioloader._workers.ray.workers import RayWorkers
@@ -32,7 +31,6 @@ from aioloader.protocols import (
     OwnStream,
     batch_getter,
     is_async_function,
-    is_own_stream,
     is_stateful,
     kind_of,
     reads_async,
@@ -119,7 +117,7 @@ class Options(Added):
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
         self.chooses = any(isinstance(one, (Chosen, str)) for one in numbers)
         self.kind = kind = kind_of(self.dataset)
-        self.is_own_stream = is_own_stream(self.dataset)
+        self.is_own_stream = isinstance(self.dataset, OwnStream)
         self.reads_async = kind is Kind.ASYNC_ITERABLE or (
             kind is Kind.MAP and reads_async(self.dataset)
         )
@@ -247,7 +245,7 @@ class Options(Added):
             or self.lifespan is not None
             or self.pin_memory
             or self.is_keyed
-            or self.part.masks()
+            or self.part.tail == "pad"
         )
         is_one_by_one = not self.batched or batch_getter(self.dataset) is None
         is_map = self.kind is Kind.MAP and type(self.dataset) is not TensorDataset
@@ -276,7 +274,7 @@ class Options(Added):
         if self.kind is Kind.MAP:
             return partial(order_of, self.sampler, self.batch_sampler, self.part)
         size, part = self.batch_size, self.part  # a closure over self would be a cycle
-        return lambda _saved: StreamOrder(size, part)
+        return lambda _saved: Order(size, part)
 
     def length(self, part: Part | None = None) -> int:
         """Return the number of batches of an epoch, for this rank."""

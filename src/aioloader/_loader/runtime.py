@@ -357,6 +357,8 @@ class Runtime:
 
     def _moved(self, options: Options) -> str | None:
         """Return the name of a number of the user's that has changed, if one has."""
+        if options.kind is Kind.MAP:
+            return None
         now = numbers_of(options)
         if self._first_numbers is None:
             self._first_numbers = now

@@ -1,13 +1,23 @@
-"""Torch's samplers for torch's arguments, and its handling of data pipes."""
+"""Which samples a loader delivers: samplers for torch's arguments, and ranks' shares.
+
+Like torch, a loader delivers everything unless it is given a ``rank``. ``"auto"`` is
+looked up when an iteration starts: the process group may be made after the loader.
+Nothing here talks to other ranks.
+"""
 
 import copy
 import itertools
+import operator
+import os
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
-import torch
+import torch.distributed
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
+    DistributedSampler,
     IterDataPipe,
     RandomSampler,
     SequentialSampler,
@@ -16,11 +26,205 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from aioloader._loader.options import Options
-from aioloader._loader.ranks import Ranks, refuse_two_deals
+from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.protocols import Kind, is_own_stream
+from aioloader._order.ranks import WHOLE, Part, Tail
+from aioloader.protocols import Kind, OwnStream
+
+Rank: TypeAlias = int | Literal["auto"] | None
+_TAILS = (None, "wrap", "pad", "drop", "uneven")
+
+
+# -- ranks -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The arguments about ranks."""
+
+    # The part given by numbers; if they are looked up, only its tail is known; None: no
+    # ranks were asked for.
+    given: Part | None
+    is_auto: bool = False
+
+    @classmethod
+    def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
+        """Return what a loader's arguments ask for."""
+        if tail not in _TAILS:
+            known = " or ".join(repr(word) for word in _TAILS)
+            raise ValueError(f"tail must be {known}, got {tail!r}")
+        # Of some streams nobody knows how long their parts are.
+        is_open = isinstance(dataset, OwnStream) and dataset.total() is None
+        tail = tail or ("uneven" if is_open else "wrap")
+        if rank == "auto":
+            if world_size is not None:
+                raise ValueError(
+                    "rank='auto' excludes world_size: both are looked up when an "
+                    "iteration starts"
+                )
+            return cls(Part(tail=tail), is_auto=True)
+        if rank == "env":
+            raise ValueError(
+                "rank='env' is now rank='auto': torch.distributed where it is "
+                "initialized, else RANK and WORLD_SIZE of the environment"
+            )
+        if rank is None and world_size is None:
+            # A single rank: only `tail` is given.
+            return cls(None if tail in {"wrap", "uneven"} else Part(tail=tail))
+        return cls(checked(rank, world_size, tail))
+
+    def part_now(self, loader: Any) -> Part:
+        """Return the part of an iteration of ``loader`` that would start now."""
+        part = self.given or WHOLE
+        if self.is_auto:
+            part = checked(*(_of_group() or _of_environment()), part.tail)
+            refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
+        return part
+
+
+def check_batches(options: Options) -> None:
+    """Check that ranks that share a stream deliver their batches in step."""
+    _, ranks = options.dataset.ranks or (0, options.part.world_size)
+    if ranks > 1:
+        options.dataset.check_batches(ranks * options.readers, options.batch_size or 1)
+
+
+def end_together(options: Options) -> bool:
+    """Tell whether ranks must agree on the end: nobody knows how much each has."""
+    dataset, part = options.dataset, options.part
+    if not options.is_own_stream:
+        return False
+    rank, ranks = part.rank, part.world_size
+    if options.rank is None:
+        rank, ranks = dataset.ranks or (0, 1)
+    if ranks == 1 or dataset.total() is not None or dataset.is_endless():
+        return False
+    if options.tail is None:
+        raise ValueError(
+            f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
+            "different numbers of batches, so that some would wait forever in "
+            "collective calls: use the stream's repeat() (endless), or "
+            "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
+            "or 'pad' (ranks end together), or tail='uneven'"
+        )
+    if options.tail != "uneven" and not dataset.has_store():
+        raise ValueError(
+            f"tail={options.tail!r} over {dataset!r} needs a store through which "
+            f"rank {rank} of {ranks} agrees with the others on the end: initialize "
+            "torch.distributed, or use the stream's agree(store), epoch_length(n), "
+            "or tail='uneven'"
+        )
+    return bool(options.tail != "uneven")
+
+
+def _of_group() -> tuple[int, int] | None:
+    """Return rank and number of ranks of torch's process group, if there is one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _of_environment() -> tuple[int, int]:
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    rank, world_size = found.values()
+    if rank is None and world_size is None:
+        return 0, 1
+    try:
+        return int(rank or ""), int(world_size or "")
+    except ValueError:
+        raise ValueError(
+            "rank='auto' needs both RANK and WORLD_SIZE in the environment, as numbers "
+            f"(torchrun sets them), or neither; they are {found}"
+        ) from None
+
+
+def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
+    """Return the part of one of ``world_size`` ranks."""
+    if rank is None or world_size is None:
+        raise ValueError(
+            f"rank and world_size go together, got rank={rank!r} and "
+            f"world_size={world_size!r}"
+        )
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except TypeError:
+        raise TypeError(
+            "rank must be an integer or 'auto', and world_size an integer, got "
+            f"{rank!r} and {world_size!r}"
+        ) from None
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in range({world_size}), got {rank}")
+    return Part(rank, world_size, tail)
+
+
+def refuse_two_deals(part: Part, dataset: Any, *samplers: Any) -> None:
+    """Check that the samples are split between ranks only once."""
+    if part.world_size == 1:
+        return
+    asked = f"rank={part.rank} of world_size={part.world_size}"
+    for sampler in itertools.chain(*map(nested, samplers)):
+        others = _replicas(sampler)
+        if others > 1:
+            raise ValueError(
+                f"{asked} and a {type(sampler).__name__} of {others} replicas would "
+                "both split the samples: each rank would get 1 of "
+                f"{part.world_size * others} samples; leave out one of them (rank=, or "
+                "the sampler; Lightning puts none in with "
+                "use_distributed_sampler=False)"
+            )
+    # The loader deals the samples of a chain, and the shards of a stream.
+    is_chain = type(dataset) is ChainDataset and type(dataset.datasets) in {list, tuple}
+    same = None if is_chain else (part.rank, part.world_size)
+    for stream in dataset.datasets if is_chain else [dataset]:
+        shard = stream.ranks if isinstance(stream, OwnStream) else None
+        if shard not in {None, same}:
+            raise ValueError(
+                f"{asked}, but the stream is sharded by shard{shard}: leave out one of "
+                "them"
+            )
+
+
+def _replicas(sampler: Any) -> int:
+    """Return how many ranks a sampler serves: torch's, or accelerate's by shape."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.num_replicas
+    count = getattr(sampler, "num_processes", 1)
+    is_shard = hasattr(sampler, "process_index") and isinstance(count, int)
+    return count if is_shard else 1
+
+
+def repeats_samples(options: Options, ranks: Ranks, shuffle: Any) -> bool:
+    """Tell whether giving all samples to all ranks is probably a mistake.
+
+    Validating on the whole dataset on each rank is common; training in a random order
+    or reading a stream that way is not.
+    """
+    if ranks.given is not None:
+        return False
+    if options.is_own_stream:
+        return options.dataset.ranks is None
+    return options.kind is Kind.MAP and bool(shuffle)
+
+
+def warn_of_repeats() -> bool:
+    """Warn if several ranks run and each gets all samples; return whether it warned."""
+    group = _of_group()
+    if group is None or group[1] == 1:
+        return False
+    warn(
+        f"torch.distributed runs {group[1]} ranks, and this DataLoader delivers every "
+        "sample on each of them: pass rank='auto' to share them out, a "
+        "DistributedSampler, or rank=0, world_size=1 if that is meant"
+    )
+    return True
+
+
+# -- samplers ----------------------------------------------------------------------
 
 
 def make_samplers(
@@ -38,7 +242,7 @@ def make_samplers(
             sampler = _InfiniteConstantSampler()
         elif not shuffle:
             sampler = SequentialSampler(dataset)
-        elif not ranks.is_asked():
+        elif ranks.given is None:
             sampler = RandomSampler(dataset, generator=generator)
         else:  # the same on all ranks, whatever their seeds
             seed = 0 if generator is None else generator.initial_seed()
@@ -47,7 +251,8 @@ def make_samplers(
         size = None
     elif size is not None:
         batch_sampler = BatchSampler(sampler, size, options.drop_last)
-    refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
+    if ranks.given is not None:
+        refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
 
 
@@ -70,7 +275,7 @@ def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
 
 def settle_shuffle(dataset: Any, shuffle: Any) -> tuple[Any, Any]:
     """Return dataset and ``shuffle``, which is applied to an ``IterDataPipe``."""
-    if shuffle is None or not isinstance(dataset, IterDataPipe):
+    if not isinstance(dataset, IterDataPipe):
         return dataset, shuffle
     return graph_settings.apply_shuffle_settings(dataset, shuffle=shuffle), None
 
@@ -93,5 +298,5 @@ def tell_epoch(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
     for part in {id(part): part for part in parts}.values():
         hook = getattr(part, "set_epoch", None)
         # Our streams get each epoch's number when the epoch starts.
-        if callable(hook) and not is_own_stream(part):
+        if callable(hook) and not isinstance(part, OwnStream):
             hook(epoch)

@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 
 from aioloader._device.naming import Device
 from aioloader._loader.arguments import Workers
-from aioloader._loader.ranks import Rank
+from aioloader._loader.sampling import Rank
 from aioloader._order.failures import OnError, Skip
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan

@@ -16,13 +16,13 @@ from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
-from aioloader._loader.ranks import end_together
+from aioloader._loader.sampling import end_together
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.records import Copies, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
-from aioloader._order.turns import Turns
+from aioloader._order.orders import Turns
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around

@@ -17,15 +17,14 @@ import torch
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
-from aioloader._order.checksums import checksum
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
-from aioloader._order.generators import packed, unpacked
-from aioloader._order.indices import described, epoch_of, set_epoch
+from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
 from aioloader._order.orders import (
     drawing_part_of,
     draws_from_default,
     is_repeatable,
 )
+from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind, is_stateful
@@ -70,26 +69,7 @@ def _tail_of(options: Options) -> str | None:
 
 @dataclass
 class LoaderState:
-    """A state of this version: what is saved follows from its fields.
-
-    Attributes:
-        batch_size: Samples per batch, of all ranks together.
-        ranks: Their number, if a user's batch sampler makes the batches.
-        tail: Of our streams, if several ranks read them.
-        dataset_epoch: The number last given to the dataset's ``set_epoch``, if it has
-            one and an attribute ``epoch``.
-        moved: The name of an attribute of an iterable dataset that had changed, where
-            it is no part of a state.
-        done: Batches below this number were delivered.
-        beyond: Numbers of later batches that were delivered too.
-        seed: The seed that random draws are keyed with; None: not drawn yet.
-        order: What restores the order.
-        generators: Where the generators are that epochs draw from: the user's, of the
-            ``"loader"`` and the ``"sampler"``, and torch's ``"default"`` one.
-        states: States of the readers (the sampler, or streams).
-        last: For our streams, the states at the end of the previous epoch.
-        datasets: States of a map-style dataset: the loader's, or each worker's.
-    """
+    """A state of this version: what is saved follows from its fields."""
 
     version: int = VERSION
     kind: str = _alike(
@@ -103,19 +83,19 @@ class LoaderState:
         _length_of,
         if_known=True,
     )
-    batch_size: int | None = _alike(
+    batch_size: int | None = _alike(  # of all ranks together
         "the state was saved with batches of {saved} samples (of all ranks together), "
         "but the loader makes {found}; load it with the same batch_size x world_size",
         lambda options: options.global_batch_size,
     )
-    ranks: int | None = _alike(
+    ranks: int | None = _alike(  # if a user's batch sampler makes the batches
         "the state was saved on {saved} ranks, but there are {found}; with a custom "
         "batch_sampler a run cannot be resumed on another number of ranks",
         lambda options: (
             options.part.world_size if options.global_batch_size is None else None
         ),
     )
-    tail: str | None = _alike(
+    tail: str | None = _alike(  # of our streams, if several ranks read them
         "the state was saved with tail={saved}, but the loader has tail={found}; load "
         "it with the same tail, or restart the epoch",
         _tail_of,
@@ -128,13 +108,23 @@ class LoaderState:
         lambda options: options.readers,
     )
     epoch: int = 0
+    # The number last given to the dataset's ``set_epoch``, if it has one and an
+    # attribute ``epoch``.
     dataset_epoch: int | None = None
+    # The name of an attribute of an iterable dataset that had changed, where it is no
+    # part of a state.
     moved: str | None = None
-    done: int = 0
-    beyond: list[int] = field(default_factory=list)
+    done: int = 0  # batches below this number were delivered
+    beyond: list[int] = field(default_factory=list)  # and these later ones
+    # The seed that random draws are keyed with; None: not drawn yet.
     seed: int | None = field(default=None, metadata=_PART)
+    # What restores the order.
     order: State = field(default_factory=dict, metadata=_PART)
+    # Where the generators are that epochs draw from: the user's, of the ``"loader"``
+    # and the ``"sampler"``, and torch's ``"default"`` one.
     generators: State = field(default_factory=dict, metadata=_PART)
+    # Of the readers (the sampler, or streams); of our streams, those at the end of the
+    # previous epoch; of a map-style dataset: the loader's, or each worker's.
     states: State = field(default_factory=dict, metadata=_PART)
     last: State = field(default_factory=dict, metadata=_PART)
     datasets: State = field(default_factory=dict, metadata=_PART)
@@ -148,11 +138,10 @@ class LoaderState:
     def sealed(self) -> State:
         """Return it with its checksums, as ``state_dict`` does."""
         values = {name: getattr(self, name) for name in _VALUES}
-        parts: State = dict.fromkeys(_PARTS, ())
-        for name in _PARTS:
-            value = getattr(self, name)
-            if value is not None and value != {}:
-                parts[name] = value, checksum({name: value})
+        parts: State = {name: getattr(self, name) for name in _PARTS}
+        for name, part in parts.items():
+            is_empty = part is None or part == {}
+            parts[name] = () if is_empty else (part, checksum({name: part}))
         return {**values, "checksum": _checksum(values, parts), **parts}
 
 
@@ -186,9 +175,8 @@ def unsealed(state: Any) -> LoaderState:
         )
     parts = {name: state.get(name) for name in _PARTS}
     for name, part in parts.items():
-        if not isinstance(part, (list, tuple)) or len(part) not in {0, 2}:
-            _refuse_damage(name, part)
-        if part and part[1] != checksum({name: part[0]}):
+        is_part = isinstance(part, (list, tuple)) and len(part) in {0, 2}
+        if not is_part or (part and part[1] != checksum({name: part[0]})):
             _refuse_damage(name, part)
     if state.get("checksum") != _checksum(state, parts):
         _refuse_damage("checksum", state.get("checksum"))
@@ -286,14 +274,11 @@ def _between(
             state.last = _by_name(epoch.progress.bookmark().states)
     state.states = _by_name(first)
     if options.kind is Kind.MAP:
-        upcoming = numbers.upcoming()
-        state.order = described(options.index_sampler)
-        if upcoming is None:
-            state.order["next"] = epoch_of(options.index_sampler)
-        if drawn is not None:
-            state.order |= drawn.order.state()
-        if upcoming is not None:
-            state.order["epoch"] = upcoming
+        sampler, upcoming = options.index_sampler, numbers.upcoming()
+        known = described(sampler) | ({} if drawn is None else drawn.order.state())
+        is_ours = upcoming is not None
+        at = {"epoch": upcoming} if is_ours else {"next": epoch_of(sampler)}
+        state.order = known | at
     return state
 
 
@@ -311,10 +296,7 @@ def loaded_again(options: Options, loaded: LoaderState, drawn: Epoch | None) -> 
 
 
 def _positions(options: Options) -> State:
-    return {
-        name: packed(generator.get_state())
-        for name, generator in generators_of(options).items()
-    }
+    return {key: packed(one.get_state()) for key, one in generators_of(options).items()}
 
 
 def generators_of(options: Options) -> dict[str, torch.Generator]:
@@ -344,15 +326,21 @@ def note_first(
     """
     if options.kind is not Kind.MAP:
         epoch.first = first_states(options, before, is_kept=is_kept)
-    elif options.is_stateful:
-        if before is not None and (is_kept or not options.has_copies):
-            first = before.progress.bookmark().datasets
-        else:
-            own = copy.deepcopy(options.dataset.state_dict())
-            copies = options.num_workers if options.has_copies else 1
-            first = dict.fromkeys(range(copies), own)
-        for worker, one in (first | epoch.bookmark.datasets).items():
-            epoch.progress.leave(worker, one)
+        return
+    if not options.is_stateful:
+        return
+    first = epoch.bookmark.datasets
+    if before is not None and (is_kept or not options.has_copies):
+        first = before.progress.bookmark().datasets | first
+    else:
+        copies = options.num_workers if options.has_copies else 1
+        first = dict.fromkeys(range(copies), _own_state(options)) | first
+    for worker, one in first.items():
+        epoch.progress.leave(worker, one)
+
+
+def _own_state(options: Options) -> Any:
+    return copy.deepcopy(options.dataset.state_dict())
 
 
 def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:
@@ -385,8 +373,7 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
         return {reader: {**one, "is_over": True} for reader, one in states.items()}
     if not options.is_stateful:
         return {}
-    own = copy.deepcopy(options.dataset.state_dict())
-    first = {"read": 0, "skip": 0, "dataset": own, "is_first": True}
+    first = {"read": 0, "skip": 0, "dataset": _own_state(options), "is_first": True}
     return dict.fromkeys(range(options.readers), first)
 
 
@@ -395,25 +382,9 @@ def _datasets_of(options: Options, epoch: Epoch | None) -> State:
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
     if epoch is None or not epoch.reads_ahead:
-        return {_LOADER: copy.deepcopy(options.dataset.state_dict())}
+        return {_LOADER: _own_state(options)}
     found = epoch.progress.bookmark().datasets
-    if not options.has_copies:
-        return {_LOADER: found[0]}
-    return _by_name(dict(sorted(found.items())))
-
-
-def _copies_of(options: Options, state: LoaderState) -> States:
-    """Return the states of a map-style dataset for the workers' copies, if any differ.
-
-    Each worker gets the state of its predecessor. If their number differs, all get the
-    state of the worker that made the last delivered batch.
-    """
-    saved, workers = state.datasets, options.num_workers
-    if not saved or _LOADER in saved or not options.has_copies:
-        return {}  # workers are started with the loader's
-    if len(saved) != workers:
-        return dict.fromkeys(range(workers), _latest_of(state))
-    return {worker: saved[str(worker)] for worker in range(workers)}
+    return _by_name(found) if options.has_copies else {_LOADER: found[0]}
 
 
 def _latest_of(state: LoaderState) -> Any:
@@ -489,8 +460,14 @@ def resume(options: Options, epoch: Epoch) -> None:
     states = {int(reader): one for reader, one in state.states.items()}
     if state.seed is None and options.kind is Kind.MAP:
         states = {}  # ``restore_sampler`` has used them
-    beyond, copies = frozenset(state.beyond), _copies_of(options, state)
-    bookmark = Bookmark(state.done, beyond, states, copies)
+    copies: States = {}  # workers are started with the loader's
+    if options.has_copies and _LOADER not in state.datasets:
+        # Each gets the state of its predecessor; of another number of workers, that of
+        # the worker that made the last delivered batch.
+        copies = {int(worker): one for worker, one in state.datasets.items()}
+        if copies and len(copies) != options.num_workers:
+            copies = dict.fromkeys(range(options.num_workers), _latest_of(state))
+    bookmark = Bookmark(state.done, frozenset(state.beyond), states, copies)
     if bookmark.read():
         set_epoch(options.dataset, state.dataset_epoch)
     epoch.dataset_epoch = epoch_of(options.dataset)
@@ -509,8 +486,8 @@ def numbers_of(options: Options) -> dict[str, int]:
     Empty if they are restored, or only copies of it in new workers have them.
     """
     part = options.dataset
-    is_restored = is_stateful(part) or epoch_of(part) is not None
-    if options.kind is Kind.MAP or is_restored or options.is_own_stream:
+    is_restored = options.is_stateful or epoch_of(part) is not None
+    if is_restored or options.is_own_stream:
         return {}
     first = {key: one for key, one in vars(type(part)).items() if type(one) is int}
     found = _numbers_in(first | getattr(part, "__dict__", {}), depth=2)

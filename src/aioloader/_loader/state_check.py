@@ -70,18 +70,14 @@ def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState
 
 
 def _check(options: Options, state: LoaderState) -> None:
-    mine = LoaderState.of(options)
     for one in ALIKE:
-        saved, found = getattr(state, one.name), getattr(mine, one.name)
+        saved, found = getattr(state, one.name), one.metadata["of"](options)
         is_known = not (one.metadata["if_known"] and None in (saved, found))
         is_fixed = one.name != "readers" or not options.is_own_stream
         if is_known and is_fixed and saved != found:
-            words = one.metadata["differs"]
-            raise StateMismatchError(
-                words.format(saved=_counted(saved), found=_counted(found)),
-                expected=saved,
-                found=found,
-            )
+            words = {"saved": _counted(saved), "found": _counted(found)}
+            text = one.metadata["differs"].format(**words)
+            raise StateMismatchError(text, expected=saved, found=found)
     if options.kind is not Kind.MAP:
         return
     if state.order:

@@ -44,15 +44,10 @@ _SAME = 100
 
 @dataclass(frozen=True)
 class Bad:
-    """Placeholder for a sample that could not be read or made.
+    """Placeholder for a sample that could not be read or made."""
 
-    Attributes:
-        error: Why; its message says where.
-        is_users: Whether user code raised it, which need not fail again.
-    """
-
-    error: BaseException
-    is_users: bool = False
+    error: BaseException  # why; its message says where
+    is_users: bool = False  # user code raised it, and need not fail again
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:

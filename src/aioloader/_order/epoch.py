@@ -13,34 +13,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from aioloader._observe.records import Counters
-from aioloader._order.failures import FailurePolicy, OnError, Skip, parts_of
+from aioloader._order.failures import FailurePolicy, OnError, Skip
 from aioloader._order.forks import fork_safe
-from aioloader._order.indices import IndexBatch, IndexOrder, Order, State
-from aioloader._order.orders import IteratedOrder, StreamOrder
+from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
+from aioloader._order.orders import IteratedOrder, Turns
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.turns import Turns
 
 
 @dataclass(frozen=True)
 class Bookmark:
-    """A position in an epoch.
+    """A position in an epoch."""
 
-    Attributes:
-        done: Every batch below this number was delivered.
-        beyond: Numbers of later batches that were delivered too.
-        states: States of the readers (the sampler, or streams) after their last batch
-            below ``done``, by number of the reader.
-        datasets: States of the copies of a stateful map-style dataset after their
-            latest delivered batch, by number of the worker.
-    """
-
-    done: int = 0
-    beyond: frozenset[int] = frozenset()
+    done: int = 0  # every batch below this number was delivered
+    beyond: frozenset[int] = frozenset()  # later batches that were delivered too
+    # States of the readers (the sampler, or streams) after their last batch below
+    # ``done``, by number of the reader.
     states: dict[int, Any] = field(default_factory=dict)
+    # Of the copies of a stateful map-style dataset after their latest delivered batch,
+    # by number of the worker.
     datasets: dict[int, Any] = field(default_factory=dict)
 
     def read(self) -> int:
@@ -49,7 +43,6 @@ class Bookmark:
 
 
 BEGINNING = Bookmark()
-_NOTHING: frozenset[int] = frozenset()
 # One lock for all positions: it is held rarely, and for microseconds.
 _LOCK = fork_safe(threading.Lock())
 
@@ -58,13 +51,10 @@ class Progress:
     """The position of one iteration, whose batches come from readers in turn.
 
     A batch that raised counts as soon as another one is delivered after it.
-
-    Attributes:
-        is_over: Whether every batch of the epoch was delivered.
     """
 
     def __init__(self, bookmark: Bookmark = BEGINNING, *, readers: int = 1) -> None:
-        self.is_over: bool = False
+        self.is_over: bool = False  # every batch of the epoch was delivered
         self._done = bookmark.done
         self._states = dict(bookmark.states)
         self._datasets = dict(bookmark.datasets)
@@ -143,9 +133,7 @@ class Progress:
 
     def _note(self, number: int, state: Any) -> None:
         self._before.discard(number)
-        if number == self._done and not self._beyond:
-            self._pass(state)
-        elif number >= self._done:  # otherwise its reader has ended
+        if number >= self._done:  # otherwise its reader has ended
             self._beyond[number] = state
             self._advance()
         self._is_plain = not (self._beyond or self._failed or self._before)
@@ -153,58 +141,36 @@ class Progress:
     def _advance(self) -> None:
         """Advance over delivered batches and those that ended readers will not make."""
         while self._beyond:
+            reader = self._done % self._readers
             if self._done in self._beyond:
-                self._pass(self._beyond.pop(self._done))
-            elif self._done % self._readers in self._ended:
-                self._done += 1
-            else:
+                state = self._beyond.pop(self._done)
+                if state is not None:
+                    self._states[reader] = state
+            elif reader not in self._ended:
                 return
-
-    def _pass(self, state: Any) -> None:
-        if state is not None:
-            self._states[self._done % self._readers] = state
-        self._done += 1
+            self._done += 1
 
 
+@dataclass(eq=False, repr=False)
 class Epoch:
-    """One pass over the dataset: drawn when an iterator is made, started by its use.
+    """One pass over the dataset: drawn when an iterator is made, started by its use."""
 
-    Attributes:
-        base_seed: The seed that random draws are keyed with.
-        order: The order of the samples.
-        number: Its number, from 0; -1 before it starts.
-        shuffled: The epoch of the loader's ``ShuffledIndices``, if it has one.
-        seen: The epoch that these had when it was made.
-        bookmark: Where this iteration starts.
-        progress: The position of its consumer.
-        counters: Figures of this iteration.
-        turns: Chooses the requests if their numbers do not ascend.
-        dataset_epoch: The dataset's own number for it, if it has one.
-        moved: As in ``LoaderState``.
-        saved: The ``LoaderState`` that it resumes from, if any.
-        first: The first states of an iterable's readers, if it has a state.
-        reads_ahead: Whether samples are read before their batch is requested.
-        head: The constant part of its state, once needed.
-    """
-
+    base_seed: int  # that random draws are keyed with
+    order: Order
     on_error: OnError | Skip = "raise"
-    number: int = -1
-    shuffled: int | None = None
-    seen: int | None = None
-    bookmark: Bookmark = BEGINNING
-    turns: Turns | None = None
-    dataset_epoch: int | None = None
-    moved: str | None = None
-    saved: Any = None
-    reads_ahead: bool = False
-    head: Any = None
-
-    def __init__(self, base_seed: int, order: Order) -> None:
-        self.base_seed = base_seed
-        self.order = order
-        self.progress: Progress = Progress()
-        self.counters: Counters = Counters()
-        self.first: dict[int, Any] = {}
+    number: int = -1  # from 0; -1 before it starts
+    shuffled: int | None = None  # the epoch of the loader's ``ShuffledIndices``
+    seen: int | None = None  # the epoch that these had when it was made
+    bookmark: Bookmark = BEGINNING  # where this iteration starts
+    progress: Progress = field(default_factory=Progress)  # of its consumer
+    counters: Counters = field(default_factory=Counters)
+    turns: Turns | None = None  # choose the requests if these do not ascend
+    dataset_epoch: int | None = None  # the dataset's own number for it
+    moved: str | None = None  # as in ``LoaderState``
+    saved: Any = None  # the ``LoaderState`` that it resumes from
+    first: dict[int, Any] = field(default_factory=dict)  # states of iterables' readers
+    reads_ahead: bool = False  # samples are read before their batch is requested
+    head: Any = None  # the constant part of its state, once needed
 
     def begin(
         self, number: int, bookmark: Bookmark = BEGINNING, *, readers: int = 1
@@ -219,7 +185,7 @@ class Epoch:
     @cached_property
     def policy(self) -> FailurePolicy:
         """The policy for failed samples; made when first needed."""
-        return FailurePolicy(*parts_of(self.on_error))
+        return FailurePolicy(self.on_error)
 
     @property
     def failures(self) -> FailurePolicy | None:
@@ -242,7 +208,7 @@ class Epoch:
         order, start = self.order, self.bookmark
         if isinstance(order, IndexOrder):
             batches = order.batches(start.done, as_lists=as_lists)
-        elif isinstance(order, StreamOrder) and self.turns is not None:
+        elif self.turns is not None:
             batches = order.batches_of(self.turns)
         else:
             batches = order.batches(start.done, start.states.get(0))
@@ -261,7 +227,8 @@ class Epoch:
 
         A stream must be read past those delivered beyond the position.
         """
-        return self.bookmark.beyond if isinstance(self.order, StreamOrder) else _NOTHING
+        is_stream = type(self.order) is Order
+        return self.bookmark.beyond if is_stream else frozenset()
 
     def draws_long(self, number: int) -> bool:
         """Tell whether it may take milliseconds to draw the request of a number."""
@@ -273,20 +240,14 @@ class Epoch:
 
 
 class EpochNumbers:
-    """Number the epochs of a loader, and set the epoch of its ``ShuffledIndices``.
-
-    Args:
-        sampler: The loader's sampler; only a ``ShuffledIndices`` is used.
-        number: The number of the next epoch.
-        shuffled: The epoch of the sampler, if it was set here.
-    """
+    """Number the epochs of a loader, and set the epoch of its ``ShuffledIndices``."""
 
     def __init__(
         self, sampler: Any, number: int = 0, shuffled: int | None = None
     ) -> None:
         self.next = number
         self._order = sampler if isinstance(sampler, ShuffledIndices) else None
-        self._shuffled = shuffled
+        self._shuffled = shuffled  # its epoch, if it was set here
         # Epochs of iterators that have not started, since an epoch was last chosen.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
 
@@ -386,17 +347,28 @@ def order_of(
     part: Part = WHOLE,
     saved: State | None = None,
 ) -> IndexOrder | IteratedOrder:
-    """Return the next epoch's order of a map-style dataset, or a saved one again."""
-    saved, size, drop_last = saved or {}, None, False
-    begins = type(batch_sampler) is not BatchSampler
-    if not begins:
-        sampler = batch_sampler.sampler
+    """Return the next epoch's order of a map-style dataset, or a saved one again.
+
+    It is cut from random access if it is known what torch's exact class, or ours, does.
+    """
+    saved, drop_last = saved or {}, False
+    size: int | None = 1 if batch_sampler is None else None
+    is_torchs = type(batch_sampler) is BatchSampler
+    if is_torchs:
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-    elif batch_sampler is None:
-        size = 1
-    else:
-        sampler = batch_sampler
+    sampler = index_sampler_of(sampler, batch_sampler)
     sampler = () if sampler is None else sampler
-    if size and IndexOrder.suits(sampler):
-        return IndexOrder(sampler, size, part, saved, drop_last=drop_last)
-    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)
+    is_known = type(sampler) in {SequentialSampler, ShuffledIndices}
+    draws: Draws | None = None
+    if type(sampler) is RandomSampler:
+        is_whole = sampler.num_samples == len(sampler.data_source)
+        is_known = is_whole and not sampler.replacement
+        draws = Draws(sampler, saved) if is_known else None
+    if size and is_known:
+        pulled = saved.get("pulled", 0)
+        return IndexOrder(
+            size, part, pulled, sampler=sampler, drop_last=drop_last, draws=draws
+        )
+    return IteratedOrder(
+        sampler, size, part, saved, drop_last=drop_last, begins=not is_torchs
+    )

@@ -111,35 +111,31 @@ OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Failure], Any]
 
 
 def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
-    """Return what happens to a failed sample, and how many may fail."""
+    """Return what happens to a failed sample, and how many may fail.
+
+    Raises:
+        ValueError: If it is another word.
+    """
     if isinstance(on_error, Skip):
         return on_error.instead or "skip", on_error.at_most
+    if not callable(on_error) and on_error not in {"raise", "skip"}:
+        raise ValueError(
+            "on_error must be 'raise', 'skip', aioloader.Skip(...) or a callable, got "
+            f"{on_error!r}"
+        )
     return on_error, None
 
 
 class FailurePolicy:
-    """Decide what to do about failed samples, and keep a list of them.
+    """Decide what to do about failed samples, and keep a list of them."""
 
-    Args:
-        on_error: ``"raise"``, ``"skip"``, or a callable that takes a ``Failure`` and
-            returns a sample to use instead, or ``SKIP``, or raises.
-        at_most: As that of ``Skip``.
-
-    Attributes:
-        attempted: Samples that were tried.
-        count: Samples that failed and were skipped or replaced.
-        retries: How often a read was retried.
-        latest: The latest failures.
-    """
-
-    def __init__(
-        self, on_error: OnError = "raise", at_most: float | None = None
-    ) -> None:
-        self.on_error = on_error
-        self.at_most = at_most
-        self.attempted: int = 0
-        self.count: int = 0
-        self.retries: int = 0
+    def __init__(self, on_error: OnError | Skip = "raise") -> None:
+        self.on_error: OnError
+        self.at_most: float | None
+        self.on_error, self.at_most = parts_of(on_error)
+        self.attempted: int = 0  # samples that were tried
+        self.count: int = 0  # of them, those that failed and were skipped or replaced
+        self.retries: int = 0  # of reads
         self.latest: deque[Failure] = deque(maxlen=_KEPT)
         self._lock = fork_safe(threading.Lock())
 
@@ -161,7 +157,6 @@ class FailurePolicy:
             self._spend(failure, count)
 
     def count_retries(self, count: int) -> None:
-        """Count retried reads, made here or in a worker."""
         with self._lock:
             self.retries += count
 
@@ -226,17 +221,3 @@ def noted(error: BaseException, where: str) -> BaseException:
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     return error
-
-
-def check_on_error(on_error: object) -> None:
-    """Check a loader's argument ``on_error``.
-
-    Raises:
-        ValueError: If it is another word.
-    """
-    is_known = isinstance(on_error, Skip) or callable(on_error)
-    if not is_known and on_error not in {"raise", "skip"}:
-        raise ValueError(
-            "on_error must be 'raise', 'skip', aioloader.Skip(...) or a callable, got "
-            f"{on_error!r}"
-        )

@@ -1,30 +1,36 @@
-"""Index batches cut from an order with random access, starting at any batch.
+"""Index batches cut from an order with random access; and what is known of samplers.
 
 Torch's samplers yield Python integers one by one, from a list of the whole permutation.
 The exact torch classes are recognised here and cut from one index tensor instead; a
 ``ShuffledIndices`` is computed in blocks. Nothing before the start is computed.
+
+Torch's samplers draw from the user's generator, or else from a seed that they draw from
+the default one; other samplers may draw from the default one. To repeat an order, the
+seed is enough, or the state of the generator before it. A state is 2.5 KB of random
+bytes: 3.4 KB of text.
 """
 
+import base64
+import contextlib
+import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import (
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from aioloader._order.generators import Draws
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.ranks import Part
 
 State: TypeAlias = dict[str, Any]
-Chunk: TypeAlias = torch.Tensor | range
-Indices: TypeAlias = Chunk | ShuffledIndices
+WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 # Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
 _BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
@@ -36,37 +42,26 @@ _DEEPEST = 8  # limit on wrappers around a sampler
 
 
 class IndexBatch(NamedTuple):
-    """The request for one batch.
+    """The request for one batch."""
 
-    Attributes:
-        number: Position of the (global) batch in the epoch, from 0.
-        first: Position of its first sample in the order of all ranks.
-        indices: The sampler's indices.
-        padding: How many of them, the last ones, are padding.
-        state: The sampler's state after this batch, if it has one.
-    """
-
-    number: int
-    first: int
-    indices: Any
-    padding: int = 0
-    state: Any = None
+    number: int  # position of the (global) batch in the epoch, from 0
+    first: int  # position of its first sample in the order of all ranks
+    indices: Any  # the sampler's
+    padding: int = 0  # how many of them, the last ones, are padding
+    state: Any = None  # the sampler's, after this batch, if it has one
 
 
+@dataclass(eq=False, repr=False)
 class Order:
-    """The index batches of one epoch, of one rank.
+    """The index batches of one epoch, of one rank: here of positions in a stream.
 
-    Attributes:
-        end: The final state of the sampler, if it has one.
-        pulled: How far it was drawn, perhaps ahead of what was delivered.
+    They have no end: only the stream knows its end, and its own state.
     """
 
-    def __init__(self, size: int | None, part: Part, pulled: int = 0) -> None:
-        self._size = size
-        self._part = part
-        self._whole = (size or 1) * part.world_size  # units of a global batch
-        self.end: State | None = None
-        self.pulled = pulled
+    size: int | None  # samples per batch of a rank; None: a sampler yields batches
+    part: Part
+    pulled: int = 0  # how far it was drawn, perhaps ahead of what was delivered
+    end: State | None = field(default=None, init=False)  # a sampler's final state
 
     def prepare(self, epoch: int | None = None, /) -> None:
         """Draw the contents of the state, once: a seed, but no permutation yet.
@@ -79,18 +74,21 @@ class Order:
         return False
 
     def batches(
-        self, start: int = 0, after: State | None = None, /
+        self, start: int = 0, _after: State | None = None, /
     ) -> Iterator[IndexBatch]:
-        """Yield the batches from number ``start`` on; called once.
+        """Yield those from number ``start`` on, which come after a state; once."""
+        return self.batches_of(itertools.count(start))
 
-        Args:
-            start: Number of the first batch.
-            after: The ``state`` of the batch before it.
-        """
-        raise NotImplementedError
+    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
+        part = self.part
+        whole = (self.size or 1) * part.world_size
+        for number in numbers:
+            first = number * whole
+            places = part.places(first, first + whole)
+            yield IndexBatch(number, places.start, places)
 
     def state(self) -> State:
-        """Return what makes the order again, ready for JSON; a stream has its own."""
+        """Return what makes the order again, ready for JSON."""
         return {}
 
     def _own(self, found: Any) -> tuple[Any, int, int]:
@@ -98,68 +96,55 @@ class Order:
 
         As in torch, the order wraps around at its end.
         """
-        part = self._part
+        part = self.part
         mine, padding = part.share(len(found))
         units = found[part.rank :: part.world_size][:mine]
         return units, padding, part.rank + mine * part.world_size - len(found)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IndexOrder(Order):
     """Batches cut from an order with random access; ``pulled`` is 1 after its end."""
 
-    def __init__(
-        self, sampler: Any, size: int, part: Part, saved: State, *, drop_last: bool
-    ) -> None:
-        super().__init__(size, part, saved.get("pulled", 0))
-        self._sampler = sampler
-        self._drop_last = drop_last
-        is_random = isinstance(sampler, RandomSampler)
-        self._draws = Draws(sampler, saved) if is_random else None
-        self._shuffled: ShuffledIndices | None = None
-
-    @staticmethod
-    def suits(sampler: Any) -> bool:
-        """Tell whether the order can be cut: torch's exact classes, and ours."""
-        if type(sampler) is RandomSampler:
-            is_whole = sampler.num_samples == len(sampler.data_source)
-            return is_whole and not sampler.replacement
-        return type(sampler) in {SequentialSampler, ShuffledIndices}
+    sampler: Any
+    drop_last: bool
+    draws: "Draws | None"
+    _shuffled: ShuffledIndices | None = field(default=None, init=False)
 
     def prepare(self, epoch: int | None = None, /) -> None:
-        if self._draws is not None:
-            self._draws.prepare()
-        if type(self._sampler) is ShuffledIndices and self._shuffled is None:
-            self._shuffled = self._sampler.copy()  # a later set_epoch is for the next
+        if self.draws is not None:
+            self.draws.prepare()
+        if type(self.sampler) is ShuffledIndices and self._shuffled is None:
+            self._shuffled = self.sampler.copy()  # a later set_epoch is for the next
             if epoch is not None:
                 self._shuffled.set_epoch(epoch)
 
     def draws_long(self, number: int, start: int, /) -> bool:
         """Tell whether a permutation is drawn: before the first one, and at the end."""
-        if self._draws is None or len(self._sampler) <= _QUICK:
+        if self.draws is None or len(self.sampler) <= _QUICK:
             return False
-        return number == start or number >= len(self._sampler) // self._whole
+        whole = (self.size or 1) * self.part.world_size
+        return number == start or number >= len(self.sampler) // whole
 
     def batches(
         self, start: int = 0, _after: Any = None, /, *, as_lists: bool = True
     ) -> Iterator[IndexBatch]:
         """Yield the batches; indices are lists, or else tensors and ranges."""
-        n, whole, rank = len(self._sampler), self._whole, self._part.rank
-        is_alone = self._part.world_size == 1
+        n, rank, is_alone = len(self.sampler), self.part.rank, self.part.world_size == 1
+        whole = (self.size or 1) * self.part.world_size
         self.prepare()
-        indices: Indices = self._shuffled or range(n)
-        if self._draws is not None:
-            indices = _permutation(n, self._draws.begin())
+        lazy = self._shuffled
+        indices: Any = lazy or range(n)
+        if self.draws is not None:
+            indices = _permutation(n, self.draws.begin())
         # Torch's sampler draws another, unused permutation at its end: with a short
         # last batch, which runs into the end, or else after the last one.
-        short = n // whole if n % whole and not self._drop_last else None
-        stop = n - n % whole if self._drop_last else n
-        whole_order: Any = indices
-        is_whole = type(indices) is not ShuffledIndices
-        size = _BLOCK if is_whole else _SHUFFLED_BLOCK
-        step = max(1, size // whole) * whole
+        short = n // whole if n % whole and not self.drop_last else None
+        stop = n - n % whole if self.drop_last else n
+        step = max(1, (_SHUFFLED_BLOCK if lazy else _BLOCK) // whole) * whole
         for at in range(start * whole, stop, step):
             end = min(at + step, stop)
-            block = whole_order[at:end] if is_whole else _taken(indices, at, end)
+            block = torch.from_numpy(lazy.take(at, end)) if lazy else indices[at:end]
             if as_lists and is_alone:
                 block = list(block) if type(block) is range else block.tolist()
             if isinstance(block, torch.Tensor):
@@ -174,8 +159,8 @@ class IndexOrder(Order):
                     continue
                 own, padding, place = self._own(found)
                 if padding:
-                    again = _taken(indices, place % n, place % n + 1)
-                    own = torch.tensor([*_listed(own), *_listed(again)], device="cpu")
+                    again = int(indices[place % n])
+                    own = torch.tensor([*_listed(own), again], device="cpu")
                 if len(own):
                     own = _listed(own) if as_lists else own
                     yield IndexBatch(number, number * whole + rank, own, padding)
@@ -183,14 +168,14 @@ class IndexOrder(Order):
 
     def _end(self) -> None:
         """Draw the unused permutation, once, from the user's generator."""
-        own = None if self._draws is None else self._sampler.generator
+        own = None if self.draws is None else self.sampler.generator
         if own is not None and not self.pulled:
-            _permutation(len(self._sampler), own)
+            _permutation(len(self.sampler), own)
         self.pulled = 1
 
     def state(self) -> State:
-        known = self._sampler if self._shuffled is None else self._shuffled
-        return described(known) | ({} if self._draws is None else self._draws.state())
+        known = self.sampler if self._shuffled is None else self._shuffled
+        return described(known) | ({} if self.draws is None else self.draws.state())
 
 
 def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
@@ -198,21 +183,111 @@ def _permutation(n: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(n, generator=generator, device=generator.device).cpu()
 
 
-def _taken(indices: Indices, start: int, stop: int) -> Chunk:
-    if type(indices) is ShuffledIndices:
-        return torch.from_numpy(indices.take(start, stop))
-    chunk: Any = indices
-    part: Chunk = chunk[start:stop]
-    return part
-
-
 def _views(block: torch.Tensor, size: int) -> Iterator[Any]:
     for at in range(0, len(block), size * _VIEWS):
         yield from block[at : at + size * _VIEWS].split(size)  # type: ignore[no-untyped-call]
 
 
-def _listed(chunk: Chunk) -> list[int]:
-    return list(chunk) if type(chunk) is range else chunk.tolist()
+def _listed(chunk: torch.Tensor | range) -> list[int]:
+    return list(chunk) if isinstance(chunk, range) else chunk.tolist()
+
+
+# -- draws ------------------------------------------------------------------------
+
+
+def packed(state: torch.Tensor) -> State:
+    """Return the state of a CPU generator and its seed, ready for JSON."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    # Each 32 random bits are followed by 32 zeros, and only these can be compressed.
+    random, zeros = state.numpy().view(np.uint32).reshape(-1, 2).T
+    text = base64.b64encode(random.tobytes() + zlib.compress(zeros.tobytes(), 1))
+    return {"seed": generator.initial_seed(), "state": text.decode()}
+
+
+def unpacked(saved: State) -> torch.Tensor:
+    data = base64.b64decode(saved["state"])
+    half = torch.default_generator.get_state().numel() // 2
+    data = data[:half] + zlib.decompress(data[half:])
+    halves = np.frombuffer(data, np.uint32).reshape(2, -1).T
+    return torch.from_numpy(np.ascontiguousarray(halves).view(np.uint8).reshape(-1))
+
+
+class Draws:
+    """The random draws of one order: of a sampler, if it draws.
+
+    It draws from its ``generator`` or else from the default one. ``saved`` is the
+    ``state`` of another process, or empty.
+    """
+
+    def __init__(self, sampler: Any, saved: State) -> None:
+        own: torch.Generator | None = getattr(sampler, "generator", None)
+        self._source = torch.default_generator if own is None else own
+        self._is_drawn = sampler is not None
+        self._draws_seed = own is None and type(sampler) is RandomSampler
+        self._seed: int | None = saved.get("seed") if self._draws_seed else None
+        # Only of a user's sampler is it unknown whether it draws.
+        is_torchs = type(sampler) in WITH_GENERATOR
+        self._key = "generator" if own is not None or is_torchs else "before"
+        self._saved: State | None = saved.get(self._key) if self._is_drawn else None
+        self._before: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        if self._draws_seed and self._seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_()
+            self._seed = int(drawn.item())
+
+    def begin(self) -> torch.Generator:
+        """Return the generator to draw from, in its state when the order was drawn.
+
+        That of a saved order is a copy: the sampler's own is past it already.
+        """
+        self.prepare()
+        if self._seed is not None:
+            return torch.Generator().manual_seed(self._seed)
+        if self._saved is not None:
+            copied = torch.Generator()
+            copied.set_state(unpacked(self._saved))
+            return copied
+        if self._is_drawn and self._before is None:
+            self._before = self._source.get_state()
+        return self._source
+
+    def begin_later(self) -> None:
+        """Undo ``begin``, unless something was drawn since.
+
+        A generator function draws at its first step, and not when ``iter`` is called.
+        """
+        before = self._before
+        if before is not None and torch.equal(before, self._source.get_state()):
+            self._before = None
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Let the sampler draw as it did when a saved order was first drawn.
+
+        Afterwards its generator is back where it was.
+        """
+        if self._saved is None:
+            yield
+            return
+        now = self._source.get_state()
+        self._source.set_state(unpacked(self._saved))
+        try:
+            yield
+        finally:
+            self._source.set_state(now)
+
+    def state(self) -> State:
+        """Return the state that ``begin`` started from, ready for JSON, or empty."""
+        if self._seed is not None:
+            return {"seed": self._seed}
+        if self._saved is not None:
+            return {self._key: self._saved}
+        return {} if self._before is None else {self._key: packed(self._before)}
+
+
+# -- samplers ---------------------------------------------------------------------
 
 
 def nested(sampler: Any) -> Iterator[Any]:
@@ -269,14 +344,12 @@ def epoch_of(part: Any) -> int | None:
 
     None if it cannot be read as ``epoch`` and set with ``set_epoch``.
     """
-    counts = _with_epoch(part)
-    return None if counts is None else int(counts.epoch)
+    return getattr(_with_epoch(part), "epoch", None)
 
 
 def set_epoch(part: Any, epoch: int | None) -> None:
     """Set the epoch that ``epoch_of`` returned, if it did."""
-    counts = _with_epoch(part)
-    if counts is not None and epoch is not None:
+    if epoch is not None and (counts := _with_epoch(part)) is not None:
         counts.set_epoch(epoch)
 
 

@@ -8,7 +8,7 @@ other sampler is iterated again up to the position.
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from torch.utils.data import (
 
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import noted
-from aioloader._order.generators import WITH_GENERATOR, Draws
 from aioloader._order.indices import (
+    WITH_GENERATOR,
+    Draws,
     IndexBatch,
     Order,
     State,
@@ -49,31 +50,46 @@ _WITHOUT_DRAWS = {
 }
 
 
-class StreamOrder(Order):
-    """Positions in a stream, without an end: only the stream knows its end."""
+class Turns:
+    """The numbers of the next requests, if readers' batches are delivered unordered.
 
-    def batches(self, start: int = 0, _after: Any = None, /) -> Iterator[IndexBatch]:
-        return self.batches_of(itertools.count(start))
+    Batch k is for reader k modulo their number. With ``in_order=False`` a reader gets a
+    request when one of its requests was answered: a slow one does not delay the others.
+    Source: ``_try_put_index`` of torch 2.9's ``_MultiProcessingDataLoaderIter``.
+    """
 
-    def batches_of(self, numbers: Iterable[int]) -> Iterator[IndexBatch]:
-        whole, part = self._whole, self._part
-        for number in numbers:
-            first = number * whole
-            places = part.places(first, first + whole)
-            yield IndexBatch(number, places.start, places)
+    def __init__(self, readers: int, start: int) -> None:
+        self._next = [start + (reader - start) % readers for reader in range(readers)]
+        self._held = dict.fromkeys(range(readers), 0)  # by those that have not ended
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the next number, for the reader with the fewest requests."""
+        while self._held:
+            reader = min(self._held, key=lambda one: (self._held[one], self._next[one]))
+            number = self._next[reader]
+            self._next[reader] += len(self._next)
+            self._held[reader] += 1
+            yield number
+
+    def may_issue(self, window: int) -> bool:
+        """Tell whether a reader has less than its share of the window, or all ended."""
+        share = max(1, window // max(1, len(self._held)))
+        return min(self._held.values(), default=0) < share
+
+    def take(self, number: int, *, has_ended: bool) -> None:
+        """Note that a request was answered, and whether its reader has ended."""
+        reader = number % len(self._next)
+        if has_ended:
+            self._held.pop(reader, None)
+        elif reader in self._held:
+            self._held[reader] -= 1
 
 
 class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
-    Args:
-        sampler: Yields indices if ``size`` is set, or else batches of them.
-        size: Samples per batch, or None.
-        part: The rank's part.
-        saved: The result of ``state``, or empty.
-        drop_last: Whether to drop a short last batch.
-        begins: Whether torch calls ``iter`` on it with the loader's, not at the first
-            batch.
+    It yields indices if there is a ``size``, or else batches of them. If it ``begins``,
+    torch calls ``iter`` on it with the loader's, and not at the first batch.
     """
 
     def __init__(
@@ -87,6 +103,7 @@ class IteratedOrder(Order):
         begins: bool,
     ) -> None:
         super().__init__(size, part, saved.get("pulled", 0))
+        self._whole = (size or 1) * part.world_size  # units of a global batch
         self._sampler = sampler
         self._drop_last = drop_last
         self._name = described(sampler)
@@ -114,7 +131,7 @@ class IteratedOrder(Order):
         self, start: int = 0, after: State | None = None, /
     ) -> Iterator[IndexBatch]:
         after, whole = after or {}, self._whole
-        rank, ranks = self._part.rank, self._part.world_size
+        rank, ranks = self.part.rank, self.part.world_size
         with self._draws.replayed():
             self._draws.begin()
             iterator = self._begin(after) if self._iterator is None else self._iterator
@@ -144,7 +161,7 @@ class IteratedOrder(Order):
             beginning = beginning or found[:ranks]
             units, padding, place = self._own(found)
             units += [beginning[place % len(beginning)]] * padding
-            before = first + (rank if self._size else self._count(found[:rank]))
+            before = first + (rank if self.size else self._count(found[:rank]))
             first += self._count(found)
             if not units:
                 continue
@@ -153,7 +170,7 @@ class IteratedOrder(Order):
                 state |= {"beginning": beginning} if ranks > 1 else {}
                 # At its end it may have restarted.
                 state |= {"ended": True} if len(found) < whole else {}
-            if not self._size:
+            if not self.size:
                 units, padding = units[0], padding and len(units[0])
             yield IndexBatch(number, before, units, padding, state)
         self.end = self._state_of(iterator, first)
@@ -183,8 +200,9 @@ class IteratedOrder(Order):
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[list[Any]]:
         """Yield the units of each global batch; its end counts as pulled, too."""
-        steps = _stepped(iterator)
-        if not self._size:
+        # ``islice`` would call ``iter``, which may restart it.
+        steps: Iterator[Any] = map(next, itertools.repeat(iterator))
+        if not self.size:
             steps = map(_as_sequence, steps)
         while True:
             try:
@@ -197,7 +215,7 @@ class IteratedOrder(Order):
             yield found
 
     def _count(self, units: list[Any]) -> int:
-        return len(units) if self._size else sum(map(len, units))
+        return len(units) if self.size else sum(map(len, units))
 
     def _state_of(self, iterator: Any, first: int) -> State | None:
         """Return the sampler's state after the latest batch, if it has one."""
@@ -247,16 +265,6 @@ def _seeds_itself(sampler: Any) -> bool:
 
 def _noted(error: BaseException, where: str) -> BaseException:
     return noted(raisable(error, "the sampler"), where)
-
-
-def _stepped(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the rest; ``islice`` would call ``iter``, which may restart it."""
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        yield item
 
 
 def _as_sequence(indices: Any) -> Any:

@@ -16,19 +16,13 @@ Tail: TypeAlias = Literal["wrap", "pad", "drop", "uneven"]
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of each global batch.
-
-    Attributes:
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        tail: What happens to a last global batch that cannot be split evenly:
-            ``"wrap"``: it is filled from the beginning of the order, as with torch's
-            ``DistributedSampler``; ``"pad"``: the same, and a mask shows the padding;
-            ``"drop"``: the remainder is dropped; ``"uneven"``: ranks differ.
-    """
+    """One rank's part of each global batch."""
 
     rank: int = 0
     world_size: int = 1
+    # What happens to a last global batch that cannot be split evenly: it is filled from
+    # the beginning of the order, as with torch's ``DistributedSampler``; the same, and
+    # a mask shows the padding; the remainder is dropped; ranks differ.
     tail: Tail = "wrap"
 
     def share(self, found: int) -> tuple[int, int]:
@@ -56,9 +50,6 @@ class Part:
         """Return our positions from ``first``, the start of a global batch."""
         return range(first + self.rank, stop, self.world_size)
 
-    def masks(self) -> bool:
-        return self.tail == "pad"
-
 
 WHOLE = Part()
 
@@ -72,37 +63,24 @@ def evened(count: int, ranks: int, tail: str) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a stream one reader reads.
-
-    Attributes:
-        reader: Number of this reader.
-        readers: Number of readers.
-        hosted: How many of them this rank reads; they share its memory.
-        in_turns: Whether it must yield the same samples in the same order whenever and
-            wherever it is read, because ranks or readers take turns.
-        ranks: Number of ranks (times workers).
-    """
+    """Which part of a stream one reader reads."""
 
     reader: int = 0
     readers: int = 1
-    hosted: int = 1
+    hosted: int = 1  # how many of them this rank reads; they share its memory
+    # It must yield the same samples in the same order whenever and wherever it is read,
+    # because ranks or readers take turns.
     in_turns: bool = False
-    ranks: int = 1
+    ranks: int = 1  # (times workers)
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Which positions of a stream's order one rank takes: every ``ranks``-th.
+    """Which positions of a stream's order one rank takes: every ``ranks``-th."""
 
-    Attributes:
-        rank: Its number, among all ranks' workers.
-        ranks: Number of ranks (times workers).
-        readers: Number of readers in the order.
-    """
-
-    rank: int
-    ranks: int
-    readers: int
+    rank: int  # among all ranks' workers
+    ranks: int  # (times workers)
+    readers: int  # in the order
 
     @property
     def is_alone(self) -> bool:

@@ -11,35 +11,21 @@ from typing import NamedTuple
 
 
 class Count(NamedTuple):
-    """What one rank has told.
+    """What one rank has told."""
 
-    Attributes:
-        batches: How many batches it has, at least.
-        has_ended: Whether it has no more.
-        has_left: Whether its consumer has left the iteration early.
-    """
-
-    batches: int
-    has_ended: bool = False
-    has_left: bool = False
+    batches: int  # at least
+    has_ended: bool = False  # it has no more
+    has_left: bool = False  # its consumer has left the iteration early
 
 
 class Counts(NamedTuple):
-    """What is known of all ranks.
+    """What is known of all ranks."""
 
-    Attributes:
-        least: Batches of the rank that has told the fewest.
-        most: Batches of the rank that has told the most.
-        going: As ``least``, of the ranks that have not ended; None: all have.
-        cut: Batches of the rank that ended with the fewest; None: none has.
-        left: Ranks that have left the iteration early.
-    """
-
-    least: int = 0
-    most: int = 0
-    going: int | None = 0
-    cut: int | None = None
-    left: Sequence[int] = ()
+    least: int = 0  # batches of the rank that has told the fewest
+    most: int = 0  # of the one that has told the most
+    going: int | None = 0  # as ``least``, of ranks that have not ended; None: all have
+    cut: int | None = None  # of the rank that ended with the fewest; None: none has
+    left: Sequence[int] = ()  # ranks that have left the iteration early
 
     @classmethod
     def of(cls, counts: Sequence[Count]) -> "Counts":
@@ -57,24 +43,16 @@ class Counts(NamedTuple):
 
 @dataclass
 class SharedEnd:
-    """One rank's side of the end that all ranks share.
+    """One rank's side of the end that all ranks share."""
 
-    Attributes:
-        pads: Whether ranks that have ended repeat samples until the last one ends; else
-            all end with the first one.
-        made: How many batches this rank has made.
-        passed: How many were passed on, repeated ones included.
-        has_ended: Whether this rank has no more of its own.
-        counts: What is known of all ranks.
-        is_agreed: Whether all ranks know the end.
-    """
-
+    # Ranks that have ended repeat samples until the last one ends; else all end with
+    # the first one.
     pads: bool
-    made: int = 0
-    passed: int = 0
-    has_ended: bool = False
+    made: int = 0  # batches of this rank
+    passed: int = 0  # of them, and repeated ones
+    has_ended: bool = False  # this rank has no more of its own
     counts: Counts = field(default_factory=Counts)
-    is_agreed: bool = False
+    is_agreed: bool = False  # all ranks know the end
 
     def has_news(self) -> bool:
         """Tell whether there is more to tell the others.
@@ -118,15 +96,10 @@ class SharedEnd:
 
 
 class EndTalk(abc.ABC):
-    """Carries counts between one rank's iteration and those of the others.
+    """Carries counts between one rank's iteration and those of the others."""
 
-    Attributes:
-        timeout: Seconds that a rank waits for the others.
-        who: This rank, for errors.
-    """
-
-    timeout: float
-    who: str
+    timeout: float  # seconds that a rank waits for the others
+    who: str  # this rank, for errors
 
     @abc.abstractmethod
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:

@@ -8,12 +8,19 @@ and their order, and ``"of"``, the description of the stream before it. The loca
 the data (root, store, credentials), caches, and how much is read ahead are no part of
 it. ``"function"`` is the name of a user function, which may have been renamed: a
 difference there is only worth a warning.
+
+A state may come from a file that was truncated, edited, or restored only in part. Each
+wrong value would have its own consequence: another error, or silently other samples. So
+a state carries a checksum of its contents, and only what was saved is ever loaded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from types import NoneType
 from typing import Any, TypeAlias
 
-from aioloader._order.checksums import checksum
 from aioloader._order.ranks import Deal
 from aioloader.errors import StateMismatchError
 
@@ -25,13 +32,12 @@ VERSION = 5
 def state_of(**entries: Any) -> State:
     """Return a state.
 
-    Args:
-        entries: ``stream``: its description; ``epoch``: its number; ``begun``: the
-            number of the epoch in which the readers were at their beginning;
-            ``readers``: how many are in the order; ``position``: how many positions all
-            ranks have taken, if all are in step; ``streams``: for each reader (a
-            string) its ``"state"`` after ``"taken"`` samples, and ``"ended"`` if there
-            are no more. ``ended`` is added once these ranks have delivered all.
+    Its entries are ``stream``: its description; ``epoch``: its number; ``begun``: the
+    number of the epoch in which the readers were at their beginning; ``readers``: how
+    many are in the order; ``position``: how many positions all ranks have taken, if all
+    are in step; ``streams``: for each reader (a string) its ``"state"`` after
+    ``"taken"`` samples, and ``"ended"`` if there are no more. ``ended`` is added once
+    these ranks have delivered all.
     """
     return {"version": VERSION, **entries}
 
@@ -67,6 +73,40 @@ def opened(state: Any) -> State:
     return found
 
 
+def checksum(value: Any) -> int:
+    """Return a checksum that JSON, pickle and ``torch.save`` preserve.
+
+    Lists and tuples are alike, as are keys and their text, in any order. What JSON
+    cannot hold has no part in it.
+    """
+    words: list[str] = []
+    _spell(value, words.append)
+    return zlib.crc32("\0".join(words).encode(errors="backslashreplace"))
+
+
+def _spell(value: Any, add: Callable[[str], object]) -> None:
+    if isinstance(value, str):
+        add(f"'{value}")
+    elif isinstance(value, (int, NoneType)):  # booleans too
+        add(str(value))
+    elif isinstance(value, Mapping):
+        add("{")
+        for key in sorted(value, key=str):
+            add(str(key))
+            _spell(value[key], add)
+        add("}")
+    elif isinstance(value, (list, tuple)):
+        add("[")
+        for one in value:
+            _spell(one, add)
+        add("]")
+    elif isinstance(value, float):
+        add(repr(float(value)))
+    else:
+        with contextlib.suppress(TypeError):  # numpy's integers have an index too
+            add(str(index(value)))
+
+
 # -- of one rank, and of all ------------------------------------------------------
 
 
@@ -92,19 +132,11 @@ def part_of(state: State, deal: Deal) -> State:
     }
 
 
-def merge_states(states: Iterable[State]) -> State:
-    return sealed(merged(list(map(opened, states))))
-
-
 def merged(states: Sequence[State], *, is_part: bool = False) -> State:
     """Return the positions of all ranks as one, which any number of ranks can load.
 
     All must be saved after the same number of batches; a rank that ended earlier may
-    have had fewer.
-
-    Args:
-        states: The ``position`` of each rank's iterator, in any order.
-        is_part: Whether readers may be missing.
+    have had fewer. If it is a part, readers may be missing.
 
     Raises:
         StateMismatchError: If they are not of one epoch and one moment, or if readers
@@ -115,7 +147,16 @@ def merged(states: Sequence[State], *, is_part: bool = False) -> State:
         raise ValueError("there are no states to merge")
     first = states[0]
     _check_alike(states)
-    position = _position(states)
+    position = _latest(states)
+    if not are_in_step(states):
+        others = sorted({one["position"] for one in states} - {position})
+        raise StateMismatchError(
+            f"the states are not of one moment: one was saved after {position:,} "
+            f"samples of all ranks, others after {', '.join(map(str, others))}; save "
+            "all ranks after the same number of batches",
+            expected=position,
+            found=others,
+        )
     streams: State = {}
     for state in states:
         # Up to a later position there may be no more samples, or more that failed.
@@ -149,8 +190,7 @@ def _check_alike(states: Sequence[State]) -> None:
                 expected=first["stream"],
                 found=state["stream"],
             )
-    for key in ("epoch", "begun", "readers"):
-        for state in states[1:]:
+        for key in ("epoch", "begun", "readers"):
             if state[key] != first[key]:
                 raise StateMismatchError(
                     f"the states are not of one moment: one has {key} {first[key]}, "
@@ -162,33 +202,21 @@ def _check_alike(states: Sequence[State]) -> None:
 
 def are_in_step(states: Sequence[State]) -> bool:
     """Tell whether all ranks or workers are at one position, or have ended before."""
-    going, ended = _positions(states)
-    return len(going) <= 1 and max(ended, default=0) <= max(going or ended)
+    position = _latest(states)
+    return all(
+        one["position"] <= position if one.get("ended") else one["position"] == position
+        for one in states
+    )
 
 
-def _positions(states: Sequence[State]) -> tuple[set[int], set[int]]:
-    going = {one["position"] for one in states if not one.get("ended")}
-    return going, {one["position"] for one in states if one.get("ended")}
+def _latest(states: Sequence[State]) -> int:
+    """Return the position of the ranks that continue, or else the last one's.
 
-
-def _position(states: Sequence[State]) -> int:
-    """Return the position of all ranks that are in step.
-
-    It is that of the ranks that continue. One that has ended has taken all its samples,
-    which cannot be more.
+    A rank that has ended has taken all its samples, which cannot be more.
     """
-    going, ended = _positions(states)
-    position: int = max(going or ended)
-    if not are_in_step(states):
-        others = sorted((going | ended) - {position})
-        raise StateMismatchError(
-            f"the states are not of one moment: one was saved after {position:,} "
-            f"samples of all ranks, others after {', '.join(map(str, others))}; save "
-            "all ranks after the same number of batches",
-            expected=position,
-            found=others,
-        )
-    return position
+    going = [one for one in states if not one.get("ended")]
+    latest: int = max(one["position"] for one in going or states)
+    return latest
 
 
 def _progress(one: State) -> tuple[bool, int]:

@@ -289,7 +289,7 @@ class BatchMaker(Recipe):
     def _made(self, task: BatchTask, batch: Any) -> BatchResult:
         """Return the result of a batch, with a mask of its padding if requested."""
         task.collated = perf_counter()
-        if self.part.masks():
+        if self.part.tail == "pad":
             samples = task.samples if type(task.samples) is list else task.indices
             real = len(samples) - task.padding
             kept = [k < real for k, one in enumerate(samples) if one is not SKIP]

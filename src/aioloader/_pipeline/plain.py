@@ -34,7 +34,7 @@ from aioloader._pipeline.batch_task import place_of
 from aioloader._transport.slots import SlotPool
 
 if TYPE_CHECKING:
-    from aioloader._order.turns import Turns
+    from aioloader._order.orders import Turns
     from aioloader._pipeline.batch_task import BatchResult
 
 # Seconds after which a task that never waits gives the other tasks of its loop a turn.

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aioloader.protocols import BlockIterator, is_own_stream, is_stateful
+from aioloader.protocols import BlockIterator, OwnStream, is_stateful
 
 # "read": samples read in total; "skip": samples read after the states below;
 # "iterator", "dataset": their states, if they have one; "is_dataset": the iterator is
@@ -144,7 +144,7 @@ class Position:
         self.has_ended = bool(self._resume.get("ended"))
         self.again: StreamState | None = self._resume.get("again")
         self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
-        self._is_own = is_own_stream(dataset)
+        self._is_own = isinstance(dataset, OwnStream)
         # The objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
         kept_names = {*STATES, "is_dataset"}

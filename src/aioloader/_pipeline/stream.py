@@ -32,7 +32,7 @@ from aioloader._pipeline.block_sources import (
 )
 from aioloader._pipeline.position import Position, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
-from aioloader.protocols import BlockIterator, is_own_stream
+from aioloader.protocols import BlockIterator, OwnStream
 
 
 class _Stream(abc.ABC):
@@ -290,7 +290,7 @@ class _Stream(abc.ABC):
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
         task.state = self._state()
-        if self._real is not None and self._maker.part.masks():
+        if self._real is not None and self._maker.part.tail == "pad":
             # Readers that have ended leave places without samples at the end.
             real = max(0, self._real - (self._position.read - found))
             task.padding = max(0, len(task.samples) - real)
@@ -328,7 +328,7 @@ class _Stream(abc.ABC):
     def _is_part(self) -> bool:
         """Tell whether other readers have parts of this stream too."""
         dataset, worker = self._maker.dataset, get_worker_info()
-        ranks = dataset.ranks if is_own_stream(dataset) else None
+        ranks = dataset.ranks if isinstance(dataset, OwnStream) else None
         return (ranks or (0, 1))[1] > 1 or (
             worker is not None and worker.num_workers > 1
         )
@@ -348,7 +348,7 @@ class _Stream(abc.ABC):
     def _takes_columns(self) -> bool:
         maker = self._maker
         is_default = maker.batched and maker.collate_fn is default_collate
-        return is_default and maker.transform is None and not maker.part.masks()
+        return is_default and maker.transform is None and maker.part.tail != "pad"
 
 
 class SyncStream(_Stream):
@@ -395,7 +395,7 @@ class AsyncStream(_Stream):
 
     async def _open(self, task: BatchTask) -> BlockSource:
         dataset = self._maker.dataset
-        if is_own_stream(dataset):
+        if isinstance(dataset, OwnStream):
             dataset.begin_epoch(self._maker.epoch)
         self._position.load_dataset()
         iterator = await open_async(dataset, self._stack)

@@ -42,7 +42,7 @@ from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
-from aioloader.protocols import is_own_stream
+from aioloader.protocols import OwnStream
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
@@ -104,7 +104,7 @@ class _Iterable(Stream[Any]):
         source = self._source
         if isinstance(source, torch.utils.data.DataLoader):
             is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
-            is_known = is_known or is_own_stream(source.dataset)
+            is_known = is_known or isinstance(source.dataset, OwnStream)
         else:
             counts = callable(getattr(source, "set_epoch", None))
             is_known = isinstance(source, Sequence) or counts
