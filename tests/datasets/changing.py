@@ -79,15 +79,12 @@ class ChangingServer(Server):
         self._later: tuple[int, bytes] | None = None
 
     def replace(self, body: bytes) -> None:
-        """Let there be another object from now on."""
         self.body, self.version = body, self.version + 1
 
     def replace_after(self, body: bytes, requests: int) -> None:
-        """Let there be another object after so many requests."""
         self._later = requests, body
 
     def fail_next(self, count: int) -> None:
-        """Answer the next requests with status 503."""
         self._failing = count
 
     def break_off(self, at: int, times: int) -> None:
@@ -104,7 +101,6 @@ class ChangingServer(Server):
         return self._failing >= 0
 
     def cut(self, body: bytes) -> bytes:
-        """Return as much of a body as is to be sent."""
         at, times = self._breaking
         if not times or len(body) <= at:
             return body

@@ -20,7 +20,6 @@ def a_store() -> Any:
 def loader_of(
     stream: Any, store: Any, rank: int, ranks: int, **options: Any
 ) -> "DataLoader[Any]":
-    """Return the loader of one rank."""
     asked: Any = {"collate_fn": list, "rank": rank, "world_size": ranks, **options}
     return DataLoader(stream.agree(store, timeout=30), **asked)
 
@@ -32,7 +31,6 @@ def side_by_side(job: Any, ranks: int) -> list[Any]:
 
 
 def read_all(stream: Any, ranks: int, **options: Any) -> list[list[Any]]:
-    """Return all batches of each rank."""
     store = a_store() if options.get("num_workers") else dist.HashStore()
 
     def read(rank: int) -> list[Any]:

@@ -16,7 +16,6 @@ class _Handler(Handler):
     """Answers one connection; it is closed after each answer."""
 
     def get(self) -> None:
-        """Answer about the repository, a folder, or with a file."""
         hub, path = self.served, unquote(urlsplit(self.path).path)
         hub.seen.append(f"GET {path}")
         if hub.token and self.headers["authorization"] != f"Bearer {hub.token}":
@@ -31,12 +30,10 @@ class _Handler(Handler):
             self.say(404, {"error": "Repository not found"}, "RepoNotFound")
 
     def about(self, revision: str) -> None:
-        """Return the commit of a revision."""
         sha = self.served.main if revision == "main" else revision
         self.say(200, {"id": REPO, "sha": sha, "siblings": [], "private": False})
 
     def tree(self, revision: str, folder: str) -> None:
-        """Return the files under a folder, and the folders in it."""
         files = self.served.commits[
             self.served.main if revision == "main" else revision
         ]
@@ -58,7 +55,6 @@ class _Handler(Handler):
             self.say(200, list(found.values()))
 
     def file(self, revision: str, name: str) -> None:
-        """Return a range of a file."""
         self.served.reads.wait()
         if self.served.fail:
             self.say(self.served.fail.pop(), {"error": "busy"})
@@ -71,7 +67,6 @@ class _Handler(Handler):
         self.answer(206, part, {"content-range": f"bytes {first}-{last}/{len(data)}"})
 
     def say(self, status: int, said: Any, code: str = "") -> None:
-        """Send JSON."""
         fields = {"content-type": "application/json"}
         fields |= {"x-error-code": code} if code else {}
         self.answer(status, json.dumps(said).encode(), fields)
@@ -100,5 +95,4 @@ class Hub(Server):
         self.token = ""
 
     def files(self, revision: str) -> dict[str, bytes]:
-        """Return the files of a branch or a commit."""
         return self.commits[self.main if revision == "main" else revision]

@@ -41,7 +41,6 @@ class Ranks:
             await iterator.aclose()
 
     async def batch(self, size: int) -> list[list[str]]:
-        """Return the next global batch: what each rank has of it."""
         assert size % len(self.iterators) == 0
         limit = size // len(self.iterators)
         return [
@@ -75,17 +74,14 @@ class Ranks:
         return [str(one.error) if type(one) is Bad else name_of(one) for one in found]
 
     def states(self) -> list[Any]:
-        """Return the states of all ranks, through JSON."""
         found = [json.dumps(iterator.state_dict()) for iterator in self.iterators]
         return [json.loads(one) for one in found]
 
     def state(self) -> Any:
-        """Return one state of all ranks."""
         return json.loads(json.dumps(merge_states(self.states())))
 
 
 def trimmed(batches: list[list[str]]) -> list[list[str]]:
-    """Return batches without the empty ones at the end."""
     while batches and not batches[-1]:
         batches = batches[:-1]
     return batches
@@ -95,7 +91,6 @@ def trimmed(batches: list[list[str]]) -> list[list[str]]:
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    """Return lines of thirteen uneven shards."""
     for shard, length in enumerate(LENGTHS):
         text = "".join(f"{shard}-{place}\n" for place in range(length))
         (folder / f"{shard:02}.txt").write_text(text)
@@ -103,17 +98,14 @@ def lines(folder: Path, **options: Any) -> Any:
 
 
 def numbers(count: int = 61) -> Any:
-    """Return the first numbers."""
     return from_iterable(range(count))
 
 
 async def squared(number: int) -> int:
-    """Square a number."""
     return number**2
 
 
 def refused(number: int) -> int:
-    """Refuse some numbers."""
     if number % 9 == 4:
         raise ValueError(f"no {number}")
     return number

@@ -42,12 +42,10 @@ Make = Callable[..., Any]
 
 
 def rows(shard: int) -> list[str]:
-    """Return the names of the samples of one shard."""
     return [f"{shard}-{place}" for place in range(LENGTHS[shard])]
 
 
 def write_text(folder: Path, ending: str = "") -> None:
-    """Write text shards."""
     for shard in range(len(LENGTHS)):
         text = "".join(f"{row}\n" for row in rows(shard)).encode()
         write_packed(folder / f"{shard}.txt{ending}", text)
@@ -61,7 +59,6 @@ def write_json(folder: Path) -> None:
 
 
 def write_tar(folder: Path, ending: str = "") -> None:
-    """Write tar shards: two members for each sample."""
     for shard in range(len(LENGTHS)):
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as tar:
@@ -74,7 +71,6 @@ def write_tar(folder: Path, ending: str = "") -> None:
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Write a file, packed as its name says."""
     if path.suffix == ".gz":
         data = gzip.compress(data)
     elif path.suffix == ".zst":
@@ -83,67 +79,55 @@ def write_packed(path: Path, data: bytes) -> None:
 
 
 def name_of(sample: Any) -> str:
-    """Return the name of a sample of any format."""
     if isinstance(sample, dict):
         sample = sample.get("name", sample.get("txt"))
     return sample.decode() if isinstance(sample, bytes) else str(sample)
 
 
 class Numbered:
-    """All samples as an iterable of one's own."""
-
     def __iter__(self) -> Any:
         return iter(NAMES)
 
 
 async def numbered() -> Any:
-    """Yield all samples."""
     for name in NAMES:
         yield name
 
 
 def text(folder: Path, **options: Any) -> Any:
-    """Return plain text shards."""
     write_text(folder)
     return TextDataset(str(folder / "*.txt"), **options)
 
 
 def text_gzip(folder: Path, **options: Any) -> Any:
-    """Return text packed by gzip."""
     write_text(folder, ".gz")
     return TextDataset(f"{folder}/{{0..7}}.txt.gz", **options)
 
 
 def json_lines(folder: Path, **options: Any) -> Any:
-    """Return JSON lines."""
     write_json(folder)
     return JSONLinesDataset(sorted(map(str, folder.glob("*.jsonl"))), **options)
 
 
 def tar(folder: Path, **options: Any) -> Any:
-    """Return plain tar shards."""
     write_tar(folder)
     return TarDataset("*.tar", store=folder, **options)
 
 
 def tar_zstd(folder: Path, **options: Any) -> Any:
-    """Return tar packed by zstandard."""
     write_tar(folder, ".zst")
     return TarDataset(f"file://{folder}/{{0..7}}.tar.zst", **options)
 
 
 def iterable(_folder: Path, **_options: Any) -> Any:
-    """Return a stream of any iterable."""
     return from_iterable(Numbered())
 
 
 def async_iterable(_folder: Path, **_options: Any) -> Any:
-    """Return a stream of any async iterable."""
     return from_async_iterable(numbered)
 
 
 def own(folder: Path, **options: Any) -> Any:
-    """Return shards of a format of one's own."""
     for shard in range(len(LENGTHS)):
         rec = [struct.pack("<I", len(row)) + row.encode() for row in rows(shard)]
         (folder / f"{shard}.rec").write_bytes(b"".join(rec))
@@ -151,7 +135,6 @@ def own(folder: Path, **options: Any) -> Any:
 
 
 def parquet(folder: Path, **options: Any) -> Any:
-    """Return row groups of Parquet files."""
     for shard in range(len(LENGTHS)):
         table = pa.table({"name": pa.array(rows(shard), pa.string())})
         pq.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
@@ -159,7 +142,6 @@ def parquet(folder: Path, **options: Any) -> Any:
 
 
 def arrow(folder: Path, **options: Any) -> Any:
-    """Return record batches of Arrow files."""
     for shard in range(len(LENGTHS)):
         table = pa.table({"name": pa.array(rows(shard), pa.string())})
         with pa.ipc.new_file(str(folder / f"{shard}.arrow"), table.schema) as file:
@@ -168,7 +150,6 @@ def arrow(folder: Path, **options: Any) -> Any:
 
 
 def sqlite(folder: Path, **options: Any) -> Any:
-    """Return ranges of a table."""
     with contextlib.closing(sqlite3.connect(folder / "a.db")) as database:
         database.execute("DROP TABLE IF EXISTS part")
         database.execute("CREATE TABLE part (number INTEGER PRIMARY KEY, name TEXT)")
@@ -220,5 +201,4 @@ def source_state(state: Any) -> Any:
 
 
 async def names(stream: Any) -> list[str]:
-    """Return the names of all samples."""
     return [name_of(sample) for sample in (await read(stream))[0]]

@@ -52,7 +52,6 @@ class Swift:
         urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
 
     def options(self, key: str = ACCESS_KEY, secret: str = SECRET) -> dict[str, Any]:
-        """Return the options of a store, with credentials among them."""
         return {
             "endpoint": self.endpoint,
             "region": REGION,
@@ -61,19 +60,16 @@ class Swift:
         }
 
     def store(self) -> S3Store:
-        """Return the owner's view of the bucket."""
         client: Any = {"allow_http": True}
         return S3Store(BUCKET, client_options=client, **self.options())
 
     def close(self) -> None:
-        """Stop; the folder is gone."""
         self._process.communicate()
         shutil.rmtree(self._folder, ignore_errors=True)  # of one that did not start
 
 
 @pytest.fixture(scope="session")
 def swift() -> Iterator[Swift]:
-    """Run a server."""
     served = Swift()
     yield served
     served.close()

@@ -82,14 +82,12 @@ def page(to: Sender, _start: int, _stop: int) -> None:
 
 
 def tagged_page(to: Sender, _start: int, _stop: int) -> None:
-    """Answer with a page that has a tag."""
     fields = {"Content-Type": "text/html", "Content-Length": 7, "ETag": '"page"'}
     to.send_head(200, fields)
     to.wfile.write(b"<html/>")
 
 
 def silent(to: Sender, _start: int, _stop: int) -> None:
-    """Do not answer."""
     to.served.ended.wait()
     to.close_connection = True
 
@@ -111,8 +109,6 @@ def endless(to: Sender, _start: int, _stop: int) -> None:
 
 
 class Serving(Server):
-    """Serve a body with some bad answers."""
-
     handler = Sender
 
     def __init__(self, bad: Bad, when: Any, body: bytes = BODY) -> None:
@@ -127,7 +123,6 @@ class Serving(Server):
 
 @contextlib.contextmanager
 def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
-    """Serve, and return the URL."""
     with Serving(bad, when, body) as server:
         yield server.url
 
@@ -135,7 +130,6 @@ def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
 @pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
-    """A single bad answer, whichever it is, costs a retry and no line."""
     with serving(bad, [number]) as url:
         lines = [x async for x in TextDataset("a.txt", store=url, requests=AT_ONCE)]
     assert len(lines) == 30_000
@@ -144,7 +138,6 @@ async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
 
 @pytest.mark.parametrize("bad", [page, tagged_page, cut])
 async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
-    """With and without a size from a listing."""
     for size in (0, len(BODY)):
         with serving(bad, [0]) as url:
             async with ObjectDataset(url, ["a.bin"], requests=AT_ONCE) as objects:
@@ -166,7 +159,6 @@ async def test_an_object_whose_listed_size_did_not_come() -> None:
 
 @pytest.mark.parametrize("bad", [short, page])
 async def test_a_table_is_read_in_spite_of(bad: Bad, tmp_path: Path) -> None:
-    """Ranges of a table are retried too."""
     pq.write_table(pa.table({"x": range(9)}), tmp_path / "t")
     body = (tmp_path / "t").read_bytes()
     with serving(bad, [2], body) as url:
@@ -183,7 +175,6 @@ async def test_a_table_is_read_in_spite_of(bad: Bad, tmp_path: Path) -> None:
     ],
 )
 async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
-    """The error says what came, and after how long."""
     with serving(bad, range(10**6)) as url, pytest.raises(kind, match=words) as caught:
         [x async for x in TextDataset("a.txt", store=url, requests=SHORT)]
     assert "given up after 1 s" in str(caught.value)
@@ -216,7 +207,6 @@ async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
 
 
 def test_a_listing_that_hangs() -> None:
-    """It ends at the deadline, too."""
     requests = Requests(timeout=0.1, deadline=0.3, base_delay=0)
     with serving(silent, range(10**6)) as url:
         options = {"endpoint": url, "region": "x", "skip_signature": True}
@@ -247,7 +237,6 @@ def test_a_wrong_port(kind: str, unused_port: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
-    """What is being retried is not silent, in a worker neither."""
     url = f"http://127.0.0.1:{unused_port}"
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}

@@ -34,12 +34,10 @@ def bodies(server: ObjectServer) -> int:
 
 
 def kept_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
-    """Whoever reads it: another loader, a worker, from another place on."""
     with ObjectServer(shards(tmp_path)) as server:
         cache = tmp_path / "cache"
 
@@ -72,7 +70,6 @@ async def test_a_changed_object_is_read_anew(tmp_path: Path) -> None:
 
 
 async def test_big_objects_and_faults(tmp_path: Path) -> None:
-    """Blocks are shared by pieces; what fails is tried again, and not kept."""
     faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
     objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
     with ObjectServer(objects, faults=faults) as server:
@@ -88,7 +85,6 @@ async def test_big_objects_and_faults(tmp_path: Path) -> None:
 
 
 async def test_no_room_for_all(tmp_path: Path) -> None:
-    """A bound below one epoch: still right."""
     with ObjectServer({f"{at}.tar": big_shard(700, 8000) for at in range(3)}) as server:
         stream = TarDataset("{0..2}.tar", store=server.url).cache(tmp_path, 6 << 20)
         for _ in range(2):
@@ -97,7 +93,6 @@ async def test_no_room_for_all(tmp_path: Path) -> None:
 
 
 async def test_two_loops_at_once(tmp_path: Path) -> None:
-    """Each reads all; the cache is shared without a lock."""
     with ObjectServer(shards(tmp_path)) as server:
         stream = TarDataset("{0..7}.tar", store=server.url).cache(tmp_path / "cache")
         other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
@@ -106,7 +101,6 @@ async def test_two_loops_at_once(tmp_path: Path) -> None:
 
 
 def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
-    """It is told at once."""
     with pytest.raises(TypeError, match="no shards that could be cached"):
         from_iterable([1]).map(abs).cache(tmp_path)
 
@@ -121,7 +115,6 @@ async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def table_bytes(rows: int) -> bytes:
-    """Return a Parquet file of two row groups and four columns."""
     file = io.BytesIO()
     columns = {name: np.random.default_rng(0).random(rows) for name in "abcd"}
     pq.write_table(pa.table(columns), file, row_group_size=rows // 2)
@@ -129,7 +122,6 @@ def table_bytes(rows: int) -> bytes:
 
 
 def arrow_bytes(rows: int) -> bytes:
-    """Return an Arrow file of two batches and four columns."""
     file = io.BytesIO()
     table = pa.table({name: np.arange(float(rows)) for name in "abcd"})
     with pa.ipc.new_file(file, table.schema) as writer:
@@ -180,7 +172,6 @@ async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
 async def test_what_cannot_be_kept(
     tmp_path: Path, options: Any, words: str, kind: Any
 ) -> None:
-    """One warning says so, whatever is read, and all is read."""
     body = b"a\n" * 9 if kind is TextDataset else table_bytes(9)
     with ChangingServer(body, **options) as server:
         stream = kind(["a", "b"], store=server.url, cache=tmp_path)

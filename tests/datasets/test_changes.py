@@ -23,7 +23,6 @@ SMALL: dict[str, Any] = {"max_bytes": 1 << 18, "requests": QUICK, **AT_ONCE}
 
 
 async def rest_of(stream: Any) -> list[Any]:
-    """Return all samples to come; whatever happens, nothing stays open."""
     async with aiter(stream) as iterator:
         return [sample async for sample in iterator]
 
@@ -46,7 +45,6 @@ def lines(count: int, mark: str = "a") -> bytes:
     ],
 )
 async def test_while_it_is_read(tags: str, count: int) -> None:
-    """Whatever the server tells: a tag, a weak one, a date, or only the length."""
     with ChangingServer(lines(2000), tags=tags) as server:
         async with aiter(TextDataset(f"{server.url}/a", **SMALL)) as iterator:
             await anext(iterator)
@@ -78,7 +76,6 @@ async def test_when_a_request_is_tried_again(tags: str) -> None:
 @pytest.mark.parametrize("fault", ["", "broken", "refused", "changed"])
 @pytest.mark.parametrize("tags", ["strong", ""])
 async def test_a_server_without_ranges(fault: str, tags: str) -> None:
-    """It is read whole, begins again when that breaks off, and sees a change too."""
     body = lines(5000)
     with ChangingServer(body, tags=tags, has_ranges=False) as server:
         if fault in {"broken", "changed"}:
@@ -99,7 +96,6 @@ async def test_a_server_without_ranges(fault: str, tags: str) -> None:
 
 
 async def test_a_server_that_always_breaks_off() -> None:
-    """Without progress it is given up at the deadline."""
     with ChangingServer(lines(5000), has_ranges=False) as server:
         server.break_off(at=3_000_000, times=10**9)
         policy = Requests(deadline=0.3, base_delay=0.001, max_delay=0.01)
@@ -111,7 +107,6 @@ async def test_a_server_that_always_breaks_off() -> None:
 
 
 async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
-    """That is another shard too."""
     path = tmp_path / "a.txt"
     path.write_bytes(lines(2000))
     stream = TextDataset(str(path))
@@ -125,13 +120,11 @@ async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
 
 
 async def one_by_one(count: int) -> AsyncIterator[int]:
-    """Yield the first numbers."""
     for number in range(count):
         yield number
 
 
 async def same(number: int) -> int:
-    """Return a number."""
     return number
 
 

@@ -37,8 +37,6 @@ class _Handler(Handler):
 
 
 class Whole(Server):
-    """Serve the files of a folder as Python's own server does: it knows no ranges."""
-
     handler = _Handler
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +80,6 @@ async def test_files_without_ranges(
 
 
 async def test_many_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least recently used go, and are copied again."""
     monkeypatch.setattr(copies, "_MOST_BYTES", 0)
     monkeypatch.setattr(copies, "_LEAST_COPIES", 1)
     for at in range(4):

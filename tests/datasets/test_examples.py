@@ -9,7 +9,6 @@ from aioloader.datasets import decoders, files, named, objects, writers
 
 @pytest.mark.parametrize("module", [decoders, files, named, objects, writers])
 def test_example(module: object) -> None:
-    """An example gives what it says."""
     result = doctest.testmod(module)  # type: ignore[arg-type]
     assert result.attempted
     assert not result.failed

@@ -42,7 +42,6 @@ def table(start: int, rows: int = ROWS) -> pa.Table:
 
 
 def lines(start: int, rows: int = ROWS) -> bytes:
-    """Return those numbers as lines."""
     return "".join(f"{10**6 + start + at}\n" for at in range(rows)).encode()
 
 
@@ -56,7 +55,6 @@ def parquet(start: int, rows: int = ROWS) -> bytes:
 
 
 def arrow(start: int, rows: int = ROWS) -> bytes:
-    """Return a file of small record batches."""
     out = io.BytesIO()
     with pa.ipc.new_file(out, table(0).schema) as writer:
         writer.write_table(table(start, rows), max_chunksize=5000)
@@ -64,7 +62,6 @@ def arrow(start: int, rows: int = ROWS) -> bytes:
 
 
 def arrow_stream(start: int, rows: int = ROWS) -> bytes:
-    """Return a stream of small record batches."""
     out = io.BytesIO()
     with pa.ipc.new_stream(out, table(0).schema) as writer:
         writer.write_table(table(start, rows), max_chunksize=5000)
@@ -96,7 +93,6 @@ def put(path: Path, data: bytes) -> None:
 
 
 async def take(stream: Any, count: int | None, state: Any = None) -> Any:
-    """Return samples, and the state after them; everything is closed."""
     if state is not None:
         stream.load_state_dict(*state)
     async with aiter(stream) as iterator:
@@ -117,7 +113,6 @@ async def _numbered(iterator: Any, count: int | None) -> Any:
 async def test_a_file_that_changes_while_it_is_read(
     ending: str, change: str, tmp_path: Path
 ) -> None:
-    """Cut short or overwritten: in whatever format, no row of the rest comes."""
     make, body = FORMATS[ending]
     path = tmp_path / f"a.{ending}"
     put(path, body(0, LONG))
@@ -156,7 +151,6 @@ async def test_a_file_that_is_replaced_between_its_shards(
 async def test_a_replacement_of_the_same_size(
     ending: str, where: str, tmp_path: Path
 ) -> None:
-    """It is refused at the resume, unless it is said to be the same."""
     make, body = FORMATS[ending]
     path = tmp_path / f"a.{ending}"
     with ChangingServer(body(0), tags=where) as server:
@@ -219,7 +213,6 @@ PACKED: dict[str, Format] = {
 async def test_a_shard_that_shrank_before_it_is_resumed(
     ending: str, where: str, taken: int, count: int, tmp_path: Path
 ) -> None:
-    """In whatever format and store, and whether or not the place is still there."""
     if where == "whole" and ending in {"parquet", "arrow"}:
         pytest.skip("read by ranges only")
     make, body = {**FORMATS, **PACKED}[ending]
@@ -239,7 +232,6 @@ async def test_a_shard_that_shrank_before_it_is_resumed(
 
 
 async def test_the_state_is_small(tmp_path: Path) -> None:
-    """Some bytes for an open shard, none for the others."""
     for name in "abcdefgh":
         put(tmp_path / f"{name}.txt", lines(0))
     stream = TextDataset(str(tmp_path / "*.txt"), interleave=2)
@@ -251,7 +243,6 @@ async def test_the_state_is_small(tmp_path: Path) -> None:
 
 
 def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
-    """The stream's state is within the loader's, and ``strict`` reaches it."""
     path = tmp_path / "a.txt"
     put(path, lines(0))
     loader: Any = DataLoader(TextDataset(str(path)), 10, num_workers=1)

@@ -22,7 +22,6 @@ QUICK = Requests(base_delay=0.001, max_delay=0.01, deadline=5)
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """Return a repository with tar and text shards."""
     # From a cold disk it may take longer than QUICK allows a request.
     from huggingface_hub import HfFileSystem  # noqa: F401, PLC0415
 
@@ -34,13 +33,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def options(hub: Hub, **more: Any) -> dict[str, Any]:
-    """Return what leads to the stand-in."""
     return {"store_options": {"endpoint": hub.url, **more}, "requests": QUICK}
 
 
 @pytest.mark.parametrize("ways", ["braces", "star", "store"])
 async def test_every_way_to_name_shards(ways: str, hub: Hub) -> None:
-    """Spelled out, listed, and relative to a repository."""
     pattern = {"braces": "data/{0..7}.tar"}.get(ways, "data/*.tar")
     if ways == "store":
         stream = TarDataset(pattern, store=ROOT, **options(hub))
@@ -59,7 +56,6 @@ async def test_the_endpoint_of_the_environment(
 
 
 async def test_resumes_and_is_cut(hub: Hub) -> None:
-    """As shards of every store."""
     stream = TextDataset(f"{ROOT}/data/3.txt", **options(hub))
     parts = [await names(stream.shard(rank, 3)) for rank in range(3)]
     assert [len(part) > 0 for part in parts] == [True] * 3
@@ -72,7 +68,6 @@ async def test_resumes_and_is_cut(hub: Hub) -> None:
 
 
 async def test_a_branch_that_moves_is_not_followed(hub: Hub) -> None:
-    """Within an iteration all is of one commit."""
     stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **options(hub))
     async with aiter(stream) as iterator:
         found = [await anext(iterator)]
@@ -84,7 +79,6 @@ async def test_a_branch_that_moves_is_not_followed(hub: Hub) -> None:
 
 
 async def test_failures_are_tried_again(hub: Hub) -> None:
-    """What waiting can mend; and the rest is told at once."""
     hub.fail = [408, 425, 408]  # the client tries 429 and 5xx again itself, slowly
     assert await names(TextDataset(f"{ROOT}/data/*.txt", **options(hub))) == NAMES
     with pytest.raises(ObjectNotFoundError, match=r"no such file: 'hf://.*/none\.txt'"):
@@ -94,7 +88,6 @@ async def test_failures_are_tried_again(hub: Hub) -> None:
 
 
 async def test_tokens_are_sent_and_never_shown(hub: Hub) -> None:
-    """Not in a pickle, which is refused, nor in an error."""
     hub.token = TOKEN
     stream = JSONLinesDataset(f"{ROOT}/README.md", **options(hub, token=TOKEN))
     with pytest.raises(DatasetError, match="byte 0 is damaged"):
@@ -109,7 +102,6 @@ async def test_tokens_are_sent_and_never_shown(hub: Hub) -> None:
 
 
 async def test_the_users_threads_are_free(hub: Hub) -> None:
-    """While reads wait for the server."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     hub.reads.clear()
     stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **options(hub))
@@ -125,13 +117,11 @@ async def test_the_users_threads_are_free(hub: Hub) -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    """And what there is."""
     with pytest.raises(TypeError, match=r"region; it has 'token' and 'endpoint'"):
         TextDataset("x", store=ROOT, store_options={"region": "here"})
 
 
 def test_a_stream_can_be_sent(hub: Hub) -> None:
-    """To a worker, which opens it anew."""
     stream = TextDataset("data/*.txt", store=ROOT, **options(hub))
     copy = pickle.loads(pickle.dumps(stream))
     assert asyncio.run(names(copy)) == NAMES

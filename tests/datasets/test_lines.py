@@ -38,7 +38,6 @@ PACKERS: dict[str, Any] = {
 
 
 async def outcomes(stream: Any) -> list[Any]:
-    """Return all samples, and errors in their places."""
     found: list[Any] = []
     async with aiter(stream) as iterator:
         while True:
@@ -51,23 +50,18 @@ async def outcomes(stream: Any) -> list[Any]:
 
 
 class Raw:
-    """Lines as they are, one by one or together."""
-
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
     def one(self, line: bytes) -> list[bytes]:
-        """Return it."""
         return [line]
 
     def is_plain(self, piece: Any) -> bool:
-        """Return anything."""
         return True
 
     def many(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[bytes] | None:
-        """Return them, without carriage returns."""
         return list(map(without_end, lines)) if self._at_once else None
 
 
@@ -81,7 +75,6 @@ class Raw:
 def test_lines_whatever_the_pieces(
     lines: list[bytes], cuts: list[int], is_closed: bool, limit: int, at_once: bool
 ) -> None:
-    """Cut anywhere, they are the same; and offsets are where they begin."""
     data = b"\n".join(lines) + (b"\n" if is_closed else b"")
     make = functools.partial(samples, Raw(at_once=at_once), 100)
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
@@ -95,7 +88,6 @@ def test_lines_whatever_the_pieces(
 
 
 def expected_of(data: bytes) -> list[bytes]:
-    """Return the lines."""
     return (
         [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
         if data
@@ -104,7 +96,6 @@ def expected_of(data: bytes) -> list[bytes]:
 
 
 async def test_bad_lines(tmp_path: Path) -> None:
-    """Each is one error that names shard and byte; the others come."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\r\n\n  \n{"a": \n"\xff"\n[2]')
     found = await outcomes(JSONLinesDataset(str(path)))
@@ -116,7 +107,6 @@ async def test_bad_lines(tmp_path: Path) -> None:
 
 
 async def test_text_of_another_encoding(tmp_path: Path) -> None:
-    """As told; what is not in it is an error, and an unknown one is told at once."""
     path = tmp_path / "a.txt"
     path.write_bytes("grün\nrot".encode("latin-1"))
     assert (await read(TextDataset(str(path), encoding="latin-1")))[0] == [
@@ -142,7 +132,6 @@ def damaged_tar(path: Path) -> None:
 
 
 def damaged_lines(path: Path) -> None:
-    """Write a shard in which the last of 1,101 lines is no JSON."""
     path.write_text("\n".join([*map(str, range(1100)), "{"]))
 
 
@@ -197,7 +186,6 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
-    """It is not held, and what follows comes."""
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
         file.write(b"first\n")
@@ -215,7 +203,6 @@ async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.slow
 async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
-    """However much there is inside, little is held."""
     path = tmp_path / f"a.txt.{ending}"
     pack = PACKERS[ending]
     path.write_bytes(pack(bytes(300 << 20) + b"\nlast"))
@@ -228,7 +215,6 @@ async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ending", PACKERS)
 async def test_packed_shards_of_many_parts(ending: str, tmp_path: Path) -> None:
-    """Members and frames follow each other, as ``cat`` leaves them."""
     path = tmp_path / f"a.txt.{ending}"
     pack = PACKERS[ending]
     path.write_bytes(b"".join(pack(f"{n}\n".encode()) for n in range(50)))
@@ -253,7 +239,6 @@ async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("ending", PACKERS)
 @given(data=st.data())
 def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
-    """Whatever is fed: bytes come, or an error."""
     make = unpacker_of(f"a.{ending}")
     assert make is not None
     packed = bytearray(PACKERS[ending](data.draw(st.binary(max_size=300)) * 20))
@@ -268,7 +253,6 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
 
 
 async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
-    """With the policy to skip; and stops when the budget is spent."""
     path = tmp_path / "a.jsonl"
     path.write_text("1\n{\n2\n}\n3\n")
     stream = JSONLinesDataset(str(path))
@@ -278,7 +262,6 @@ async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_marked() -> None:
-    """A parser gives ``Bad`` in place of the sample."""
     make = functools.partial(samples, Raw(at_once=True), 2)
     (((first, second), at),) = steps(make, b"abc\nde\n")
     assert type(first) is Bad

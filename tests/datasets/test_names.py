@@ -39,7 +39,6 @@ SEGMENTS = st.text(
 
 
 async def texts(stream: Any) -> list[str]:
-    """Return all lines of a stream."""
     return [line async for line in stream]
 
 
@@ -52,21 +51,18 @@ def write(folder: Path, names: Iterable[str]) -> None:
 
 
 async def fill(store: Any, names: Iterable[str], prefix: str = "") -> None:
-    """Put objects that contain their own names."""
     for name in names:
         await store.put_async(f"{prefix}{name}.txt", name.encode())
 
 
 @pytest.fixture
 def moto(s3: str, s3_port: int) -> Any:
-    """Return a store of the bucket of moto, which the environment names."""
     assert s3
     return S3Store("bucket", client_options={"allow_http": True})
 
 
 @pytest.mark.parametrize("how", ["*.txt", "**/*.txt", "file", "store", "list"])
 async def test_on_disk(how: str, tmp_path: Path) -> None:
-    """By a pattern, by a file URL, relative to a folder and by their paths."""
     write(tmp_path, NASTY)
     expected = sorted(NASTY, key=lambda name: f"{name}.txt")
     if how == "file":
@@ -85,7 +81,6 @@ async def test_on_disk(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["memory", "local", "s3", "s3 url", "quoted url"])
 async def test_in_a_store(how: str, tmp_path: Path, moto: Any) -> None:
-    """By a listing, and by the keys one by one."""
     visible = sorted((n for n in NASTY if n[0] != "."), key=lambda name: f"{name}.txt")
     if how in {"s3 url", "quoted url"}:
         await fill(moto, NASTY, "nasty names/")
@@ -191,7 +186,6 @@ async def test_of_every_format(kind: str, tmp_path: Path) -> None:
 async def test_patterns_mean_the_same(
     where: str, pattern: str, matches: list[str], tmp_path: Path
 ) -> None:
-    """The rules of ``glob``, and no folders, on disk and in a store."""
     names = ["a", "b1", "b2", "d/c", "d/e/f", ".hidden", ".h/g"]
     store: Any = tmp_path
     if where == "disk":
@@ -208,7 +202,6 @@ async def test_patterns_mean_the_same(
 async def test_a_relative_root_is_joined_once(
     root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For patterns as for names, of streams, files and objects."""
     write(tmp_path / "data", ["a", "b"])
     monkeypatch.chdir(tmp_path)
     for pattern in ("*.txt", "{a,b}.txt", "**/*.txt"):
@@ -220,7 +213,6 @@ async def test_a_relative_root_is_joined_once(
 
 
 async def test_a_state_does_not_depend_on_the_spelling(moto: Any) -> None:
-    """A pattern, braces and a list in quotes name the same shards."""
     await fill(moto, ["x 1", "x 2"], "state/")
     _, state = await read(TextDataset("s3://bucket/state/*.txt"), 1)
     for addresses in (
@@ -245,7 +237,6 @@ async def test_urls_that_no_key_can_hold() -> None:
 @example(names=["%2F", "#", "?", "a=b?c=d"])
 @example(names=["\\"])
 def test_addresses_of_keys(names: list[str]) -> None:
-    """What ``spell`` makes of a key, ``split`` takes apart."""
     key = "/".join(names)
     for root in ("s3://bucket", "https://host:8000", "abfss://box@account"):
         address = spell(root, key)
@@ -270,13 +261,11 @@ def test_a_pattern_of_many_stars_takes_no_time() -> None:
 
 
 def escaped(name: str) -> str:
-    """Return the pattern that only one name matches."""
     pattern = glob.escape(name)
     return re.sub(r"([\\{},])", r"\\\1", pattern) if "{" in pattern else pattern
 
 
 async def check_names(names: set[str], depth: int, folder: Path, port: int) -> None:
-    """See that a pattern finds all, and each is read: on disk, in memory and in S3."""
     below, prefix = "d/" * depth, f"{folder.name}/"
     chosen = [name for name in names if len(os.fsencode(name)) < 200]
     options: Any = {
@@ -314,7 +303,6 @@ async def test_any_names(
     s3_bucket: str,
     s3_port: int,
 ) -> None:
-    """A few, at random."""
     await check_names(names, depth, tmp_path_factory.mktemp("names"), s3_port)
 
 
@@ -328,5 +316,4 @@ async def test_any_more_names(
     s3_bucket: str,
     s3_port: int,
 ) -> None:
-    """Many."""
     await check_names(names, depth, tmp_path_factory.mktemp("names"), s3_port)

@@ -39,7 +39,6 @@ def ask(
     context: ssl.SSLContext | None = None,
     **fields: str,
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """Return status, body and fields of an answer to a plain client."""
     address = urlsplit(server.url).netloc
     connection = http.client.HTTPConnection(address, timeout=10)
     if context is not None:
@@ -53,21 +52,18 @@ def ask(
 
 @contextlib.contextmanager
 def raw_socket(server: ObjectServer) -> Iterator[socket.socket]:
-    """Connect without a client."""
     port = urlsplit(server.url).port
     with socket.create_connection(("127.0.0.1", port), timeout=10) as end:
         yield end
 
 
 def s3(server: ObjectServer) -> S3Store:
-    """Return obstore's view of the bucket."""
     options: Any = {"client_options": {"allow_http": True}, "skip_signature": True}
     return S3Store(server.bucket, endpoint=server.url, region="x", **options)
 
 
 @pytest.fixture
 def server() -> Iterator[ObjectServer]:
-    """Serve what no test changes."""
     with ObjectServer(OBJECTS) as made:
         yield made
 
@@ -76,7 +72,6 @@ def server() -> Iterator[ObjectServer]:
 
 
 def test_whole_objects_and_ranges(server: ObjectServer) -> None:
-    """As plain HTTP and as a bucket; first, last, open, suffix, beyond the end."""
     for name, data in OBJECTS.items():
         for path in (f"/{name}", f"/bucket/{name}"):
             status, body, fields = ask(server, path)
@@ -97,7 +92,6 @@ def test_whole_objects_and_ranges(server: ObjectServer) -> None:
 
 
 def test_refusals(server: ObjectServer) -> None:
-    """No such name, method or range; what is no single range is ignored."""
     status, body, _ = ask(server, "/nothing")
     assert (status, b"<Code>NoSuchKey</Code>" in body) == (404, True)
     assert ask(server, "/empty", "DELETE")[0] == 405
@@ -110,7 +104,6 @@ def test_refusals(server: ObjectServer) -> None:
 
 
 def test_objects_change_between_reads() -> None:
-    """A new version has another tag; the old one's rest is not to be had."""
     with ObjectServer({"a": b"first"}) as server:
         old = ask(server, "/a")[2]["ETag"]
         server.replace("a", b"second")
@@ -136,7 +129,6 @@ def made(_name: str, start: int, stop: int) -> bytes:
 @settings(max_examples=15)
 @given(start=st.integers(0, 2_000_000), length=st.integers(1, 600_000))
 def test_made_objects(start: int, length: int) -> None:
-    """Any range of an object larger than the memory is what it should be."""
     with ObjectServer(make=made, sizes={"huge": 1 << 41}) as server:
         start += 1 << 40
         body = ask(server, "/huge", Range=f"bytes={start}-{start + length - 1}")[1]
@@ -144,7 +136,6 @@ def test_made_objects(start: int, length: int) -> None:
 
 
 def test_what_make_raises_is_raised() -> None:
-    """Where the server is left, unless the test fails itself."""
     quiet = contextlib.suppress(*BROKEN)
     words = r"make\('a', 0, 9\) gave 1 bytes, not 9"
     with (
@@ -159,7 +150,6 @@ def test_what_make_raises_is_raised() -> None:
 
 @pytest.mark.parametrize("max_keys", [1, 2, 1000])
 def test_listing_in_pages(max_keys: int) -> None:
-    """All names, sorted, once each, however they are cut; below a prefix too."""
     names = {f"{folder}/{i:03}": b"x" * i for folder in "ab" for i in range(23)}
     with ObjectServer(names) as server:
         server.max_keys = max_keys
@@ -182,7 +172,6 @@ def test_listing_in_pages(max_keys: int) -> None:
 
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_broken_bodies(*, is_tls: bool) -> None:
-    """Resets, and connections that end early in good manners; through TLS too."""
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     root = authority.cert_pem.bytes().decode()
@@ -199,7 +188,6 @@ def test_broken_bodies(*, is_tls: bool) -> None:
 
 
 def test_errors_and_lies() -> None:
-    """Both statuses, with Retry-After if set; nothing gives away a lie."""
     with ObjectServer(OBJECTS, faults=Faults(errors=1, retry_after=7)) as server:
         answers = [ask(server, "/empty") for _ in range(20)]
         server.faults = Faults(lying=1)
@@ -214,7 +202,6 @@ def test_errors_and_lies() -> None:
 
 
 def test_hangs() -> None:
-    """Until the client gives up, or the server stops; others are served meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         with ObjectServer(OBJECTS, faults=Faults(hangs=1)) as server:
             reading = pool.submit(ask, server)
@@ -226,8 +213,6 @@ def test_hangs() -> None:
 
 
 def test_slow_bodies_and_answers() -> None:
-    """A fifth of a second's worth of bytes takes that long; TCP is no excuse."""
-
     def seconds(server: ObjectServer) -> float:
         began = time.monotonic()
         ask(server)
@@ -245,7 +230,6 @@ def test_slow_bodies_and_answers() -> None:
 
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 10**9))
 def test_faults_are_drawn_by_seed_and_number(seed: int, first: int) -> None:
-    """The same again, in the shares that were asked for."""
     faults, again = (
         Faults(errors=0.1, resets=0.2, hangs=0.3, seed=seed) for _ in range(2)
     )
@@ -262,7 +246,6 @@ def test_faults_are_drawn_by_seed_and_number(seed: int, first: int) -> None:
 
 
 def test_counts() -> None:
-    """Requests and bytes, in all and by name, over several starts and threads."""
     server = ObjectServer(OBJECTS)
     for requests in (41, 82):
         with server, ThreadPoolExecutor(8) as pool:
@@ -279,7 +262,6 @@ def test_counts() -> None:
 
 
 def test_stops_with_clients_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle ones, ones amid a body they do not read, ones that never said a word."""
     monkeypatch.setattr(objects, "_GRACE", 0.1)
     with contextlib.ExitStack() as stack:
         with ObjectServer(make=made, sizes={"huge": 1 << 41}) as server:

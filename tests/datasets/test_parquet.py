@@ -39,7 +39,6 @@ PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "objec
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> str:
-    """Return a file of 50 rows, a number and a text."""
     table = pa.table({"n": range(50), "text": [f"{n}" for n in range(50)]})
     return write(tmp_path / "numbered.parquet", table)
 
@@ -56,7 +55,6 @@ def numbered(tmp_path: Path) -> str:
     {"version": "1.0", "write_statistics": False},
 ])  # fmt: skip
 async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> None:
-    """Encodings, page versions, page indexes behind the row groups."""
     table = pa.table({"n": range(50), "text": [f"{n % 4}" for n in range(50)]})
     path = write(tmp_path / "a.parquet", table, **options)
     for is_remote in (False, True):
@@ -65,7 +63,6 @@ async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> No
 
 
 async def test_files_in_order_with_empty_ones(numbered: str, tmp_path: Path) -> None:
-    """A file without row groups has no shards, one without rows gives none."""
     schema = pa.schema([("n", pa.int64()), ("text", pa.string())])
     empty = write(tmp_path / "empty.parquet", schema.empty_table())
     none = str(tmp_path / "none.parquet")
@@ -83,7 +80,6 @@ async def test_files_in_order_with_empty_ones(numbered: str, tmp_path: Path) -> 
 
 @PLACES
 async def test_columns_are_chosen_and_ordered(is_remote: bool, tmp_path: Path) -> None:
-    """A struct comes whole; a name with a dot is a name."""
     table = every_type().append_column("struct.a", pa.array(range(50)))
     path = write(tmp_path / "a.parquet", table)
     names = ["text", "struct", "int8"]
@@ -96,7 +92,6 @@ async def test_columns_are_chosen_and_ordered(is_remote: bool, tmp_path: Path) -
 
 
 async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
-    """Of the columns that are read, each byte once, besides the footer."""
     noise = np.random.default_rng(0)
     columns = {name: noise.random(100_000) for name in "abc"}
     path = write(tmp_path / "a.parquet", pa.table(columns), row_group_size=100_000)
@@ -116,7 +111,6 @@ async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
 
 
 async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) -> None:
-    """In any order: those of the first file are read."""
     table = pa.table({"more": [0.5], "text": ["last"], "n": [50]})
     other = write(tmp_path / "more.parquet", table)
     rows = await read_all(ParquetFormat([numbered, other], Local()))
@@ -124,7 +118,6 @@ async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) 
 
 
 async def test_wrong_columns_are_errors(numbered: str) -> None:
-    """In the constructor, or when the first file is looked at."""
     for columns in ([], ["n", "n"]):
         with pytest.raises(ValueError, match="distinct names"):
             ParquetFormat(numbered, Local(), columns=columns)
@@ -143,7 +136,6 @@ async def test_wrong_columns_are_errors(numbered: str) -> None:
 def test_without_pyarrow_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a dataset is made, not when it is read."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for make in (ParquetDataset, ArrowDataset, CSVDataset):
         with pytest.raises(ImportError, match=r'pip install "aioloader\[arrow\]"'):
@@ -166,7 +158,6 @@ async def test_a_request_that_fails(numbered: str) -> None:
 
 @PLACES
 async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) -> None:
-    """Whatever it was waiting for."""
     for turns in range(6):
         made = ParquetFormat(numbered, Local(is_remote=is_remote))
         reader = made.open((numbered, 0), {}, 1 << 20)
@@ -183,7 +174,6 @@ async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) ->
 
 
 async def test_closing_ends_requests_and_threads(numbered: str) -> None:
-    """A thread that waits for bytes is let go, and what is in flight is cancelled."""
     local = Local(is_remote=True)
     made = ParquetFormat(numbered, local)
     await shards(made)
@@ -201,7 +191,6 @@ async def test_closing_ends_requests_and_threads(numbered: str) -> None:
 
 
 async def test_a_reader_that_was_never_read_closes(numbered: str) -> None:
-    """Also one that has begun, and one in the middle."""
     made = ParquetFormat(numbered, Local())
     for turns in range(3):
         reader = made.open((numbered, 0), {}, 1 << 20)
@@ -218,7 +207,6 @@ async def test_no_error_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.table({"row": range(9)}))
 
     def errors() -> int:
-        """Count those that have passed through the reader."""
         gc.collect()
         found = [one for one in gc.get_objects() if isinstance(one, BaseException)]
         return sum(
@@ -234,7 +222,6 @@ async def test_no_error_is_kept(tmp_path: Path) -> None:
 
 
 async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
-    """Of a large row group, no more than the budget is requested before it is used."""
     noise = np.random.default_rng(0)
     columns = {name: noise.random(400_000) for name in "abc"}
     path = write(
@@ -262,7 +249,6 @@ async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
 async def test_a_footer_is_read_once_for_its_row_groups(
     numbered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as there is room for it; then once more."""
     local = Local(is_remote=True)
     made = ParquetFormat([numbered, numbered + "2"], local)
     put(numbered + "2", contents(numbered))
@@ -291,7 +277,6 @@ async def test_few_numbers_are_collated_on_the_loop(
 
 
 async def test_footers_are_read_once() -> None:
-    """A later epoch asks for the version of each file, and for data."""
     objects = {}
     for n in range(3):
         file = io.BytesIO()
@@ -308,7 +293,6 @@ async def test_footers_are_read_once() -> None:
 
 
 async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
-    """The next epoch reads the new one, and the columns that it has in all files."""
     paths = [
         write(tmp_path / f"{n}.parquet", pa.table({"n": [n], "text": ["a"]}))
         for n in range(2)
@@ -327,7 +311,6 @@ async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
 
 @PLACES
 async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
-    """The row groups before it are read; the error names file, row group and row."""
     chunk = pq.read_metadata(numbered).row_group(1).column(0)
     flip(numbered, chunk.dictionary_page_offset + chunk.total_compressed_size - 1)
     made = ParquetFormat(numbered, Local(is_remote=is_remote))
@@ -339,7 +322,6 @@ async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
 
 
 async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:
-    """As far as it shows: fewer row groups, say."""
     made = ParquetFormat(numbered, Local())
     with pytest.raises(DatasetError, match="has 3 row groups, number 3 is wanted"):
         await read_shard(made, (numbered, 3))
@@ -376,7 +358,6 @@ async def test_row_groups_beside_a_damaged_one_are_read(tmp_path: Path) -> None:
 
 
 async def length_of(made: ParquetFormat, shard: Any) -> int | str:
-    """Return the number of rows of a shard, or why it cannot be read."""
     try:
         return len(await read_shard(made, shard))
     except DatasetError as error:

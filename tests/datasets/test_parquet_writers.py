@@ -20,7 +20,6 @@ from aioloader.errors import StateMismatchError
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Return rows of several types; some are null."""
     return [
         {
             "id": number,
@@ -33,7 +32,6 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 async def test_parquet_is_read(tmp_path: Path) -> None:
-    """By this package and by pyarrow; row groups and shards of about one size."""
     options: Any = {"shard_bytes": 9_000, "row_group_bytes": 2_000}
     shards = await write_parquet(rows(300), tmp_path, compression="none", **options)
     assert len(shards) > 2
@@ -48,7 +46,6 @@ async def test_parquet_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["list", "generator", "async", "stream", "function"])
 async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
-    """What is written already is passed over, or not asked for."""
     every = [{"id": number} for number in range(20)]
     asked: list[int] = []
 
@@ -77,7 +74,6 @@ async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
 
 
 async def test_the_schema_stays(tmp_path: Path) -> None:
-    """That of the first shard, also after a crash; what does not fit is refused."""
     await write_parquet([{"a": 1, "b": "x"}], tmp_path)
     with pytest.raises(ValueError, match=r"column 'a' cannot be .* int64: .*'z'"):
         await write_parquet([{}, {"a": "z"}], tmp_path)
@@ -110,7 +106,6 @@ async def test_columns_of_later_rows(tmp_path: Path) -> None:
 
 
 async def test_rows_are_copied(tmp_path: Path) -> None:
-    """So that buffers can be used again for the next row, as for tars."""
     array, tensor, several = np.zeros((2, 2)), torch.zeros(2), [0]
     async with ParquetWriter(tmp_path) as writer:
         for number in range(3):
@@ -123,7 +118,6 @@ async def test_rows_are_copied(tmp_path: Path) -> None:
 
 
 async def test_parquet_that_ends_early(tmp_path: Path) -> None:
-    """The iterable is closed; what is whole stays."""
     closed: list[str] = []
 
     async def failing() -> Any:

@@ -35,13 +35,11 @@ QUICK = Requests(timeout=0.5, deadline=20, base_delay=0.001)
 
 
 def shards(folder: Path) -> dict[str, bytes]:
-    """Return tar shards by name."""
     write_tar(folder)
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
 
 
 def big_shard(samples: int, size: int) -> bytes:
-    """Return a tar of samples of that many bytes, each with its number in it."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
         for number in range(samples):
@@ -54,7 +52,6 @@ def big_shard(samples: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["http", "s3", "options", "memory"])
 async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
-    """URLs with braces, listings of a bucket, a store that was made before."""
     objects = shards(tmp_path)
     with ObjectServer(objects) as server:
         s3 = {"endpoint": server.url, "region": "x", "skip_signature": True}
@@ -75,7 +72,6 @@ async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
 
 
 async def test_https(tmp_path: Path) -> None:
-    """With a certificate that the client is told to trust."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -94,7 +90,6 @@ async def test_https(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hedge", [False, True])
 async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
-    """Every sample exactly once, in order, without help."""
     objects = {f"{at}.tar": big_shard(150, 8000) for at in range(12)}
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
     policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
@@ -119,7 +114,6 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
 
 
 async def test_what_is_not_there_is_told_at_once() -> None:
-    """Without another try."""
     with ObjectServer({}) as server:
         stream = TarDataset("{a,b}.tar", store=server.url)
         iterator = aiter(stream)
@@ -133,7 +127,6 @@ async def test_what_is_not_there_is_told_at_once() -> None:
 
 
 async def test_missing_shards_can_be_skipped(tmp_path: Path) -> None:
-    """By the loader's policy; they are listed."""
     objects = shards(tmp_path)
     del objects["3.tar"]
     with ObjectServer(objects) as server:
@@ -146,14 +139,12 @@ async def test_missing_shards_can_be_skipped(tmp_path: Path) -> None:
 
 
 async def test_empty_shards() -> None:
-    """An object without a byte has no samples."""
     with ObjectServer({"a.txt": b"", "b.txt": b"x"}) as server:
         stream = TextDataset("{a,b}.txt", store=server.url)
         assert await names(stream) == ["x"]
 
 
 async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
-    """Bytes are read ahead within ``max_bytes``, over all lanes."""
     body = big_shard(1500, 8000)
     with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
         stream = TarDataset(
@@ -191,7 +182,6 @@ async def test_small_shards_are_requested_far_ahead() -> None:
 
 @pytest.mark.parametrize("first", [50, 1])
 async def test_large_shards_are_begun_one_by_one(first: int) -> None:
-    """What is requested of several stays within the budget, also after a small one."""
     size, each, budget = 100_000, 20, 4 << 20
     shards = {f"{at:02}.tar": big_shard(each, size) for at in range(20)}
     shards["00.tar"] = big_shard(first, size)
@@ -209,7 +199,6 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
 
 
 async def settled() -> None:
-    """Let all tasks go as far as they can."""
     for _ in range(30):
         await asyncio.sleep(0)
 
@@ -220,8 +209,6 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     asked: list[tuple[int, int]] = []
 
     class Object:
-        """An object of zeros."""
-
         location, block = "x", 0
 
         async def fetch(self, start: int, stop: int, _version: Any) -> Piece:
@@ -253,7 +240,6 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
 
 
 async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
-    """A cancellation, even a second one, leaves no thread behind."""
     (tmp_path / "a").write_bytes(b"abc")
     file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
     entered, release = threading.Event(), threading.Event()
@@ -277,13 +263,11 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
-    """As the store says; without another try."""
     with pytest.raises(ObjectPermissionError):
         await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
     assert len(loopback.heads) == 1
 
 
 async def test_a_server_without_ranges(loopback: "Loopback") -> None:
-    """It is read all the same, from the front."""
     found = await names(TextDataset(f"{loopback.url('norange')}/cats/z.bin"))
     assert found == ["cats-z" * 5]

@@ -20,7 +20,6 @@ SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
 
 
 async def layout(stream: Any, ranks: int) -> list[list[str]]:
-    """Return what stands at each global position."""
     async with Ranks(stream, ranks) as reading:
         found: list[list[str]] = []
         while not all(reading.are_over):
@@ -31,7 +30,6 @@ async def layout(stream: Any, ranks: int) -> list[list[str]]:
 @KINDS
 @SHARED
 async def test_one_order(kind: str, tmp_path: Path) -> None:
-    """Of twelve readers, whoever they are read by; or of twelve ranks."""
     whole = await layout(STREAMS[kind](tmp_path), 12)
     names = list(chain.from_iterable(whole))
     assert len(names) >= 25
@@ -64,7 +62,6 @@ async def test_goes_on_with_other_ranks(
     size: int,
     tmp_path: Path,
 ) -> None:
-    """After each batch, onto others, and once more: nothing is lost or doubled."""
     stream = STREAMS[kind](tmp_path)
     stream = stream if readers is None else stream.readers(readers)
     first, second, third = several
@@ -84,7 +81,6 @@ async def test_goes_on_with_other_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
-    """The others go on; all of them from where they were, merged or not."""
     stream = lines(tmp_path)  # the first rank has far more than others
     async with Ranks(stream, 4) as reading:
         whole = await reading.batches(4 * size)
@@ -106,7 +102,6 @@ async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
 
 
 async def rest_of(stream: Any, size: int) -> list[str]:
-    """Return what one rank still has."""
     async with aiter(stream) as iterator:
         found: list[str] = []
         while len(block := await iterator.pull(size)):
@@ -115,8 +110,6 @@ async def rest_of(stream: Any, size: int) -> list[str]:
 
 
 async def test_samples_one_by_one(tmp_path: Path) -> None:
-    """Holes are passed by; the state is behind each sample, or the end."""
-
     source = lines(tmp_path)  # files that are written again are others to a state
 
     def make() -> Any:
@@ -155,7 +148,6 @@ async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
 
 
 async def test_columns_stay_columns(tmp_path: Path) -> None:
-    """What several readers give is one block, of one length and of several."""
     async with aiter(parquet(tmp_path).readers(5)) as iterator:
         blocks = [await iterator.pull(limit) for limit in (7, 1, 12, 9)]
     assert {type(block) for block in blocks} == {Rows}
@@ -167,7 +159,6 @@ async def test_columns_stay_columns(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 async def test_the_cost_of_sharing_is_told() -> None:
-    """Where readers are read twice, and nowhere else."""
     words = r"5 ranks .* at 12 readers, .* made 5 times; with readers\(60\)"
     with pytest.warns(UserWarning, match=words) as caught:
         aiter(numbers().readers(12).shard(0, 5))
@@ -180,7 +171,6 @@ async def test_the_cost_of_sharing_is_told() -> None:
 
 
 async def test_steps_keep_the_readers() -> None:
-    """Chosen before them or behind them; of a mixture, the first one's count."""
     first = [[f"{n}"] for n in range(10)]
     for made in (
         numbers(10).readers(5).map(abs),
@@ -198,7 +188,6 @@ async def test_steps_keep_the_readers() -> None:
 
 
 async def test_too_few_shards_for_readers(tmp_path: Path) -> None:
-    """Both numbers are named."""
     with pytest.raises(ValueError, match=r"13 shards .* but there are 200 readers"):
         await read(lines(tmp_path).readers(200))
 
@@ -226,14 +215,10 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
 
 
 class Empty(ShardReader):
-    """A shard without samples."""
-
     async def pull(self, _limit: int) -> list[Any]:
-        """Return nothing."""
         return []
 
     def position(self) -> dict[str, Any]:
-        """Return the beginning."""
         return {}
 
 
@@ -244,21 +229,17 @@ class Budgets(ShardFormat):
         self.noted: list[int] = []
 
     async def shards(self, _stack: Any, _known: Any = None, /) -> range:
-        """Return their numbers."""
         return range(24)
 
     def summary(self, shards: Any) -> dict[str, Any]:
-        """Return how many there are."""
         return {"count": len(shards)}
 
     def open(self, _shard: Any, _position: Any, budget: int) -> Empty:
-        """Note the budget."""
         self.noted.append(budget)
         return Empty()
 
 
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
-    """Budgets add up to ``max_bytes``, whatever the number of readers."""
     for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
         made_by = Budgets()
         stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
@@ -268,7 +249,6 @@ async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
 
 
 async def test_readers_begin_at_once() -> None:
-    """A rank's readers wait for their first samples together."""
     waiting: set[int] = set()
     release = asyncio.Event()
 
@@ -287,8 +267,6 @@ async def test_failures_of_an_iterable_are_samples() -> None:
     """One reader tells each, as it does when it goes on from behind it."""
 
     class Shaky:
-        """An iterator that goes on after it has failed."""
-
         def __init__(self) -> None:
             self.at = -1
 
@@ -315,8 +293,6 @@ async def test_failures_of_an_iterable_are_samples() -> None:
 
 
 async def test_a_generator_that_fails_ends_all_readers() -> None:
-    """Each tells why, for each has lost samples."""
-
     def broken() -> Any:
         yield from range(5)
         raise OSError("broken")

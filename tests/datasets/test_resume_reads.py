@@ -62,7 +62,6 @@ def arrow(count: int, *, is_stream: bool = False) -> bytes:
 
 
 def parquet(count: int) -> bytes:
-    """Four row groups."""
     file, rows = io.BytesIO(), table(count)
     plain: Any = {"compression": "none", "use_dictionary": False}
     pq.write_table(rows, file, row_group_size=len(rows) // 4, **plain)

@@ -26,7 +26,6 @@ UNEVEN = (40, 3, 11, 1, 25, 9, 2, 38, 1, 12, 0, 9, 17, 30)
 
 
 def write(folder: Path, lengths: Sequence[int]) -> list[str]:
-    """Write shards of so many lines, each of ten bytes."""
     for shard, length in enumerate(lengths):
         text = "".join(f"{shard:04}-{line:04}\n" for line in range(length))
         (folder / f"{shard:04}.txt").write_text(text)
@@ -34,7 +33,6 @@ def write(folder: Path, lengths: Sequence[int]) -> list[str]:
 
 
 async def parts(stream: Any, ranks: int) -> list[list[Any]]:
-    """Return the samples of each rank."""
     found = []
     for rank in range(ranks):
         part = stream.shard(rank, ranks)
@@ -58,8 +56,6 @@ async def test_lanes_do_not_decide(tmp_path: Path) -> None:
 
 
 class Equal(Memory):
-    """Shards of two samples each, in memory."""
-
     def __init__(self, shards: int) -> None:
         super().__init__(list)
         self.made = [[2 * shard, 2 * shard + 1] for shard in range(shards)]
@@ -68,7 +64,6 @@ class Equal(Memory):
 @pytest.mark.law
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 9))
 async def test_equal_shards(shards: int, ranks: int, interleave: int) -> None:
-    """Nothing is lost, and ranks differ by one shard at most, whatever the numbers."""
     ranks = min(ranks, shards)
     stream: Any = ShardedStream(Equal(shards), interleave=interleave, shuffle=True)
     found = await parts(stream, ranks)
@@ -78,18 +73,15 @@ async def test_equal_shards(shards: int, ranks: int, interleave: int) -> None:
 
 
 def of_text(folder: Path, **options: Any) -> Any:
-    """Return lines of files that are named one by one."""
     return TextDataset(write(folder, UNEVEN), **options)
 
 
 def of_store(folder: Path, **options: Any) -> Any:
-    """Return lines of objects that are listed."""
     write(folder, UNEVEN)
     return TextDataset("*.txt", store=LocalStore(folder), **options)
 
 
 def of_tables(folder: Path, **options: Any) -> Any:
-    """Return rows of tables, each one row group."""
     for shard, length in enumerate(UNEVEN):
         rows = pa.table({"n": [f"{shard}-{row}" for row in range(length)]})
         pq.write_table(rows, folder / f"{shard:02}.parquet")
@@ -99,7 +91,6 @@ def of_tables(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("make", [of_text, of_store, of_tables])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "interleave": 5}])
 async def test_uneven_shards(make: Any, options: Any, tmp_path: Path) -> None:
-    """Readers differ by the longest shard at most; nothing is lost."""
     stream = await asyncio.to_thread(make, tmp_path, **options)
     for ranks in (2, 3, 5, 8):
         lengths = [len(part) for part in await parts(stream, ranks)]

@@ -21,7 +21,6 @@ GROUPS, ROWS = 40, 50
 
 @pytest.fixture
 def small(tmp_path: Path) -> str:
-    """Return a file of 40 row groups of 50 rows."""
     table = pa.table({"n": range(GROUPS * ROWS), "m": np.random.rand(GROUPS * ROWS)})
     return write(tmp_path / "small.parquet", table, row_group_size=ROWS)
 
@@ -42,7 +41,6 @@ def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
 
 
 async def numbers(made: ParquetDataset, state: Any = None, limit: int = 64) -> Any:
-    """Return the numbers of an iteration, and its state after each pull."""
     found: list[Any] = []
     states: list[tuple[int, Any]] = []
     if state is not None:
@@ -55,7 +53,6 @@ async def numbers(made: ParquetDataset, state: Any = None, limit: int = 64) -> A
 
 
 async def test_few_hops(small: str, hops: list[Any]) -> None:
-    """A hop to a thread decodes as many row groups as may be opened together."""
     found, _ = await numbers(ParquetDataset(small))
     assert found == [*range(GROUPS * ROWS)]
     assert len(hops) < GROUPS / 4
@@ -64,7 +61,6 @@ async def test_few_hops(small: str, hops: list[Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"interleave": 3}])
 async def test_resumes_anywhere(small: str, options: dict[str, Any]) -> None:
-    """From the state after any pull the rest is the same."""
     whole, states = await numbers(ParquetDataset(small, **options), limit=37)
     assert sorted(whole) == [*range(GROUPS * ROWS)]
     for count, state in states[::7]:
@@ -73,7 +69,6 @@ async def test_resumes_anywhere(small: str, options: dict[str, Any]) -> None:
 
 
 async def test_only_the_damaged_one_is_lost(small: str) -> None:
-    """Its error is in its place; those that were decoded with it are there."""
     chunk = pq.read_metadata(small).row_group(7).column(1)
     data = bytearray(contents(small))
     data[chunk.dictionary_page_offset + chunk.total_compressed_size - 8] ^= 255

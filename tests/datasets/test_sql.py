@@ -46,7 +46,6 @@ ROWS = 1000
 
 
 def make(database: Database, name: str) -> None:
-    """Make a table ``t`` whose keys are of a kind; ``n`` counts its rows."""
     expression, kind, has_sqlite = KEYS[name]
     if database.kind == "sqlite":
         if not has_sqlite:
@@ -61,13 +60,11 @@ def make(database: Database, name: str) -> None:
 
 
 def in_order(database: Database) -> list[int]:
-    """Return ``n`` of all rows in the database's own order of the key."""
     return [row[0] for row in database.run("SELECT n FROM t ORDER BY id")]
 
 
 @pytest.mark.parametrize("name", KEYS)
 async def test_every_row_once_and_in_order(database: Database, name: str) -> None:
-    """Whatever the key is, and into however many ranges it is cut."""
     make(database, name)
     expected = in_order(database)
     for partitions in (1, 5):
@@ -92,7 +89,6 @@ async def test_positions_are_of_what_was_pulled(database: Database) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 async def test_fewer_rows_than_ranges(database: Database, count: int) -> None:
-    """There are as many ranges as were asked for; some are empty."""
     database.run("CREATE TABLE t (id BIGINT PRIMARY KEY, n INTEGER)")
     for n in range(count):
         database.run(f"INSERT INTO t VALUES ({n * n}, {n})")
@@ -118,7 +114,6 @@ async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> 
 async def test_any_integers(
     tmp_path_factory: Any, keys: set[int], partitions: int, limit: int
 ) -> None:
-    """Cut anyhow, and pulled anyhow."""
     path = tmp_path_factory.mktemp("any") / "x.db"
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE t (id INTEGER PRIMARY KEY)")
@@ -134,7 +129,6 @@ async def test_any_integers(
 
 
 async def test_columns_are_chosen(database: Database) -> None:
-    """In the order asked for; the key need not be among them."""
     database.fill("t", 10)
     made = SQLFormat(database.url, "t", key="id", columns=["name", "value"])
     rows = await rows_of(made)
@@ -158,14 +152,12 @@ async def test_columns_are_chosen(database: Database) -> None:
     ],
 )
 async def test_queries(database: Database, query: str) -> None:
-    """Any SELECT, with comments and a semicolon too."""
     database.fill("t", 100)
     rows = await rows_of(SQLFormat(database.url, query, key="id", partitions=3))
     assert rows == [{"id": n, "twice": float(n)} for n in range(40, 100)]
 
 
 async def test_queries_with_parameters(database: Database) -> None:
-    """They are bound: a quote in one is a quote."""
     database.fill("t", 300)
     database.run("UPDATE t SET name = 'it''s' WHERE id % 3 = 0")
     query = f"SELECT id FROM t WHERE name = {database.sign}"
@@ -184,7 +176,6 @@ async def test_queries_with_parameters(database: Database) -> None:
     ],
 )
 async def test_views_and_keys_without_an_index(database: Database, made: str) -> None:
-    """They are read as tables are; the database sorts."""
     database.run("CREATE TABLE t (id INTEGER, n INTEGER)")
     database.run("INSERT INTO t VALUES (13, 0), (11, 1), (12, 2), (9, 3)", made)
     stream = SQLFormat(database.url, "v", key="id", partitions=2)
@@ -201,7 +192,6 @@ async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
 
 
 async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
-    """A table of several tables is sampled as one."""
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",
         "CREATE TABLE t1 PARTITION OF t FOR VALUES FROM (0) TO (700)",
@@ -218,7 +208,6 @@ async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
 
 
 async def test_bounds_hold_for_all_ranks(database: Database) -> None:
-    """Rows that come later fall into the same ranges, and none in between."""
     database.fill("t", 100, key="n * 10")
     bounds = await SQLFormat(database.url, "t", key="id", partitions=4).plan()
     assert len(bounds) == 3
@@ -232,7 +221,6 @@ async def test_bounds_hold_for_all_ranks(database: Database) -> None:
 
 @pytest.mark.parametrize("bounds", [[5, 3], [5, 5], [1, 7, 2]])
 async def test_bounds_must_rise(database: Database, bounds: list[int]) -> None:
-    """Else rows would be read twice."""
     database.fill("t", 10)
     made = SQLFormat(database.url, "t", key="id", partitions=bounds)
     with pytest.raises(

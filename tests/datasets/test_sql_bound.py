@@ -25,7 +25,6 @@ BUDGET = 1_600_000  # so a batch is of 400,000 bytes: two rows
 
 
 def fill(database: Database, small: int = 0) -> None:
-    """Make a table of large rows, after some small ones."""
     blob = f"zeroblob({LARGE})"
     if database.kind == "postgresql":
         blob = f"decode(repeat('00', {LARGE}), 'hex')"
@@ -65,7 +64,6 @@ def check_held(found: list[list[Any]]) -> None:
 async def test_large_rows_are_bounded_by_their_bytes(
     database: Database, has_parameters: bool
 ) -> None:
-    """From the first batch on, whatever the number of rows."""
     fill(database)
     query = f"SELECT * FROM t WHERE id < {database.sign}" if has_parameters else "t"
     parameters = (10**6,) if has_parameters else ()
@@ -93,14 +91,12 @@ async def test_small_rows_are_read_in_few_batches(database: Database) -> None:
 
 
 def counting(last: str = "") -> str:
-    """Return a query that counts to a number, or for ever."""
     where = f"WHERE x < {last}" if last else ""
     rows = f"SELECT 1 UNION ALL SELECT x + 1 FROM c {where}"
     return f"(WITH RECURSIVE c(x) AS ({rows}) SELECT count(*) FROM c)"
 
 
 async def test_a_lookup_that_never_ends_is_interrupted(sqlite: Database) -> None:
-    """Closing waits for no query."""
     sqlite.fill("t", 3)
     sqlite.run(f"CREATE VIEW slow AS SELECT id, {counting()} AS n FROM t")
     rows = SQLRows(sqlite.url, "slow", key="id", keys=[0])
@@ -126,7 +122,6 @@ with DataLoader(SQLDataset(sys.argv[1], "slow", key="id"), timeout=0.5) as loade
 
 @pytest.mark.slow
 def test_a_scan_that_never_ends_lets_the_process_end(sqlite: Database) -> None:
-    """Its thread is not waited for."""
     sqlite.fill("t", 3)
     sqlite.run(f"CREATE VIEW slow AS SELECT id, {counting()} AS n FROM t")
     found = subprocess.run(

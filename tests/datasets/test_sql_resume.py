@@ -25,12 +25,10 @@ WRITES = (
 
 
 def stream_of(database: Database, **options: Any) -> Any:
-    """Return a stream of the keys of a table."""
     return SQLDataset(database.url, "t", key="id", columns=["id"], **options)
 
 
 async def keys(stream: Any, count: int | None = None) -> tuple[list[int], Any]:
-    """Return the first keys, all if not told, and the state behind them."""
     rows, state = await read(stream, count)
     return [row["id"] for row in rows], state
 
@@ -51,7 +49,6 @@ def check(state: Any, seen: list[int], rest: list[int], now: list[int]) -> None:
 
 
 async def written(database: Database) -> list[int]:
-    """Write and delete, and return all keys that there are then."""
     found = await beside(lambda: database.run(*WRITES, "SELECT id FROM t ORDER BY id"))
     return [row[0] for row in found]
 
@@ -61,7 +58,6 @@ async def written(database: Database) -> list[int]:
 async def test_what_is_behind_is_read_as_it_is_now(
     database: Database, interleave: int, count: int
 ) -> None:
-    """Of each range, the rows behind its last key: no other, and each of them once."""
     database.fill("t", 1000, key="n * 10")
     options: dict[str, Any] = {"shuffle": True, "interleave": interleave}
     head, state = await keys(stream_of(database, **options), count)
@@ -93,7 +89,6 @@ async def test_it_holds_at_each_row(sqlite: Database) -> None:
 
 @pytest.mark.parametrize("name", ["extreme", "text", "char", "uuid", "timestamptz"])
 async def test_keys_of_all_kinds_cut_again(database: Database, name: str) -> None:
-    """What a state holds is read back as the key that it was."""
     make(database, name)
     expected = in_order(database)
     stream: Any = SQLDataset(database.url, "t", key="id", columns=["n"])
@@ -106,7 +101,6 @@ async def test_keys_of_all_kinds_cut_again(database: Database, name: str) -> Non
 
 
 async def test_a_new_iteration_cuts_anew(database: Database) -> None:
-    """The epoch that follows has all rows, in ranges that are even again."""
     database.fill("t", 400)
     stream = stream_of(database)
     _, state = await keys(stream, 10)
@@ -120,7 +114,6 @@ async def test_a_new_iteration_cuts_anew(database: Database) -> None:
 
 
 async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
-    """One rank has cut for all; then nothing is lost or doubled among them."""
     database.fill("t", 1000, key="n * 10")
     bounds = await SQLFormat(database.url, "t", key="id").plan()
     seen: list[int] = []
@@ -146,7 +139,6 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
 async def test_the_state_says_how_it_was_cut(
     database: Database, partitions: Any
 ) -> None:
-    """Not the argument, which is for new iterations."""
     database.fill("t", 100)
     head, state = await keys(stream_of(database, partitions=5), 30)
     again = stream_of(database, partitions=partitions)
@@ -155,7 +147,6 @@ async def test_the_state_says_how_it_was_cut(
 
 
 async def test_ranges_that_were_empty(database: Database) -> None:
-    """There were fewer rows than ranges; now there are more, and all are read."""
     database.run("CREATE TABLE t (id BIGINT PRIMARY KEY)", "INSERT INTO t VALUES (7)")
     head, state = await keys(stream_of(database, interleave=2), 1)
     assert head == [7]

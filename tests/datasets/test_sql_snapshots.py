@@ -35,7 +35,6 @@ __all__ = ["database", "postgresql", "server", "sqlite"]
 
 
 async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None:
-    """Neither in ranges that were begun nor in those that were not."""
     database.fill("t", 4000)
     async with opened(SQLFormat(database.url, "t", key="id", partitions=4)) as readers:
         rows = [*await readers[0].pull(10)]
@@ -123,7 +122,6 @@ def writing(
 
 
 async def test_two_iterations_have_snapshots_of_their_own(database: Database) -> None:
-    """Of one format, side by side."""
     database.fill("t", 300)
     made = SQLFormat(database.url, "t", key="id", partitions=2)
     async with opened(made) as old:
@@ -139,7 +137,6 @@ async def test_two_iterations_have_snapshots_of_their_own(database: Database) ->
 
 
 async def test_what_stops_reading_is_no_end(database: Database) -> None:
-    """A cancelled task below it, or connections that are closed."""
     database.fill("t", 2000)
     made = SQLFormat(database.url, "t", key="id", partitions=1)
     async with opened(made) as readers:
@@ -158,7 +155,6 @@ async def test_what_stops_reading_is_no_end(database: Database) -> None:
 
 
 async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
-    """A statement that would take minutes is cancelled."""
     postgresql.fill("t", 3)
     slow = "(SELECT count(*) FROM generate_series(1, 1000000000 + t.id))"
     query = f"SELECT id, {slow} AS x FROM t"
@@ -171,7 +167,6 @@ async def test_closing_stops_the_server_s_work(postgresql: Database) -> None:
 
 
 def working(postgresql: Database) -> int:
-    """Return how many statements run."""
     count: int = postgresql.run(
         "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'COPY%x%' "
         "AND state = 'active' AND datname = current_database() "
@@ -191,7 +186,6 @@ async def test_connections_are_used_again(postgresql: Database) -> None:
 
 
 async def test_a_format_travels(database: Database) -> None:
-    """Pickled while it is in use, without what is open."""
     database.fill("t", 30)
     made = SQLFormat(database.url, "t", key="id", columns=["id"], partitions=2)
     async with opened(made) as readers:
@@ -206,7 +200,6 @@ async def test_a_format_travels(database: Database) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 async def test_batches_of_a_loader(database: Database, num_workers: int) -> None:
-    """Tensors, with the loader or its workers reading."""
     database.fill("t", 500)
     made = SQLFormat(database.url, "t", key="id", columns=["id", "value"], partitions=4)
     stream: Any = ShardedStream(made)

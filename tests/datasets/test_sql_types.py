@@ -86,7 +86,6 @@ async def test_types_of_postgresql(postgresql: Database) -> None:
 
 
 async def test_types_of_sqlite(sqlite: Database) -> None:
-    """Those of the values; NULLs in between."""
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
         "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
@@ -136,7 +135,6 @@ async def test_long_runs_of_nulls(
 
 
 async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
-    """A range with NULLs only has the columns that the others have."""
     database.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL, y TEXT)")
     database.run(
         "INSERT INTO t VALUES (1, 0.5, 'a'), (2, NULL, NULL), (3, 1, 'b'), (4, 7, '')"
@@ -161,7 +159,6 @@ async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
 async def test_a_column_that_changes_its_type(
     sqlite: Database, kind: str, late: str, words: str
 ) -> None:
-    """SQLite lets it; what came before is delivered, and the error says where."""
     sqlite.fill("n", 5000)
     sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
     sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, 7) FROM n")
@@ -178,7 +175,6 @@ async def test_a_column_that_changes_its_type(
 
 
 async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
-    """In a column of no type; each as SQLite writes it, wherever it stands."""
     sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
     sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
     rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
@@ -200,7 +196,6 @@ async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
 
 
 async def test_a_key_may_not_be_null(database: Database) -> None:
-    """Such rows would be in no range."""
     database.run("CREATE TABLE t (id INTEGER UNIQUE)")
     database.run("INSERT INTO t VALUES (1), (NULL)")
     with pytest.raises(ValueError, match=r"table 't' of .*: key 'id' is NULL in some"):
@@ -209,7 +204,6 @@ async def test_a_key_may_not_be_null(database: Database) -> None:
 
 @pytest.mark.parametrize("kind", ["float8", "numeric", "json", "bool", "int4[]"])
 async def test_types_that_can_be_no_key(postgresql: Database, kind: str) -> None:
-    """The error tells which can."""
     postgresql.run(f"CREATE TABLE t (id {kind})")
     with pytest.raises(
         ValueError, match="which cannot be a key; use bpchar, bytea, date"
@@ -234,7 +228,6 @@ async def test_a_key_in_the_middle_of_another_type(sqlite: Database) -> None:
 
 @pytest.mark.parametrize("twice", [0, 1, 63, 64, 998, 1998])
 async def test_keys_must_be_unique(database: Database, twice: int) -> None:
-    """A key that comes twice is named, wherever it stands."""
     database.fill("n", 2000)
     database.run("CREATE TABLE t (id INTEGER, x TEXT)")
     one = f"CASE WHEN id > {twice} THEN 1 ELSE 0 END"
@@ -246,7 +239,6 @@ async def test_keys_must_be_unique(database: Database, twice: int) -> None:
 
 
 async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
-    """The second row is not passed over in silence."""
     database.run("CREATE TABLE t (id TEXT)")
     database.run("INSERT INTO t VALUES ('a'), ('b'), ('b'), ('c')")
     made = SQLFormat(database.url, "t", key="id", partitions=1)
@@ -273,7 +265,6 @@ async def test_a_collation_that_equates_texts(sqlite: Database, collation: str) 
 
 
 async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
-    """One that tells all texts apart is no obstacle."""
     postgresql.run('CREATE TABLE t (id TEXT COLLATE "POSIX")')
     postgresql.run("INSERT INTO t VALUES ('A'), ('a'), ('b')")
     query = "SELECT id FROM t WHERE id <> $1"

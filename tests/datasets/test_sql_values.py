@@ -30,7 +30,6 @@ INFINITE = [
 
 
 def fill_exact(database: Database) -> None:
-    """Make a table of exact numbers."""
     rows = ", ".join(
         f"({n}, '{text}', '{{{text},NULL}}', '92233720368547758.07')"
         for n, text in enumerate(EXACT)
@@ -42,7 +41,6 @@ def fill_exact(database: Database) -> None:
 
 
 async def values_of(database: Database, kind: str, **options: Any) -> list[Any]:
-    """Return the rows, read in one of the ways."""
     if kind == "keys":
         async with listed(database, **options) as rows:
             return await rows.__getitems__(range(len(rows)))
@@ -59,7 +57,6 @@ WAYS = pytest.mark.parametrize("kind", ["ranges", "query", "keys"])
 
 @WAYS
 async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) -> None:
-    """By range, by a query with parameters, and by key; in lists too."""
     fill_exact(postgresql)
     rows = await values_of(postgresql, kind)
     expected = [str(decimal.Decimal(text)) for text in EXACT]
@@ -71,7 +68,6 @@ async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) 
 
 @WAYS
 async def test_exact_numbers_as_floats(postgresql: Database, kind: str) -> None:
-    """If the user says so."""
     fill_exact(postgresql)
     rows = await values_of(postgresql, kind, numeric="float")
     found = [row["x"] for row in rows[:-1]]
@@ -81,7 +77,6 @@ async def test_exact_numbers_as_floats(postgresql: Database, kind: str) -> None:
 
 
 async def test_batches_of_exact_numbers(postgresql: Database) -> None:
-    """A list in a batch, as other decimals; blocks are cut, shuffled and pickled."""
     fill_exact(postgresql)
     stream = SQLDataset(postgresql.url, "t", key="id", columns=["x"], partitions=1)
     loader: Any = DataLoader(stream.shuffle(9), 9)
@@ -100,7 +95,6 @@ async def test_batches_of_exact_numbers(postgresql: Database) -> None:
 async def test_an_infinite_date_is_an_error(
     postgresql: Database, kind: str, type_: str, value: str
 ) -> None:
-    """It names the row's key and the column; NULL if the user says so."""
     postgresql.run(
         f"CREATE TABLE t (id INT PRIMARY KEY, n INT, d {type_})",
         f"INSERT INTO t VALUES (6, 60, NULL), (7, 70, {value}), (8, 80, NULL)",
@@ -121,7 +115,6 @@ async def test_an_infinite_date_is_an_error(
 
 
 async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) -> None:
-    """Those around it are read; finite dates of any year are kept."""
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, d date, other timestamp)",
         "INSERT INTO t SELECT n, '9999-12-31', 'infinity' FROM generate_series(0, 9) n",
@@ -148,7 +141,6 @@ async def test_a_key_may_not_be_infinite(postgresql: Database) -> None:
 
 
 async def test_ranges_of_infinite_dates(postgresql: Database) -> None:
-    """Text, where they are read as that; else an error."""
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, d daterange)",
         "INSERT INTO t VALUES (1, '[2020-01-01,infinity]')",
@@ -160,7 +152,6 @@ async def test_ranges_of_infinite_dates(postgresql: Database) -> None:
 
 
 def test_other_words_are_an_error() -> None:
-    """When the dataset is made."""
     with pytest.raises(ValueError, match="numeric must be 'decimal' or 'float', got 1"):
         SQLRows("sqlite:///x", "t", key="id", keys=(), numeric=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="infinity must be 'error' or 'null', got 'x'"):

@@ -28,17 +28,14 @@ __all__ = ["two"]
 
 
 def numbers(count: int = 10) -> Any:
-    """Return the first numbers."""
     return from_iterable(range(count))
 
 
 async def items(stream: Any) -> list[Any]:
-    """Return all samples."""
     return (await read(stream))[0]
 
 
 async def test_repeat() -> None:
-    """So many times; each time shuffled differently, the first time as ever."""
     assert await items(numbers(3).repeat(2)) == [0, 1, 2] * 2
     assert await items(numbers(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
     shuffled = await items(numbers(20).shuffle(20).repeat(3))
@@ -49,7 +46,6 @@ async def test_repeat() -> None:
 
 
 async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
-    """They are listed once."""
     found = await items(lines(tmp_path, shuffle=True).repeat(2))
     half = len(found) // 2
     assert sorted(found[:half]) == sorted(found[half:])
@@ -57,7 +53,6 @@ async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
 
 
 async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
-    """Before the cancellation goes on."""
     closed: list[int] = []
     is_closing = asyncio.Event()
 
@@ -118,8 +113,6 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
 
 
 async def test_nothing_is_not_repeated() -> None:
-    """Neither an empty stream, nor one whose samples all fail."""
-
     def refuse(number: int) -> int:
         raise OSError(f"cannot read {number}")
 
@@ -155,7 +148,6 @@ EPOCHS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", EPOCHS)
 async def test_resumes_anywhere(kind: str, tmp_path: Path) -> None:
-    """Amid a pass, and between two."""
     stream = EPOCHS[kind](tmp_path)
     stream.set_epoch(1)
     whole = await items(stream)
@@ -170,7 +162,6 @@ async def test_resumes_anywhere(kind: str, tmp_path: Path) -> None:
 async def test_ranks_have_equal_parts(
     world_size: int, readers: int | None, tmp_path: Path
 ) -> None:
-    """Of uneven shards; also where each is resumed."""
     stream = lines(tmp_path, shuffle=True, interleave=6).epoch_length(150)
     stream = stream if readers is None else stream.readers(readers)
     async with Ranks(stream, world_size) as reading:
@@ -183,7 +174,6 @@ async def test_ranks_have_equal_parts(
 
 
 def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
-    """Return the batches of each rank."""
     found = []
     for rank in range(world_size):
         loader: Any = DataLoader(stream, rank=rank, world_size=world_size, **options)
@@ -200,7 +190,6 @@ def _listed(batch: Any) -> Any:
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
 async def test_tails(count: int, workers: int) -> None:
-    """All ranks have as many batches; what is added is masked, what is over is left."""
     options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
 
     def found(tail: Any) -> Any:
@@ -237,7 +226,6 @@ async def test_a_mask_marks_padding_only(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 6])
 async def test_a_mask_on_other_ranks(world_size: int) -> None:
-    """A resumed epoch masks its padding, however many ranks had begun it."""
     stream = numbers(40).readers(6).epoch_length(13)
 
     def make(rank: int, world_size: int) -> Any:
@@ -267,7 +255,6 @@ async def test_a_mask_on_other_ranks(world_size: int) -> None:
 async def test_failed_samples_do_not_count(
     batch_size: int, workers: int, tmp_path: Path
 ) -> None:
-    """All ranks have as many batches, all full, where some skip more than others."""
     for shard in range(4):
         text = [f"{shard}{n:02}" if n % 9 < 4 * shard else "{" for n in range(40)]
         (tmp_path / f"{shard}.jsonl").write_text("\n".join(["1", *text]))
@@ -300,7 +287,6 @@ async def test_failed_samples_do_not_count(
 async def test_states_of_ranks_that_skip_differently(
     world_size: int, tmp_path: Path
 ) -> None:
-    """They are of one moment, and any number of ranks can load them."""
     for shard in range(2):
         text = "\n".join(f"{shard + 1}{n:02}" for n in range(40))
         (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
@@ -329,7 +315,6 @@ async def test_states_of_ranks_that_skip_differently(
 
 
 async def test_masks_on_another_number_of_ranks() -> None:
-    """What they mark as padding is at the end of the epoch."""
     stream = numbers(40).readers(2).epoch_length(13)
 
     def make(rank: int, world_size: int) -> Any:
@@ -352,8 +337,6 @@ async def test_masks_on_another_number_of_ranks() -> None:
 
 
 async def test_a_state_is_bound_to_its_tail() -> None:
-    """For ranks' parts would have other lengths."""
-
     def make(tail: Any) -> Any:
         stream = numbers(40).readers(2).epoch_length(21)
         return DataLoader(stream, 2, rank=0, world_size=2, tail=tail)
@@ -375,20 +358,17 @@ async def test_a_state_is_bound_to_its_tail() -> None:
 
 
 async def test_which_lengths_are_known() -> None:
-    """Of an epoch of a given length, unless a later step changes the number."""
     assert numbers().epoch_length(4).shuffle(2).map(str).total() == 4
     assert numbers().epoch_length(4).decode().total() == 4
     assert numbers().epoch_length(4).filter(bool).total() is None
 
 
 async def test_an_epoch_of_several_lengths_of_the_stream() -> None:
-    """Each sample as often as any other, but for the last pass."""
     found = Counter(await items(numbers().shuffle(3).epoch_length(25)))
     assert set(found.values()) == {2, 3}
 
 
 async def test_columns_and_masks(tmp_path: Path) -> None:
-    """A table's batch is padded like others."""
     stream = parquet(tmp_path).epoch_length(9)
 
     def found() -> Any:
@@ -411,7 +391,6 @@ async def test_columns_and_masks(tmp_path: Path) -> None:
 
 
 def uneven(folder: Path) -> dict[str, Any]:
-    """Write shards of very different lengths."""
     for shard, length in enumerate((3, 40, 1, 30)):
         text = "".join(f"{shard}{line:02}\n" for line in range(length))
         (folder / f"{shard}.txt").write_text(text)
@@ -422,7 +401,6 @@ def uneven(folder: Path) -> dict[str, Any]:
 def test_ddp_over_uneven_shards(
     two: list[RankProcess], tmp_path: Path, tail: str
 ) -> None:
-    """Both ranks take as many steps, so that neither waits for the other for ever."""
     stream = uneven(tmp_path)
     for rank in two:
         rank.send(
@@ -438,7 +416,6 @@ def test_ddp_over_uneven_shards(
 
 
 async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
-    """However often a stream begins again."""
     path = tmp_path / "a.txt"
     await asyncio.to_thread(path.write_text, "x\n")
     stream = TextDataset([str(path)] * 3, shuffle=True)

@@ -20,14 +20,12 @@ from datasets.shards import read
 
 
 async def states_of(ranks: int, count: int = 2) -> list[Any]:
-    """Return the states of ranks behind some samples."""
     async with Ranks(numbers(), ranks) as reading:
         await reading.batches(ranks, count)
         return reading.states()
 
 
 async def test_a_state_that_lacks_a_reader() -> None:
-    """It names which, and what to do."""
     states = await states_of(3)
     for state, rank, ranks, words in (
         (states[1], 0, 3, r"readers 1 of 3, but rank 0 of 3 also reads 0: .*merge_s"),
@@ -46,12 +44,10 @@ async def test_a_state_that_lacks_a_reader() -> None:
 
 
 def changed(state: Any, **values: Any) -> Any:
-    """Return a state as if other values had been saved."""
     return sealed({**opened(state), **values})
 
 
 async def test_a_state_between_batches() -> None:
-    """Two samples of each of four ranks: three continue after eight."""
     state = merge_states(await states_of(4))
     found: list[Any] = []
     for rank in range(3):
@@ -63,7 +59,6 @@ async def test_a_state_between_batches() -> None:
 
 
 async def test_states_that_do_not_belong_together() -> None:
-    """Each is told with its numbers."""
     three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
     for states, words in (
         (three[:2], r"readers 0, 1 of 3; 2 are missing"),
@@ -90,7 +85,6 @@ async def test_states_that_do_not_belong_together() -> None:
 
 
 async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
-    """Up to the position of the others its readers have no more samples."""
     for shard, length in enumerate((9, 2, 9, 2)):
         text = "".join(f"{shard}-{line}\n" for line in range(length))
         (tmp_path / f"{shard}.txt").write_text(text)
@@ -106,7 +100,6 @@ async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
 
 
 async def test_integers_of_numpy(tmp_path: Path) -> None:
-    """A state is JSON whatever integers its stream was made with."""
     (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(40)))
     two: Any = np.int64(2)
     order: Any = {"shuffle": True, "seed": two, "interleave": two}
@@ -136,7 +129,6 @@ async def test_a_rank_that_ended_too_far_on() -> None:
 
 
 async def test_a_state_is_small_and_of_the_samples_given() -> None:
-    """Whatever was read ahead; also before the first pull."""
     stream = numbers(1000)
     assert aiter(stream).state_dict()["position"] == 0
     _, state = await read(stream, 300)
@@ -167,7 +159,6 @@ async def test_a_state_is_small_and_of_the_samples_given() -> None:
     ids=["alone", "a rank", "a worker", "a worker that stays"],
 )
 async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None:
-    """The next one begins at the beginning, whoever read the copies of the stream."""
     stream = numbers(20)
     _, state = await read(stream.shard(0, 1), 8)
     stream.load_state_dict(state)

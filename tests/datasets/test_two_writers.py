@@ -18,7 +18,6 @@ from datasets.test_writers import COUNT, SAMPLES, labels, write
 
 
 async def test_two_writers_at_once(tmp_path: Path) -> None:
-    """The second one's shards are not overwritten in silence."""
     first = TarWriter(tmp_path, shard_samples=2)
     with pytest.raises(StateMismatchError, match="another writer has written"):
         async with first:
@@ -80,7 +79,6 @@ async def test_two_writers_in_the_same_moment(
 
 @pytest.mark.parametrize("before", [None, b"old"])
 def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
-    """By whichever of many threads is the first."""
     if before is not None:
         (tmp_path / "list.json").write_bytes(before)
     sink = sinks.FolderSink(str(tmp_path))
@@ -97,7 +95,6 @@ def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
 
 
 async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
-    """Neither renames what the other has written, nor puts its index there."""
     first, second = (TarWriter(tmp_path, shard_bytes=size) for size in (3_000, 6_000))
     rows = [{"bin": bytes(512) + bytes([at])} for at in range(9)]
     async with contextlib.AsyncExitStack() as stack:

@@ -36,7 +36,6 @@ Columns = dict[str, pa.Array]
 
 
 def written(folder: Path, *files: Columns, names: str = "abcdef") -> list[str]:
-    """Write files of some columns each."""
     folder.mkdir(exist_ok=True)
     return [
         write(folder / f"{name}.parquet", pa.table(columns))
@@ -45,7 +44,6 @@ def written(folder: Path, *files: Columns, names: str = "abcdef") -> list[str]:
 
 
 def one_table(paths: list[str], columns: Any = None) -> list[dict[str, Any]]:
-    """Return the rows as Arrow has them."""
     schemas = [pq.read_schema(path) for path in paths]
     schema = pa.unify_schemas(schemas, promote_options="permissive")
     table = ds.dataset(paths, schema=schema).to_table(columns)
@@ -53,7 +51,6 @@ def one_table(paths: list[str], columns: Any = None) -> list[dict[str, Any]]:
 
 
 async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
-    """Width of strings, order of columns, what may be NULL, and what is all NULL."""
     first = {
         "s": pa.array(["a", "b"]),
         "n": pa.array([1, 2], pa.int32()),
@@ -93,7 +90,6 @@ class Held(Local):
         self.release = asyncio.Event()
 
     async def version(self, address: str) -> Version:
-        """Return the length of a file."""
         if address == self.held:
             self.held = ""
             self.entered.set()
@@ -109,7 +105,6 @@ FORMATS: dict[str, Any] = {
 
 
 def stored(path: Path, table: pa.Table) -> str:
-    """Write a file; of which kind, its ending tells."""
     match path.suffix:
         case ".parquet":
             write(path, table)
@@ -149,7 +144,6 @@ async def test_a_second_listing_leaves_readers_alone(tmp_path: Path, kind: str) 
 
 
 async def test_one_kind_of_columns_in_batches(tmp_path: Path) -> None:
-    """Blocks of all files join to columns, so that a batch has one dtype."""
     paths = written(
         tmp_path,
         {"n": pa.array([1, 2], pa.int8()), "s": pa.array(["a", "b"])},
@@ -183,7 +177,6 @@ async def test_real_conflicts_name_both_files(
 
 
 async def test_the_file_that_set_a_type_is_named(tmp_path: Path) -> None:
-    """Not the first one, whose column is all NULL."""
     paths = written(
         tmp_path, {"n": pa.nulls(1)}, {"n": pa.array([1])}, {"n": pa.array(["x"])}
     )
@@ -208,7 +201,6 @@ async def test_a_value_that_would_change(tmp_path: Path) -> None:
 
 
 async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
-    """Their names, order and types; what a file lacks is NULL."""
     paths = written(
         tmp_path,
         {"n": pa.array([1]), "s": pa.array(["a"]), "more": pa.array([0])},
@@ -229,7 +221,6 @@ async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
 
 
 async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
-    """Types at once, values where they are read; the errors name the file."""
     paths = written(tmp_path, {"n": pa.array([300])}, {"n": pa.array([[1]])})
     with pytest.raises(
         DatasetError, match=r"'b.parquet' is of type list.*schema= says i"
@@ -245,7 +236,6 @@ async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
 
 
 def test_wrong_schemas_are_errors() -> None:
-    """When the dataset is made."""
     schema = pa.schema([("n", pa.int8())])
     with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
         ParquetDataset("x", schema={"n": "int8"})
@@ -254,7 +244,6 @@ def test_wrong_schemas_are_errors() -> None:
 
 
 async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
-    """They determine the samples."""
     (path,) = written(tmp_path, {"n": pa.array([1])})
     schema = pa.schema([("n", pa.int8())])
     made = ParquetDataset(path, schema=schema, filters=[("n", ">", 0)])
@@ -286,7 +275,6 @@ KINDS = st.recursive(
 
 @st.composite
 def files(draw: st.DrawFn) -> list[pa.Table]:
-    """Return two files, whose columns are alike in some ways."""
     kinds = draw(st.dictionaries(st.sampled_from("abc"), KINDS, min_size=1, max_size=3))
     found = []
     for _ in range(2):
@@ -303,7 +291,6 @@ def files(draw: st.DrawFn) -> list[pa.Table]:
 
 
 def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
-    """Return an array of a type."""
     if pa.types.is_null(kind):
         return pa.nulls(len(values))
     if pa.types.is_struct(kind):
@@ -331,7 +318,6 @@ def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files())
 async def test_any_two_files(tmp_path: Path, tables: list[pa.Table]) -> None:
-    """The rows that Arrow has of one table, or an error with both files' names."""
     paths = []
     for name, table in zip("ab", tables, strict=True):
         path = tmp_path / f"{name}.parquet"

@@ -43,7 +43,6 @@ async def write(
 
 
 async def labels(destination: Any) -> list[int]:
-    """Read the labels of all shards."""
     stream = TarDataset("shard-*.tar", store=destination).decode()
     return [sample["cls"] async for sample in stream]
 
@@ -55,7 +54,6 @@ async def test_shards_are_read(
     request: pytest.FixtureRequest,
     s3_port: int,  # the server is no leak of the test that is its first
 ) -> None:
-    """From a directory and from stores; a writer that comes later goes on."""
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
     if kind == "plain":  # it has no conditional writes
         destination = LocalStore(tmp_path)
@@ -73,7 +71,6 @@ async def test_shards_are_read(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_reads_them(tmp_path: Path) -> None:
-    """The same keys and members, pictures and arrays too."""
     picture, array = pixels(1, 3), np.arange(6).reshape(2, 3)
     sample = {"__key__": "a/b", "png": picture, "npy": array, "json": [1], "cls": 3}
 
@@ -143,7 +140,6 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
 async def test_a_sample_that_is_refused(
     sample: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """Is not written, and does no harm to the others."""
     async with TarWriter(tmp_path) as writer:
         await writer.write({"__key__": "k", "cls": 0})
         with pytest.raises((TypeError, ValueError), match=words):
@@ -154,7 +150,6 @@ async def test_a_sample_that_is_refused(
 
 
 async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
-    """Neither while it is written nor after an error, which leaves no rest."""
     with pytest.raises(ZeroDivisionError):
         async with TarWriter(tmp_path, shard_samples=2) as writer:
             for _ in range(5):
@@ -174,7 +169,6 @@ async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
 
 
 def members_of(folder: Path) -> list[int]:
-    """Return how many members each tar of a directory has."""
     counts = []
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
@@ -185,7 +179,6 @@ def members_of(folder: Path) -> list[int]:
 @pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
-    """After any step of the loop: what comes next makes each sample, once."""
     for steps in range(0, 90, 6):
         destination: Any = tmp_path / f"{steps}" if kind == "folder" else MemoryStore()
         task = asyncio.create_task(write(destination))
@@ -198,7 +191,6 @@ async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_fails(tmp_path: Path) -> None:
-    """The error passes; the writer is over, and says so; another one goes on."""
     folder = tmp_path / "gone"
     writer = TarWriter(folder, shard_samples=6)
     with pytest.raises(FileNotFoundError):
@@ -238,21 +230,18 @@ async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> No
 
 
 def uploads_of(port: int) -> bytes:
-    """Return what the store says of uploads that are not completed."""
     with urlopen(f"http://127.0.0.1:{port}/bucket?uploads") as answer:
         body: bytes = answer.read()
     return body
 
 
 def keys_of(prefix: str, ending: str) -> list[str]:
-    """Return what lies in the bucket."""
     store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
     keys = [meta["path"] for page in obstore.list(store, prefix) for meta in page]
     return [key for key in keys if key.endswith(ending)]
 
 
 async def test_a_store_that_refuses(unused_port: int) -> None:
-    """The house error, with its address; neither it nor the writer shows a secret."""
     url = f"http://user:{MARKER}@127.0.0.1:{unused_port}/x?sig={MARKER}"
     options = {"retry_config": {"max_retries": 0}}
     writer = TarWriter(url, store_options=options)
@@ -285,7 +274,6 @@ async def test_a_store_that_refuses(unused_port: int) -> None:
     ],
 )
 async def test_a_place_that_was_changed(spoil: Any, words: str, tmp_path: Path) -> None:
-    """Is not written to: readers would get samples twice, or not at all."""
     await write(tmp_path)
     await asyncio.to_thread(spoil, tmp_path)
     with pytest.raises(StateMismatchError, match=words):
@@ -293,7 +281,6 @@ async def test_a_place_that_was_changed(spoil: Any, words: str, tmp_path: Path) 
 
 
 async def test_what_samples_are_made_of(tmp_path: Path) -> None:
-    """Other metadata, or another format, is another dataset."""
     await write(tmp_path, until=8, metadata={"seed": 1})
     with pytest.raises(StateMismatchError, match="another metadata") as raised:
         await write(tmp_path, metadata={"seed": 2})
@@ -318,7 +305,6 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.one_loop
 async def test_memory_is_bounded(tmp_path: Path) -> None:
-    """However large the shard: some megabytes."""
     body = bytes(1 << 20)
     async with TarWriter(tmp_path) as writer:
         await writer.write({"bin": body})
@@ -333,7 +319,6 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
-    """Whenever they are written, and whether at once or not."""
     await write(tmp_path / "a")
     await write(tmp_path / "b", until=12)
     await write(tmp_path / "b")
@@ -357,7 +342,6 @@ async def test_each_shard_has_its_index(tmp_path: Path) -> None:
 
 
 async def test_writes_at_once(tmp_path: Path) -> None:
-    """Of several tasks: each is written once, in the order of the calls."""
     async with TarWriter(tmp_path, shard_samples=6) as writer:
         jobs = (
             writer.write({"cls": n, "json": [n] if n % 3 else n, "bin": bytes(1 << 18)})

@@ -172,7 +172,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("call", "error"), WRONG.items(), ids=WRONG)
 def test_in_the_constructor(call: str, error: str) -> None:
-    """By the name of the argument, with what was given and what to give."""
     with pytest.raises((LookupError, TypeError, ValueError)) as raised:
         eval(call)
     assert re.match(error, f"{type(raised.value).__name__}: {raised.value}")
@@ -206,15 +205,12 @@ def test_in_the_constructor(call: str, error: str) -> None:
 def test_unknown_options_of_streams(
     make: Callable[..., Any], options: dict[str, Any], words: str
 ) -> None:
-    """In the constructor, by the name of what was to be made."""
     name = make.__name__
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
         make("a", **options)
 
 
 def test_a_subclass_adds_its_own() -> None:
-    """A class of a user passes keywords on, and its own are known by name."""
-
     class Mine(TarDataset):
         def __init__(self, *, quality: int = 1, **options: Any) -> None:
             super().__init__("a", **options)
@@ -247,7 +243,6 @@ def test_typed_options_are_those_of_the_constructors(
 
 
 def test_wrapped_constructors_keep_their_signatures() -> None:
-    """For editors, and for those who ask."""
     for make, names in (
         (TextDataset, ["addresses", "encoding", "max_sample_bytes", "options"]),
         (ParquetWriter, ["destination", "name", "schema", "compression"]),
@@ -264,13 +259,11 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> dict[st
 
 
 async def first(stream: Any) -> Any:
-    """Return the first sample."""
     async with aiter(stream) as iterator:
         return await anext(iterator)
 
 
 async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
-    """What to set, not only that a connection was refused."""
     words = "there are no credentials: set the environment variables, or pass store_opt"
     stream = TarDataset("s3://b/a.tar", store_options=no_credentials, requests=QUICK)
     with pytest.raises(DatasetError, match=words):
@@ -311,7 +304,6 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
 async def test_at_the_first_read(
     call: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only the store knows; and no wrong call is made again and again."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     async with asyncio.timeout(20):
         with pytest.raises((DatasetError, ValueError), match=words):
@@ -319,7 +311,6 @@ async def test_at_the_first_read(
 
 
 async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
-    """A listing that has one says so, at once."""
     (tmp_path / "a\nb").touch()
     words = "cannot list .*control character, and is UTF-8: rename such objects"
     with pytest.raises(DatasetError, match=words):
@@ -345,7 +336,6 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
 def test_missing_extras(
     module: str, call: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the constructor, with the command that installs it."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf'pip install "aioloader\[{extra}\]"'):
         eval(call)
@@ -354,7 +344,6 @@ def test_missing_extras(
 async def test_missing_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a shard needs it."""
     (tmp_path / "a.txt.zst").touch()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\]"'):

@@ -43,13 +43,11 @@ class WebDAV(Server):
         self.paths: list[str] = []
 
     def find(self, path: str) -> bytes | None:
-        """Return what lies at the path of a request."""
         self.paths.append(path)
         plain = path.partition("?")[0]
         return self._objects.get(plain if self._is_literal else quote(unquote(plain)))
 
     def listing(self, path: str) -> bytes:
-        """Return the answer to a PROPFIND."""
         folder = quote(unquote(path))
         found = "".join(
             _ENTRY.format(escape(name), len(data))

@@ -26,7 +26,6 @@ READERS = 4
 
 
 def loaders(chain: Chain, ranks: int, state: Any = None) -> list[DataLoader[Any]]:
-    """Return the loaders of all ranks, at a state."""
     made = [
         DataLoader(
             chain.stream().readers(READERS),
@@ -46,7 +45,6 @@ def loaders(chain: Chain, ranks: int, state: Any = None) -> list[DataLoader[Any]
 
 
 def steps(loaders: list[DataLoader[Any]], count: int | None = None) -> list[Any]:
-    """Take ``count`` steps, or all: return the global batches."""
     parts = [list(itertools.islice(loader, count)) for loader in loaders]
     found = [
         sorted(itertools.chain.from_iterable(filter(None, batches)))
@@ -58,7 +56,6 @@ def steps(loaders: list[DataLoader[Any]], count: int | None = None) -> list[Any]
 
 
 def saved(loaders: list[DataLoader[Any]], count: int) -> tuple[list[Any], Any]:
-    """Take ``count`` steps; return the global batches, and one state of all ranks."""
     iterators = [iter(loader) for loader in loaders]
     found = [
         sorted(itertools.chain.from_iterable(next(one, ()) for one in iterators))
@@ -89,7 +86,6 @@ RANKS = st.sampled_from([1, 2, 3, 4, 6])
 def test_any_chain(
     chain: Chain, first: int, second: int, third: int, k: int, more: int
 ) -> None:
-    """Three numbers of ranks take turns."""
     whole = whole_of(chain)
     k = min(k, len(whole))
     found, state = saved(loaders(chain, first), k)
@@ -102,6 +98,5 @@ def test_any_chain(
 
 @given(chains(without=("fail",)), RANKS)
 def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
-    """As many times as on one rank."""
     whole = Counter(itertools.chain.from_iterable(whole_of(chain)))
     assert Counter(itertools.chain.from_iterable(steps(loaders(chain, ranks)))) == whole

@@ -49,7 +49,6 @@ BATCHES = -(-len(ROWS) // 3)
 
 
 def table(write: Any, **options: Any) -> bytes:
-    """Return the rows in a file of Arrow or Parquet."""
     out = io.BytesIO()
     with write(out, TABLE.schema) as file:
         file.write_table(TABLE, **options)
@@ -57,7 +56,6 @@ def table(write: Any, **options: Any) -> bytes:
 
 
 def shard_of_mds() -> bytes:
-    """Return a shard as MosaicML's writer makes it."""
     samples = [struct.pack("<I", len(row)) + row.encode() for row in ROWS]
     first = 4 + 4 * (len(samples) + 1)
     offsets = itertools.accumulate(map(len, samples), initial=first)
@@ -67,7 +65,6 @@ def shard_of_mds() -> bytes:
 
 
 def mds(path: str, packed: Any = None, **options: Any) -> MDSDataset:
-    """Write an index, and return the dataset of a shard."""
     entry = {
         "format": "mds", "version": 2, "samples": len(ROWS), "compression": packed,
         "column_names": ["name"], "column_encodings": ["str"], "column_sizes": [None],
@@ -139,7 +136,6 @@ CHANGES: dict[str, Callable[[bytes, float], bytes]] = {
 
 @contextmanager
 def shard_of(form: str) -> Iterator[tuple[Path, bytes, Callable[..., Any]]]:
-    """Write a shard; yield its path, its bytes, and what makes a loader."""
     make, body = EVERY[form]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a.{form}".replace("arrows", "arrow")
@@ -154,7 +150,6 @@ def shard_of(form: str) -> Iterator[tuple[Path, bytes, Callable[..., Any]]]:
 
 
 def collated(samples: list[Any]) -> list[str]:
-    """Return the names of samples."""
     return [name_of(sample) for sample in samples]
 
 
@@ -169,7 +164,6 @@ def read_on(batches: Any, found: list[str]) -> DatasetError | None:
 
 
 def check(found: list[str], error: DatasetError | None) -> None:
-    """Check that nothing is missing, or an error says so."""
     assert found == ROWS[: len(found)]
     assert error is not None or found == ROWS
 
@@ -199,7 +193,6 @@ def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
 def test_any_change_while_it_is_read(
     form: str, k: int, change: str, where: float, mode: dict[str, Any]
 ) -> None:
-    """Only what was read before is delivered."""
     with shard_of(form) as (path, body, loader):
         batches = iter(loader(**mode))
         found = [name for _ in range(k) for name in next(batches)]
@@ -244,7 +237,6 @@ def test_any_change_before_a_resume(
     phases=[Phase.generate],  # making it smaller would take minutes
 )
 def test_any_cut_in_workers(form: str, where: float, fetch: Any) -> None:
-    """The same with processes."""
     with shard_of(form) as (path, body, loader):
         put(path, body[: int(where * len(body))])
         found: list[str] = []
@@ -256,7 +248,6 @@ def test_any_cut_in_workers(form: str, where: float, fetch: Any) -> None:
 @given(st.floats(0, 1, exclude_max=True))
 @settings(max_examples=settings().max_examples // 4)
 def test_any_cut_of_a_database(where: float) -> None:
-    """SQLite counts its pages."""
     with tempfile.TemporaryDirectory() as folder:
         stream = sqlite(Path(folder))
         path = Path(folder) / "a.db"

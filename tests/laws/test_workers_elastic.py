@@ -24,7 +24,6 @@ LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3))
 
 
 def loaders(chain: Chain, layout: tuple[int, int]) -> list[DataLoader[Any]]:
-    """Return the loaders of all ranks: so many, with so many workers that read."""
     ranks, workers = layout
     more: dict[str, Any] = {"num_workers": workers, "fetch": "workers"}
     return [
@@ -43,7 +42,6 @@ def loaders(chain: Chain, layout: tuple[int, int]) -> list[DataLoader[Any]]:
 
 
 def rest(made: list[DataLoader[Any]]) -> Counter[str]:
-    """Return all samples that they still deliver."""
     return Counter(sample for loader in made for batch in loader for sample in batch)
 
 

@@ -83,7 +83,6 @@ class Shelf:
             self._sorted = None
 
     def remove(self, name: str) -> None:
-        """Remove ``name``."""
         with self._lock:
             self._stored.pop(name, None)
             self._sizes.pop(name, None)
@@ -163,7 +162,6 @@ class Answer:
     has_body: bool = True
 
     def head(self) -> bytes:
-        """Return the bytes before the body."""
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
         lines.append(f"Content-Length: {self.stop - self.start}")
         lines += [f"{name}: {value}" for name, value in self.fields.items()]

@@ -179,7 +179,6 @@ class ObjectServer:
         self._shelf.replace(name, data)
 
     def remove(self, name: str) -> None:
-        """Remove ``name``: it is answered with status 404 from now on."""
         self._shelf.remove(name)
 
     def counts(self, name: str | None = None) -> Counts:

@@ -24,7 +24,6 @@ class Counts:
     peak: int = 0
 
     def enter(self) -> None:
-        """Count one more request."""
         self.requests += 1
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
@@ -77,14 +76,12 @@ class Tally:
                 self._changed.notify_all()
 
     def add_bytes(self, name: str, amount: int) -> None:
-        """Count bytes of a body."""
         with self._changed:
             self._total.bytes += amount
             self._by_name[name].bytes += amount
             self._changed.notify_all()
 
     def add_fault(self, kind: str) -> None:
-        """Count a fault."""
         with self._changed:
             self._faults[kind] += 1
             self._changed.notify_all()
