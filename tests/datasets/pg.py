@@ -1,6 +1,6 @@
 """Databases for tests: a real PostgreSQL server, and files of SQLite.
 
-Import the fixtures where they are used. SQLite's statements run in a process of their
+SQLite's statements run in a process of their
 own, for Python and ADBC have a copy of SQLite each, and within one process these do not
 see each other's locks.
 """

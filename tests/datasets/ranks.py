@@ -8,7 +8,7 @@ from typing import Any, Self
 from aioloader._order.blocks import Bad
 from aioloader._order.stream_states import merge_states
 from aioloader.datasets import TextDataset, from_iterable
-from datasets.shards import name_of, parquet
+from datasets.shards import name_of, parquet, write_lines
 
 # Of thirteen shards; two of them are empty.
 LENGTHS = (7, 3, 11, 0, 5, 9, 2, 8, 1, 12, 0, 6, 9)
@@ -91,9 +91,7 @@ def trimmed(batches: list[list[str]]) -> list[list[str]]:
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    for shard, length in enumerate(LENGTHS):
-        text = "".join(f"{shard}-{place}\n" for place in range(length))
-        (folder / f"{shard:02}.txt").write_text(text)
+    write_lines(folder, LENGTHS)
     return TextDataset("*.txt", store=folder, **options)
 
 

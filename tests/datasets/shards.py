@@ -7,8 +7,7 @@ import io
 import json
 import sqlite3
 import struct
-import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from aioloader.datasets import (
     from_iterable,
 )
 from datasets.pg import SHARED, Database, Server
+from datasets.tar_archives import Member, archive
 
 # Uneven, and one of them empty.
 LENGTHS = (5, 9, 0, 12, 7, 1, 10, 8)
@@ -51,6 +51,14 @@ def write_text(folder: Path, ending: str = "") -> None:
         write_packed(folder / f"{shard}.txt{ending}", text)
 
 
+def write_lines(folder: Path, lengths: Sequence[int], line: str = "{}-{}") -> list[str]:
+    """Write shards of so many lines, of shard's and line's numbers; return paths."""
+    paths = [folder / f"{shard:02}.txt" for shard, _ in enumerate(lengths)]
+    for shard, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+        path.write_text("".join(line.format(shard, at) + "\n" for at in range(length)))
+    return [*map(str, paths)]
+
+
 def write_json(folder: Path) -> None:
     """Write shards of JSON lines, with empty ones in between."""
     for shard in range(len(LENGTHS)):
@@ -60,14 +68,12 @@ def write_json(folder: Path) -> None:
 
 def write_tar(folder: Path, ending: str = "") -> None:
     for shard in range(len(LENGTHS)):
-        data = io.BytesIO()
-        with tarfile.open(fileobj=data, mode="w") as tar:
-            for row in rows(shard):
-                for field, body in (("txt", row.encode()), ("bin", bytes(700))):
-                    member = tarfile.TarInfo(f"part/{row}.{field}")
-                    member.size = len(body)
-                    tar.addfile(member, io.BytesIO(body))
-        write_packed(folder / f"{shard}.tar{ending}", data.getvalue())
+        members = [
+            Member(f"part/{row}.{field}", body)
+            for row in rows(shard)
+            for field, body in (("txt", row.encode()), ("bin", bytes(700)))
+        ]
+        write_packed(folder / f"{shard}.tar{ending}", archive(members))
 
 
 def write_packed(path: Path, data: bytes) -> None:
@@ -76,6 +82,24 @@ def write_packed(path: Path, data: bytes) -> None:
     elif path.suffix == ".zst":
         data = zstandard.compress(data)
     path.write_bytes(data)
+
+
+def bytes_of(table: pa.Table, ending: str, rows: int = 5000, **options: Any) -> bytes:
+    """Return a table as a file of parts of so many rows; its ending tells which."""
+    out = io.BytesIO()
+    if ending.endswith("parquet"):
+        pq.write_table(table, out, row_group_size=rows, **options)
+    else:
+        make = pa.ipc.new_stream if ending.endswith("arrows") else pa.ipc.new_file
+        with make(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return out.getvalue()
+
+
+def write_tables(folder: Path, ending: str) -> None:
+    for shard in range(len(LENGTHS)):
+        table = pa.table({"name": pa.array(rows(shard), pa.string())})
+        (folder / f"{shard}.{ending}").write_bytes(bytes_of(table, ending, 4))
 
 
 def name_of(sample: Any) -> str:
@@ -135,17 +159,12 @@ def own(folder: Path, **options: Any) -> Any:
 
 
 def parquet(folder: Path, **options: Any) -> Any:
-    for shard in range(len(LENGTHS)):
-        table = pa.table({"name": pa.array(rows(shard), pa.string())})
-        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
+    write_tables(folder, "parquet")
     return ParquetDataset("*.parquet", store=folder, **options)
 
 
 def arrow(folder: Path, **options: Any) -> Any:
-    for shard in range(len(LENGTHS)):
-        table = pa.table({"name": pa.array(rows(shard), pa.string())})
-        with pa.ipc.new_file(str(folder / f"{shard}.arrow"), table.schema) as file:
-            file.write_table(table, max_chunksize=4)
+    write_tables(folder, "arrow")
     return ArrowDataset(f"{folder}/{{0..7}}.arrow", **options)
 
 
@@ -183,8 +202,12 @@ DATABASES: list[Make] = [sqlite, postgresql]
 EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, iterable, async_iterable]
 
 
-async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:
+async def read(
+    stream: Any, count: int | None = None, state: Any = None
+) -> tuple[list[Any], Any]:
     """Return the first samples, all if not told, and the state behind them."""
+    if state is not None:
+        stream.load_state_dict(state)
     found: list[Any] = []
     async with aiter(stream) as iterator:
         while count is None or len(found) < count:
@@ -198,6 +221,15 @@ async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:
 def source_state(state: Any) -> Any:
     """Return, to look at or to change, where the first reader of a state is."""
     return state["streams"]["0"]["state"]
+
+
+async def check_resumes(stream: Any, whole: list[Any], stops: Iterable[int]) -> None:
+    """Check that after so many samples of its first epoch a stream gives the rest."""
+    for count in stops:
+        stream.set_epoch(0)
+        head, state = await read(stream, count)
+        rest, _ = await read(stream, state=state)
+        assert head + rest == whole, count
 
 
 async def names(stream: Any) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import parquet as pq
 
 from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
@@ -21,6 +20,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
+from datasets.shards import bytes_of
 
 Format = ParquetFormat | ArrowFormat | CSVFormat
 
@@ -183,18 +183,11 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other or (one != one and other != other)  # noqa: PLR0124
 
 
-def write_arrow(path: Path, table: pa.Table, rows: int = 20) -> str:
-    """Write record batches of so many rows; what it is, its ending tells."""
-    make = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
-    with make(path, table.schema) as writer:
-        writer.write_table(table, rows)
-    return str(path)
-
-
-def write_parquet(path: Path, table: pa.Table, **options: Any) -> str:
-    """Write a file of row groups of 20 rows."""
-    options = {"row_group_size": 20, "write_page_checksum": True} | options
-    pq.write_table(table, path, **options)
+def write(path: Path, table: pa.Table, rows: int = 20, **options: Any) -> str:
+    """Write parts of so many rows; of which kind, the path's ending tells."""
+    if path.suffix == ".parquet":
+        options = {"write_page_checksum": True, **options}
+    put(path, bytes_of(table, path.suffix, rows, **options))
     return str(path)
 
 

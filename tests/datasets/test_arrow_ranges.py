@@ -89,26 +89,6 @@ async def test_reads_give_the_bytes(
     assert ranges.is_draining()
 
 
-async def test_closing_lets_a_reader_go() -> None:
-    never = asyncio.Event()
-
-    async def read(_start: int, _stop: int) -> bytes:
-        await never.wait()
-        raise AssertionError
-
-    ranges = Ranges(read, SIZE, plan([(0, 10)], 10), budget=10, location="")
-    ranges.begin()
-    loop = asyncio.get_running_loop()
-    with thread() as pool:
-        waiting = loop.run_in_executor(pool, ranges.read, 0, 10)
-        await asyncio.sleep(0)
-        await ranges.aclose()
-        with pytest.raises(DatasetError, match="closed while being read"):
-            await waiting
-        with pytest.raises(DatasetError, match="closed while being read"):
-            await loop.run_in_executor(pool, ranges.read, 20, 30)
-
-
 def test_a_loop_that_is_gone_is_an_error() -> None:
     ranges = Ranges(Store().read, SIZE, [], budget=10, location="there")
 

@@ -18,7 +18,7 @@ from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
-from datasets.shards import names, read
+from datasets.shards import check_resumes, names, read
 from datasets.tar_archives import Member, archive
 from object_server import ObjectServer
 
@@ -60,10 +60,7 @@ async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> N
         stream: Any = kind(str(tmp_path / "?"))
         parts = [stream.shard(rank, readers) for rank in range(readers)]
         assert sum([(await read(one))[0] for one in parts], []) == expected  # noqa: RUF017
-        for count in range(len(rows)):
-            _, state = await read(stream, count)
-            stream.load_state_dict(state)
-            assert (await read(stream))[0] == expected[count:]
+        await check_resumes(stream, expected, range(len(rows)))
 
 
 KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])

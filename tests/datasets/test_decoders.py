@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import sys
-import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
 from datasets.pictures import SIDE, encoded, pixels
+from datasets.tar_archives import Member, archive
 
 COLOURS = pixels(0, 3)
 SAMPLE = {
@@ -261,14 +261,12 @@ def test_what_has_no_form(value: Any, extension: str, words: str) -> None:
 
 
 def write(path: Path, bad: int = -1) -> str:
-    with tarfile.open(path, "w") as tar:
-        for number in range(8):
-            body = encoded(np.full((2, 2, 3), number, np.uint8))
-            body = b"damaged" if number == bad else body
-            for field, data in (("png", body), ("cls", str(number).encode())):
-                member = tarfile.TarInfo(f"{number:04d}.{field}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+    members = []
+    for number in range(8):
+        body = encoded(np.full((2, 2, 3), number, np.uint8))
+        members.append(Member(f"{number:04}.png", b"bad" if number == bad else body))
+        members.append(Member(f"{number:04}.cls", b"%d" % number))
+    path.write_bytes(archive(members))
     return str(path)
 
 
@@ -310,19 +308,6 @@ def test_the_laws_hold(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar")
     stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
     check_dataset(stream.shuffle(5).decode("torch"))
-
-
-def test_as_the_transform_of_workers(tmp_path: Path) -> None:
-    loader: Any = DataLoader(
-        TarDataset(write(tmp_path / "a.tar")),
-        batch_size=8,
-        num_workers=1,
-        transform=Decoder("torch"),
-    )
-    with loader:
-        (batch,) = loader
-    assert batch["png"].shape == (8, 3, 2, 2)
-    assert batch["cls"].tolist() == list(range(8))
 
 
 async def test_files_are_decoded(tmp_path: Path) -> None:

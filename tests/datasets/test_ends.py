@@ -4,7 +4,6 @@ import asyncio
 import bz2
 import functools
 import gzip
-import io
 import lzma
 import random
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from aioloader.datasets import (
 from aioloader.datasets.tar import write_index
 from aioloader.errors import TruncatedReadError
 from datasets.changing import ChangingServer
+from datasets.shards import bytes_of
 from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member
 
 QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
@@ -155,16 +155,9 @@ async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:
         assert errors == [TruncatedReadError] * is_cut
 
 
-def stream_of(rows: list[int]) -> bytes:
-    out, table = io.BytesIO(), pa.table({"a": rows})
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-    return out.getvalue()
-
-
 async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
     """Between two messages too, though the last one may look like the mark."""
-    data = stream_of([1, 2, -1, 0])
+    data = bytes_of(pa.table({"a": [1, 2, -1, 0]}), "arrows", 2)
     path = tmp_path / "a.arrow"
     cut = [await whole_or_cut(ArrowDataset, path, data, at) for at in range(len(data))]
     assert all(cut)

@@ -12,17 +12,14 @@ import pytest
 from aioloader import DataLoader, merge_states
 from aioloader.datasets import TextDataset
 from aioloader.errors import StateMismatchError
-from datasets.shards import read
+from datasets.shards import read, write_lines
 
 SHARDS, LINES = 16, 10
 IN_WORKERS = {"num_workers": 2, "fetch": "workers"}
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    for shard in range(SHARDS):
-        text = "".join(f"{shard * LINES + line:03}\n" for line in range(LINES))
-        (folder / f"{shard:02}.txt").write_text(text)
-    return TextDataset(str(folder / "*.txt"), **options)
+    return TextDataset(write_lines(folder, [LINES] * SHARDS, "{:02}{}"), **options)
 
 
 def shuffled(folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """Filters: row groups are skipped by statistics, and rows are what pyarrow reads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from hypothesis import strategies as st
 from pyarrow import compute as pc
 from pyarrow import parquet as pq
 
-from aioloader import DataLoader
 from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.tables import (
     Local,
     contents,
@@ -27,8 +25,8 @@ from datasets.tables import (
     read_all,
     read_shard,
     shards,
+    write,
 )
-from datasets.tables import write_parquet as write
 
 N = pc.field("n")
 
@@ -90,12 +88,7 @@ async def test_a_stream_goes_on_where_it_was(numbered: str) -> None:
     assert {row["n"] for row in whole} == {
         n for n in range(100) if n % 7 != 5 and n % 10 != 3
     }
-    for count in range(0, len(whole), 7):
-        made.set_epoch(0)
-        _, state = await read(made, count)
-        made.load_state_dict(json.loads(json.dumps(state)))
-        rest, _ = await read(made)
-        assert plain(rest) == plain(whole[count:])
+    await check_resumes(made, whole, range(0, len(whole), 7))
 
 
 async def test_nothing_is_left(numbered: str) -> None:
@@ -112,15 +105,6 @@ async def test_what_is_left_is_cut(numbered: str) -> None:
     found = [[row["n"] for row in part] for part in parts]
     assert sum(found, []) == [*range(60, 100)]  # noqa: RUF017
     assert min(map(len, found)) > 0
-
-
-async def test_batches_of_filtered_rows(numbered: str) -> None:
-    loader: Any = DataLoader(
-        ParquetDataset(numbered, ["n"], filters=pc.field("x") > 20), 8
-    )
-    found = [batch["n"].tolist() async for batch in loader]
-    assert sum(found, []) == [*range(81, 100)]  # noqa: RUF017
-    assert [*map(len, found)] == [8, 8, 3]
 
 
 async def test_files_whose_types_differ(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The laws of formats and parsers hold for ours, and find what others do wrong."""
 
 import asyncio
+import doctest
 import gzip
 import json
 import struct
@@ -20,6 +21,11 @@ from aioloader.datasets import (
     ShardReader,
     TarDataset,
     TextDataset,
+    decoders,
+    files,
+    named,
+    objects,
+    writers,
 )
 from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import (
@@ -234,3 +240,13 @@ def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
 
     with pytest.raises((AssertionError, ValueError), match=words):
         check_parser(make, DATA)
+
+
+# -- the examples in the docstrings run -----------------------------------------------
+
+
+@pytest.mark.parametrize("module", [decoders, files, named, objects, writers])
+def test_example(module: object) -> None:
+    result = doctest.testmod(module)  # type: ignore[arg-type]
+    assert result.attempted
+    assert not result.failed

@@ -1,6 +1,5 @@
 """Arrow data of other libraries: all rows once, and exact resume where it can be."""
 
-import json
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from aioloader import DataLoader
 from aioloader.datasets import from_arrow
 from aioloader.datasets._arrow import memory
 from aioloader.errors import DatasetError, StateMismatchError
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.tables import plain
 
 TABLE = pa.table(
@@ -112,11 +111,7 @@ async def test_resume_at_every_row(make: Make, tmp_path: Path) -> None:
     for one in (stream, stream.shard(1, 2)):
         one.set_epoch(0)
         whole = (await read(one))[0]
-        for count in range(0, len(whole) + 1, 13):
-            one.set_epoch(0)
-            _, state = await read(one, count)
-            one.load_state_dict(json.loads(json.dumps(state)))
-            assert (await read(one))[0] == whole[count:]
+        await check_resumes(one, whole, range(0, len(whole) + 1, 13))
 
 
 @EVERY
@@ -154,11 +149,7 @@ async def test_fragments_are_cut(make: Make, filters: Any, tmp_path: Path) -> No
     assert [row["n"] for part in found for row in part] == whole
     assert max(map(len, found)) <= 20
     assert make is not hive or min(map(len, found)) > 0
-    for row in range(len(found[4]) + 1):
-        part = stream.shard(4, 9)
-        before, state = await read(part, row)
-        part.load_state_dict(json.loads(json.dumps(state)))
-        assert before + (await read(part))[0] == found[4]
+    await check_resumes(stream.shard(4, 9), found[4], range(len(found[4]) + 1))
 
 
 async def test_errors_stay_the_users() -> None:

@@ -15,6 +15,7 @@ from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
 from aioloader.errors import DatasetError
 from aioloader.testing import assert_resumes_exactly
+from datasets.tables import write
 from object_server import ObjectServer
 
 ROWS = 48
@@ -161,9 +162,7 @@ def test_other_formats(columns: Any, tmp_path: Path) -> None:
     for year in (2022, 2023):
         place = tmp_path / f"year={year}"
         place.mkdir()
-        table = pa.table({"number": [1, 2]})
-        with pa.ipc.new_file(place / "x.arrow", table.schema) as writer:
-            writer.write_table(table)
+        write(place / "x.arrow", pa.table({"number": [1, 2]}))
         (place / "x.csv").write_text("number\n1\n2\n")
     expected = [
         {key: row[key] for key in columns or row}

@@ -4,12 +4,10 @@ import bz2
 import contextlib
 import functools
 import gzip
-import io
 import itertools
 import lzma
 import os
 import resource
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader import DataLoader
-from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset, _engine
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
 from aioloader.errors import DatasetError
-from beside import beside
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.stepping import steps
+from datasets.tar_archives import Member, archive
 
 PACKERS: dict[str, Any] = {
     "gz": gzip.compress,
@@ -122,11 +118,7 @@ async def test_text_of_another_encoding(tmp_path: Path) -> None:
 
 def damaged_tar(path: Path) -> None:
     """Write a shard that is damaged behind 1,100 samples and one that it costs."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for place in range(1200):
-            tar.addfile(tarfile.TarInfo(f"{place}.txt"))
-    damaged = bytearray(data.getvalue())
+    damaged = bytearray(archive(Member(f"{place}.txt") for place in range(1200)))
     damaged[1101 * 512] = 0xFF
     path.write_bytes(gzip.compress(damaged) if path.suffix == ".gz" else damaged)
 
@@ -173,15 +165,9 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
     """Of short lines, cut from one piece in several blocks, or long ones of several."""
     lines = [f"{at:0{length}}" for at in range(2500)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
-
-    def make() -> Any:
-        return TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
-
-    for count in (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500):
-        found, state = await read(make(), count)
-        rest = make()
-        rest.load_state_dict(state)
-        assert found + (await read(rest))[0] == lines
+    stream = TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
+    stops = (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500)
+    await check_resumes(stream, lines, stops)
 
 
 @pytest.mark.slow
@@ -250,22 +236,6 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
         while True:
             found = unpacking.send(piece)
             piece = next(pieces, b"") if found is None else None
-
-
-async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("1\n{\n2\n}\n3\n")
-    stream = JSONLinesDataset(str(path))
-    loader: Any = DataLoader(stream, 2, on_error="skip", collate_fn=list)
-    assert await beside(lambda: [n for batch in loader for n in batch]) == [1, 2, 3]
-    assert len(loader.skipped) == 2
-
-
-def test_what_fails_is_marked() -> None:
-    make = functools.partial(samples, Raw(at_once=True), 2)
-    (((first, second), at),) = steps(make, b"abc\nde\n")
-    assert type(first) is Bad
-    assert (second, at) == (b"de", 7)
 
 
 async def test_blocks_are_smaller_where_samples_hold_containers(

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import pickle
 import struct
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from aioloader import DataLoader
 from aioloader._order.raising import STOPS
 from aioloader.datasets import ByteStream
 from beside import beside
-from datasets.shards import NAMES, own, read
+from datasets.shards import check_resumes, read
 from object_server import Faults, ObjectServer
 
 DATA = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
@@ -38,13 +37,6 @@ async def test_it_resumes_at_any_record_over_http() -> None:
             rest = (await read(stream))[0]
             assert rest == (RECORDS * count)[taken:]
         assert server.counts().bytes - sent < len(DATA) * count // 10
-
-
-def test_it_is_split_among_workers(tmp_path: Path) -> None:
-    stream = pickle.loads(pickle.dumps(own(tmp_path)))
-    loader: Any = DataLoader(stream, 4, collate_fn=list, num_workers=2, fetch="workers")
-    found = [name.decode() for batch in loader for name in batch]
-    assert sorted(found) == sorted(NAMES)
 
 
 class Threads:
@@ -141,6 +133,4 @@ async def test_a_file_goes_forward(tmp_path: Path) -> None:
 async def test_packed_shards(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(DATA))
     stream = ByteStream[bytes](f"{tmp_path}/a.gz", own_format.records)
-    _, state = await read(stream, 1000)
-    stream.load_state_dict(state)
-    assert (await read(stream))[0] == RECORDS[1000:]
+    await check_resumes(stream, RECORDS, [1000])

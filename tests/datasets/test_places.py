@@ -1,19 +1,16 @@
 """Shards in stores: S3, HTTP and HTTPS, through faults, changes and dead servers."""
 
 import asyncio
-import io
 import ssl
-import tarfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
-from obstore.store import MemoryStore
 
 from aioloader import DataLoader
-from aioloader.datasets import Requests, TarDataset, TextDataset
+from aioloader.datasets import Requests, TarDataset
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Piece, Version
@@ -23,7 +20,8 @@ from aioloader.errors import (
     ObjectPermissionError,
 )
 from beside import beside
-from datasets.shards import NAMES, name_of, names, rows, write_tar
+from datasets.shards import NAMES, names, write_tar
+from datasets.tar_archives import Member, archive
 from object_server import Faults, ObjectServer
 
 if TYPE_CHECKING:
@@ -40,35 +38,11 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def big_shard(samples: int, size: int) -> bytes:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for number in range(samples):
-            member = tarfile.TarInfo(f"{number:06}.bin")
-            member.size = size
-            body = number.to_bytes(8, "little") * (size // 8)
-            tar.addfile(member, io.BytesIO(body))
-    return data.getvalue()
-
-
-@pytest.mark.parametrize("kind", ["http", "s3", "options", "memory"])
-async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
-    objects = shards(tmp_path)
-    with ObjectServer(objects) as server:
-        s3 = {"endpoint": server.url, "region": "x", "skip_signature": True}
-        if kind == "http":
-            stream = TarDataset(f"{server.url}/{{0..7}}.tar")
-        elif kind == "s3":
-            stream = TarDataset(f"s3://{server.bucket}/*.tar", store_options=s3)
-        elif kind == "options":
-            stream = TarDataset("{0..7}.tar", store=server.url)
-        else:
-            store = MemoryStore()
-            for name, data in objects.items():
-                await store.put_async(f"deep/{name}", data)
-            stream = TarDataset("deep/?.tar", store=store)
-        assert await names(stream) == NAMES
-        sample = await anext(aiter(stream))
-        assert str(sample["__url__"]).endswith("0.tar")
+    """Return a tar of samples of that many bytes, each with its number in it."""
+    return archive(
+        Member(f"{number:06}.bin", number.to_bytes(8, "little") * (size // 8))
+        for number in range(samples)
+    )
 
 
 async def test_https(tmp_path: Path) -> None:
@@ -124,24 +98,6 @@ async def test_what_is_not_there_is_told_at_once() -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(iterator)
         assert server.counts("a.tar").requests == 1
-
-
-async def test_missing_shards_can_be_skipped(tmp_path: Path) -> None:
-    objects = shards(tmp_path)
-    del objects["3.tar"]
-    with ObjectServer(objects) as server:
-        stream = TarDataset("{0..7}.tar", store=server.url)
-        loader: Any = DataLoader(stream, 4, on_error="skip", collate_fn=list)
-        batches = await beside(lambda: list(loader))
-    found = [name_of(sample) for batch in batches for sample in batch]
-    assert found == [name for name in NAMES if name not in rows(3)]
-    assert [type(one.error) for one in loader.skipped] == [ObjectNotFoundError]
-
-
-async def test_empty_shards() -> None:
-    with ObjectServer({"a.txt": b"", "b.txt": b"x"}) as server:
-        stream = TextDataset("{a,b}.txt", store=server.url)
-        assert await names(stream) == ["x"]
 
 
 async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
@@ -266,8 +222,3 @@ async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
     with pytest.raises(ObjectPermissionError):
         await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
     assert len(loopback.heads) == 1
-
-
-async def test_a_server_without_ranges(loopback: "Loopback") -> None:
-    found = await names(TextDataset(f"{loopback.url('norange')}/cats/z.bin"))
-    assert found == ["cats-z" * 5]

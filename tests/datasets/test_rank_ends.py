@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +21,53 @@ from aioloader._pipeline.evened import EvenedQueue
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError, DatasetError
-from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
 from datasets.rank_process import RankProcess, ranks
 from datasets.ranks import lines, numbers
+from datasets.shards import write_lines
 from datasets.test_rank_lists import two
+
+dist: Any = torch.distributed
+
+
+def a_store() -> Any:
+    """Return a store that workers can reach too."""
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False
+    )
+
+
+def loader_of(
+    stream: Any, store: Any, rank: int, ranks: int, **options: Any
+) -> "DataLoader[Any]":
+    asked: Any = {"collate_fn": list, "rank": rank, "world_size": ranks, **options}
+    return DataLoader(stream.agree(store, timeout=30), **asked)
+
+
+def side_by_side(job: Any, ranks: int) -> list[Any]:
+    """Return what a function of the rank gives, called for all ranks at once."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(job, range(ranks)))
+
+
+def read_all(stream: Any, ranks: int, **options: Any) -> list[list[Any]]:
+    store = a_store() if options.get("num_workers") else dist.HashStore()
+
+    def read(rank: int) -> list[Any]:
+        with loader_of(stream, store, rank, ranks, **options) as loader:
+            return list(loader)
+
+    return side_by_side(read, ranks)
+
+
+def masked(batches: list[Any]) -> list[Any]:
+    """Return the samples of padded batches that are no padding."""
+    return [
+        sample
+        for batch, mask in batches
+        for sample, is_kept in zip(batch, mask.tolist(), strict=True)
+        if is_kept
+    ]
+
 
 __all__ = ["two"]
 
@@ -358,9 +403,7 @@ def test_an_error_of_one_batch() -> None:
 
 
 def shards(folder: Path, *lengths: int) -> dict[str, Any]:
-    for shard, length in enumerate(lengths):
-        text = "".join(f"{shard}{line:03}\n" for line in range(length))
-        (folder / f"{shard}.txt").write_text(text)
+    write_lines(folder, lengths, "{}{:03}")
     return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
 
 

@@ -13,7 +13,7 @@ from aioloader._order.stream_states import merge_states
 from aioloader.datasets import ShardedStream, ShardFormat, ShardReader, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from datasets.ranks import STREAMS, Ranks, lines, numbers, trimmed
-from datasets.shards import parquet, read, sqlite
+from datasets.shards import check_resumes, parquet, read, sqlite
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
@@ -117,11 +117,7 @@ async def test_samples_one_by_one(tmp_path: Path) -> None:
 
     whole, end = await read(make())
     assert sorted(whole) == sorted(await rest_of(source, 64))
-    for count in range(0, len(whole) + 1, 9):
-        head, state = await read(make(), count)
-        stream = make()
-        stream.load_state_dict(state)
-        assert head + (await read(stream))[0] == whole
+    await check_resumes(make(), whole, range(0, len(whole) + 1, 9))
     assert end["ended"]
     assert all(one["ended"] for one in end["streams"].values())
     stream = make()

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import io
 import pickle
 import zlib
 from collections.abc import AsyncIterator
@@ -21,7 +20,6 @@ from fsspec.implementations.local import (  # type: ignore[import-untyped]
 from fsspec.implementations.memory import (  # type: ignore[import-untyped]
     MemoryFileSystem,
 )
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -42,7 +40,15 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 from beside import beside
-from datasets.shards import NAMES, names, read, write_tar, write_text
+from datasets.shards import (
+    NAMES,
+    bytes_of,
+    check_resumes,
+    names,
+    read,
+    write_tar,
+    write_text,
+)
 
 QUICK = Requests(timeout=5, deadline=0.3, base_delay=0.001, max_delay=0.001)
 PATIENT = Requests(base_delay=0.001, max_delay=0.001)
@@ -125,13 +131,8 @@ async def test_patterns_formats_and_lists(shop: Shop) -> None:
 
 async def test_it_resumes_and_is_cut_for_readers(shop: Shop) -> None:
     stream = TextDataset("big.txt", store=shop)
-    for taken in (1, 777, 29_999):
-        before, state = await read(stream, taken)
-        stream.load_state_dict(state)
-        assert before + (await read(stream))[0] == LINES
-    parts = [
-        await names(TextDataset("big.txt", store=shop).shard(r, 3)) for r in (0, 1, 2)
-    ]
+    await check_resumes(stream, LINES, (1, 777, 29_999))
+    parts = [await names(stream.shard(rank, 3)) for rank in range(3)]
     assert [line for part in parts for line in part] == LINES
     assert min(map(len, parts)) > 5000
 
@@ -149,9 +150,7 @@ async def test_objects_are_read_whole(shop: Shop) -> None:
 
 
 async def test_tables(shop: Shop) -> None:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"x": range(1000)}), file, row_group_size=100)
-    shop.objects["t.parquet"] = file.getvalue()
+    shop.objects["t.parquet"] = bytes_of(pa.table({"x": range(1000)}), "parquet", 100)
     rows = [row["x"] async for row in ParquetDataset("t.parquet", store=shop)]
     assert rows == [*range(1000)]
 
@@ -338,10 +337,7 @@ def system(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Any:
 async def test_file_systems(system: Any, shop: Shop) -> None:
     store, root = system
     assert await names(TextDataset(f"{root}train/*.txt", store=store)) == NAMES
-    stream = TextDataset(f"{root}big.txt", store=store)
-    before, state = await read(stream, 777)
-    stream.load_state_dict(state)
-    assert before + (await read(stream))[0] == LINES
+    await check_resumes(TextDataset(f"{root}big.txt", store=store), LINES, [777])
     objects = await ObjectDataset.discover(store, prefix=f"{root}train")
     keys = [key.removeprefix(root) for key in objects.keys]
     assert keys == sorted(key for key in shop.objects if "train" in key)

@@ -19,11 +19,9 @@ from aioloader.errors import (
     ObjectPermissionError,
 )
 from beside import beside
-from datasets.pg import PASSWORD, Database, Server, database, postgresql, server, sqlite
+from datasets.pg import PASSWORD, Database, Server
 from datasets.sql_reads import keys_of, listed, opened, read, rest_of, rows_of
 from datasets.test_secrets import everything_said
-
-__all__ = ["database", "postgresql", "server", "sqlite"]
 
 SMALL = 1 << 18
 
@@ -114,18 +112,6 @@ async def test_a_password_of_the_environment(
     made = SQLFormat(*guest, key="id")
     assert PASSWORD.encode() not in pickle.dumps(made)
     assert await keys_of(pickle.loads(pickle.dumps(made))) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "make", [SQLFormat, SQLDataset, lambda *a, **o: SQLRows(*a, keys=[1], **o)]
-)
-def test_a_url_with_a_password_does_not_travel(make: Any) -> None:
-    url = f"postgresql://me:{PASSWORD}@host:81/name?sslpassword={PASSWORD}"
-    made = make(url, "t", key="id")
-    assert PASSWORD not in repr(made) + repr(vars(made))
-    with pytest.raises(pickle.PicklingError, match="PGPASSWORD") as caught:
-        pickle.dumps(made)
-    assert PASSWORD not in everything_said(caught.value)
 
 
 @pytest.mark.parametrize(

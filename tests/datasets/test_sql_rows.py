@@ -15,10 +15,8 @@ from aioloader.datasets.sql import SQLRows
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from aioloader.protocols import Kind, batch_getter, kind_of, reads_async
 from beside import beside
-from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.pg import Database
 from datasets.sql_reads import listed
-
-__all__ = ["database", "postgresql", "server", "sqlite"]
 
 
 async def test_keys_are_sorted_integers(database: Database) -> None:

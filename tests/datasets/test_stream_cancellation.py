@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import TarDataset
-from datasets.pg import server
 from datasets.shards import (
     NAMES,
     Make,
@@ -22,8 +21,6 @@ from datasets.shards import (
 )
 from datasets.test_places import QUICK, shards
 from object_server import Faults, ObjectServer
-
-__all__ = ["server"]
 
 # For all: a server is no leak of the test that is its first.
 pytestmark = [pytest.mark.usefixtures("server"), pytest.mark.slow]

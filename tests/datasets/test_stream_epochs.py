@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -22,6 +21,7 @@ from beside import beside
 from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
 from datasets.shards import parquet, read
+from datasets.test_rank_ends import shards
 from datasets.test_rank_lists import two
 
 __all__ = ["two"]
@@ -133,30 +133,6 @@ async def test_a_rank_without_samples_is_an_error() -> None:
         await items(part)
 
 
-EPOCHS: dict[str, Callable[[Path], Any]] = {
-    "shorter": lambda _: numbers().epoch_length(7),
-    "longer": lambda _: numbers().shuffle(4).epoch_length(33),
-    "shards": lambda folder: lines(folder, shuffle=True, interleave=4).epoch_length(
-        200
-    ),
-    "steps": lambda _: numbers().epoch_length(33).map(float).shuffle(5),
-    "times": lambda _: numbers().repeat(3).batch(4),
-    "mix": lambda _: numbers().repeat().mix(numbers(3).repeat()).epoch_length(41),
-    "mixed ends": lambda _: numbers().epoch_length(12).mix(numbers(3), numbers(5)),
-}
-
-
-@pytest.mark.parametrize("kind", EPOCHS)
-async def test_resumes_anywhere(kind: str, tmp_path: Path) -> None:
-    stream = EPOCHS[kind](tmp_path)
-    stream.set_epoch(1)
-    whole = await items(stream)
-    for at in range(0, len(whole) + 1, 1 + len(whole) // 12):
-        before, state = await read(stream, at)
-        stream.load_state_dict(json.loads(json.dumps(state)))
-        assert before + await items(stream) == whole
-
-
 @pytest.mark.parametrize("readers", [None, 4])
 @pytest.mark.parametrize("world_size", [1, 2])
 async def test_ranks_have_equal_parts(
@@ -224,26 +200,30 @@ async def test_a_mask_marks_padding_only(world_size: int) -> None:
     assert sum(kept for _, mask in batches for kept in mask) == 13
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 6])
-async def test_a_mask_on_other_ranks(world_size: int) -> None:
+def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any:
+    """Return the loader of one rank, of global batches of a size."""
+    asked: Any = {"rank": rank, "world_size": ranks, "tail": "pad", **options}
+    return DataLoader(stream, size // ranks, **asked)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
+@pytest.mark.parametrize(("first", "second"), [(3, 1), (3, 2), (3, 6), (1, 2)])
+async def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
+    """What it marks is padding, at the end, however many ranks had begun the epoch."""
     stream = numbers(40).readers(6).epoch_length(13)
 
-    def make(rank: int, world_size: int) -> Any:
-        size = 6 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, tail="pad")
-
     def check() -> None:
-        states = []
-        for rank in range(3):
-            with make(rank, 3) as loader:
-                next(iter(loader))
-                states.append(loader.state_dict())
-        found = 6  # of the first batches
-        for rank in range(world_size):
-            with make(rank, world_size) as loader:
+        states, found = [], []
+        for rank in range(first):
+            with padded(stream, 6, rank, first, **options) as loader:
+                found += _listed(next(iter(loader)))[0]
+                states.append(json.loads(json.dumps(loader.state_dict())))
+        for rank in range(second):
+            with padded(stream, 6, rank, second, **options) as loader:
                 loader.load_state_dict(merge_states(states))
-                found += sum(int(mask.sum()) for _, mask in loader)
-        assert found == 13
+                for samples, mask in map(_listed, loader):
+                    found += [*compress(samples, mask)]
+        assert sorted(found) == [*range(13)]
 
     await beside(check)
 
@@ -292,46 +272,19 @@ async def test_states_of_ranks_that_skip_differently(
         (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=2).epoch_length(20)
 
-    def make(rank: int, world_size: int) -> Any:
-        options: Any = {"on_error": "skip", "tail": "pad"}
-        size = 8 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
-
     def check() -> None:
         states, found = [], Counter[int]()
         for rank in range(2):
-            with make(rank, 2) as loader:
+            with padded(stream, 8, rank, 2, on_error="skip") as loader:
                 found.update(_listed(next(iter(loader)))[0])
                 states.append(json.loads(json.dumps(loader.state_dict())))
         for rank in range(world_size):
-            with make(rank, world_size) as loader:
+            with padded(stream, 8, rank, world_size, on_error="skip") as loader:
                 loader.load_state_dict(merge_states(states))
                 for samples, mask in map(_listed, loader):
                     assert mask == [True] * len(samples)
                     found.update(samples)
         assert found == Counter([*range(100, 110), *range(200, 210)])
-
-    await beside(check)
-
-
-async def test_masks_on_another_number_of_ranks() -> None:
-    stream = numbers(40).readers(2).epoch_length(13)
-
-    def make(rank: int, world_size: int) -> Any:
-        options: Any = {"on_error": "skip", "tail": "pad"}
-        size = 4 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
-
-    def check() -> None:
-        with make(0, 1) as loader:
-            found = _listed(next(iter(loader)))[0]
-            state = json.loads(json.dumps(loader.state_dict()))
-        for rank in range(2):
-            with make(rank, 2) as loader:
-                loader.load_state_dict(state)
-                for samples, mask in map(_listed, loader):
-                    found += [*compress(samples, mask)]
-        assert sorted(found) == [*range(13)]
 
     await beside(check)
 
@@ -363,11 +316,6 @@ async def test_which_lengths_are_known() -> None:
     assert numbers().epoch_length(4).filter(bool).total() is None
 
 
-async def test_an_epoch_of_several_lengths_of_the_stream() -> None:
-    found = Counter(await items(numbers().shuffle(3).epoch_length(25)))
-    assert set(found.values()) == {2, 3}
-
-
 async def test_columns_and_masks(tmp_path: Path) -> None:
     stream = parquet(tmp_path).epoch_length(9)
 
@@ -390,18 +338,11 @@ async def test_columns_and_masks(tmp_path: Path) -> None:
 # -- in real processes ---------------------------------------------------------------
 
 
-def uneven(folder: Path) -> dict[str, Any]:
-    for shard, length in enumerate((3, 40, 1, 30)):
-        text = "".join(f"{shard}{line:02}\n" for line in range(length))
-        (folder / f"{shard}.txt").write_text(text)
-    return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
-
-
 @pytest.mark.parametrize("tail", ["wrap", "drop", "pad"])
 def test_ddp_over_uneven_shards(
     two: list[RankProcess], tmp_path: Path, tail: str
 ) -> None:
-    stream = uneven(tmp_path)
+    stream = shards(tmp_path, 3, 40, 1, 30)
     for rank in two:
         rank.send(
             do="steps", batch_size=4, epoch_length=41, interleave=4, tail=tail, **stream

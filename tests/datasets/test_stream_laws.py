@@ -11,7 +11,6 @@ from aioloader import DataLoader
 from aioloader.datasets._streams.shards import summary_of
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.pg import server
 from datasets.shards import (
     EVERY,
     FILES_OF_TABLES,
@@ -26,8 +25,6 @@ from datasets.shards import (
     source_state,
     text,
 )
-
-__all__ = ["server"]
 
 # For all: a server is no leak of the test that is its first.
 pytestmark = pytest.mark.usefixtures("server")
@@ -202,12 +199,3 @@ async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
 def test_names_of_shards(one: list[str], other: list[str], are_same: bool) -> None:
     assert (summary_of(one) == summary_of(other)) == are_same
     assert summary_of(one)["count"] == len(one)
-
-
-@SHARDS
-@pytest.mark.parametrize("option", ["interleave", "max_bytes"])
-def test_wrong_arguments(make: Make, option: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
-        make(tmp_path, **{option: 0})
-    with pytest.raises(ValueError, match=r"rank must be in range\(2\), got 2"):
-        make(tmp_path).shard(2, 2)

@@ -64,22 +64,6 @@ async def test_an_async_map_tells_an_error_after_the_samples_before_it() -> None
     await iterator.aclose()
 
 
-async def test_states_while_an_async_map_reads_ahead() -> None:
-    async def same(number: int) -> int:
-        await asyncio.sleep(0)
-        return number
-
-    stream = numbers(50).batch(1).map(same, concurrency=3)
-    iterator = aiter(stream)
-    given = 0
-    while block := await iterator.pull(2):
-        given += len(block)
-        await asyncio.sleep(0)
-        stream.load_state_dict(iterator.state_dict())
-        assert (await read(stream, 1))[0] == ([[given]] if given < 50 else [])
-    await iterator.aclose()
-
-
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     found: dict[int, int] = {}

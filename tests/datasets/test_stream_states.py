@@ -16,7 +16,7 @@ from aioloader.datasets import TextDataset
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import Ranks, numbers
-from datasets.shards import read
+from datasets.shards import read, write_lines
 
 
 async def states_of(ranks: int, count: int = 2) -> list[Any]:
@@ -85,9 +85,7 @@ async def test_states_that_do_not_belong_together() -> None:
 
 
 async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
-    for shard, length in enumerate((9, 2, 9, 2)):
-        text = "".join(f"{shard}-{line}\n" for line in range(length))
-        (tmp_path / f"{shard}.txt").write_text(text)
+    write_lines(tmp_path, (9, 2, 9, 2))
     stream = TextDataset(str(tmp_path / "*"), interleave=4).readers(4)
     async with Ranks(stream, 2) as reading:
         found = await reading.batches(4, 2)

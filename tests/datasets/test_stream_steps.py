@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import math
 import pickle
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,6 +212,15 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "mixed": lambda s: s.filter(is_odd).shuffle(5).mix(numbers(9).shuffle(4)),
 }
 
+EPOCHS: dict[str, Callable[[Any], Any]] = {
+    "shorter epoch": lambda s: s.epoch_length(7),
+    "longer epoch": lambda s: s.take(10).shuffle(4).epoch_length(33),
+    "steps of an epoch": lambda s: s.epoch_length(33).map(float).shuffle(5),
+    "times": lambda s: s.take(10).repeat(3).batch(4),
+    "mixed epochs": lambda s: s.repeat().mix(numbers(3).repeat()).epoch_length(41),
+    "mixed ends": lambda s: s.epoch_length(12).mix(numbers(3), numbers(5)),
+}
+
 
 def is_odd(number: int) -> int:
     return number % 2
@@ -223,10 +231,10 @@ async def pow2_async(number: int) -> int:
     return number**2
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS | EPOCHS)
 async def test_resumes_anywhere(step: str) -> None:
     def make() -> Any:
-        return STEPS[step](numbers(40))
+        return (STEPS | EPOCHS)[step](numbers(40))
 
     whole = await items(make())
     for count in range(len(whole) + 1):
@@ -249,42 +257,6 @@ async def test_ranks_share(step: str) -> None:
     assert parts == [await part(rank) for rank in range(3)]
     if step in {"map", "shuffle", "shuffle all"}:
         assert sorted(n for one in parts for n in one) == list(range(40))
-
-
-def test_wrong_arguments() -> None:
-    for call, text in [
-        (lambda: numbers().shuffle(0), "size must be at least 1, got 0"),
-        (lambda: numbers().batch(0), "size must be at least 1, got 0"),
-        (lambda: numbers().take(-1), "count must be at least 0, got -1"),
-        (lambda: numbers().map(abs, concurrency=0), "concurrency must be at least 1"),
-        (lambda: numbers().mix(numbers(), weights=[1]), "weights must be 2 positive"),
-        (
-            lambda: numbers().mix(numbers().shard(0, 2)),
-            r"shard\(\) applies to the mixture",
-        ),
-        (
-            lambda: numbers().mix(numbers().readers(2)),
-            r"readers\(\) applies to the mixture",
-        ),
-        (lambda: numbers().mix(numbers(), weights=[1, 0]), "weights must be 2 posi"),
-        (
-            lambda: numbers().mix(numbers(), weights=[math.nan, 1]),
-            "weights must be 2 posi",
-        ),
-        (lambda: numbers().mix(until="last"), "until must be 'all' or 'first'"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()  # type: ignore[no-untyped-call]
-    with pytest.raises(TypeError, match="read only once"):
-        from_iterable(iter([1]))
-    with pytest.raises(TypeError, match="read only once"):
-        from_async_iterable(pow3())
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(numbers())
-
-
-async def pow3() -> AsyncIterator[int]:
-    yield 27
 
 
 def test_repr_and_pickle() -> None:

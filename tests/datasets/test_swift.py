@@ -3,11 +3,19 @@
 import asyncio
 import gc
 import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeAlias
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import obstore
 import pytest
+from obstore.store import S3Store
 
 from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, TarDataset
@@ -15,17 +23,65 @@ from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.conftest import CONTENTS, wait_until_hung_up
 from datasets.shards import NAMES, name_of, names, read, write_tar
-from datasets.swift import (  # noqa: F401  (a fixture too)
-    ACCESS_KEY,
-    BUCKET,
-    PAGE,
-    SECRET,
-    STRANGER,
-    Swift,
-    swift,
-)
 from datasets.test_places import big_shard
 from datasets.test_secrets import everything_said
+
+ACCESS_KEY, STRANGER = "test:owner", "test:stranger"
+SECRET = "MARKER7secret"
+REGION = "us-east-1"
+BUCKET = "bucket"
+# Less than there are objects: a listing takes several pages.
+PAGE = 5
+
+
+class Swift:
+    """A server with one bucket, which is the owner's; the stranger has no rights."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="aioloader-swift-")
+        script = Path(__file__).with_name("swift_server.py")
+        users = [f"{ACCESS_KEY}={SECRET}=.admin", f"{STRANGER}={SECRET}="]
+        self._process = subprocess.Popen(
+            # -P: the modules beside the script are not for it
+            [sys.executable, "-P", script, self._folder, REGION, str(PAGE), *users],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a signal for the tests is not for it
+        )
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            line = said.readline()
+        if not line:
+            self.close()
+            raise RuntimeError("Swift did not start; what it said is on stderr")
+        self.port = int(line)
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        url = obstore.sign(self.store(), "PUT", "", timedelta(minutes=1))
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
+
+    def options(self, key: str = ACCESS_KEY, secret: str = SECRET) -> dict[str, Any]:
+        return {
+            "endpoint": self.endpoint,
+            "region": REGION,
+            "access_key_id": key,
+            "secret_access_key": secret,
+        }
+
+    def store(self) -> S3Store:
+        client: Any = {"allow_http": True}
+        return S3Store(BUCKET, client_options=client, **self.options())
+
+    def close(self) -> None:
+        self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of one that did not start
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[Swift]:
+    served = Swift()
+    yield served
+    served.close()
+
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import compute as pc
 from pyarrow import feather
+from pyarrow import parquet as pq
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._arrow import ipc
@@ -36,17 +37,12 @@ from datasets.tables import (
     read_all,
     read_shard,
     shards,
-    write_arrow,
-    write_parquet,
+    write,
 )
 
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 KINDS = pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
 NUMBERED = pa.table({"n": range(50), "text": [f"{n}" for n in range(50)]})
-
-
-def write(path: Path, table: pa.Table) -> str:
-    return (write_parquet if path.suffix == ".parquet" else write_arrow)(path, table)
 
 
 def made(path: Any, *, is_remote: bool = False, **options: Any) -> Format:
@@ -103,14 +99,17 @@ async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
 @PLACES
 @KINDS
 async def test_columns_and_nulls(kind: str, is_remote: bool, tmp_path: Path) -> None:
-    path = write(tmp_path / f"a.{kind}", every_type())
+    table = every_type().append_column("struct.a", pa.array(range(50)))
+    path = write(tmp_path / f"a.{kind}", table)
     nulls = {"float64": -1, "text": "?", "category": "none"}
-    names = ["struct", "category", "text", "float64"]
+    names = ["struct", "category", "struct.a", "text", "float64"]
     form = made(path, is_remote=is_remote, columns=names, nulls=nulls)
-    table = every_type().select(names).to_pylist()
-    for row in table:
+    expected = table.select(names).to_pylist()
+    for row in expected:
         row |= {name: one for name, one in nulls.items() if row[name] is None}
-    assert plain(await read_all(form)) == table
+    rows = await read_all(form)
+    assert plain(rows) == expected
+    assert list(rows[0]) == names
 
 
 @PLACES
@@ -174,10 +173,8 @@ async def test_flipped_bits_are_errors_or_harmless(
     rng = random.Random(1)
     table = NUMBERED if kind == "parquet" else every_type()
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        whole = contents(write_parquet(path, NUMBERED, data_page_version=version))
-    else:
-        whole = contents(write_arrow(path, table))
+    options: Any = {"data_page_version": version} if kind == "parquet" else {}
+    whole = contents(write(path, table, **options))
     errors = 0
     for _ in range(50):
         put(path, whole)
@@ -277,7 +274,7 @@ async def test_reads_feather(
 async def test_small_batches_are_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_arrow(tmp_path / "a.arrow", NUMBERED, rows=10)
+    path = write(tmp_path / "a.arrow", NUMBERED, rows=10)
     made = ArrowFormat(path, Local())
     assert await shards(made) == [[path, 0, 5]]
     monkeypatch.setattr(ipc, "_SHARD", 1000)
@@ -287,24 +284,27 @@ async def test_small_batches_are_read_together(
     assert [row["n"] for row in rows] == list(range(20, 40))
 
 
-@IPC
+@KINDS
 async def test_nothing_in_it(kind: str, tmp_path: Path) -> None:
-    for name, rows in (("none", NUMBERED.slice(0, 0)), ("some", NUMBERED)):
-        write_arrow(tmp_path / f"{name}.{kind}", rows)
-    with pa.ipc.new_file(tmp_path / "empty.arrow", NUMBERED.schema) as writer:
+    """No row groups and no record batches, or one without rows."""
+    make: Any = {"parquet": pq.ParquetWriter, "arrow": pa.ipc.new_file}
+    make = make.get(kind, pa.ipc.new_stream)
+    paths = [str(tmp_path / f"{name}.{kind}") for name in ("none", "empty", "some")]
+    make(paths[0], NUMBERED.schema).close()
+    with make(paths[1], NUMBERED.schema) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist([], NUMBERED.schema))
-    names = (f"none.{kind}", "empty.arrow", f"some.{kind}")
+    write(Path(paths[2]), NUMBERED)
     for is_remote in (False, True):
-        made = ArrowFormat(
-            [str(tmp_path / name) for name in names], Local(is_remote=is_remote)
-        )
-        assert len(await read_all(made)) == 50
+        form = made(paths, is_remote=is_remote)
+        assert [row["n"] for row in await read_all(form)] == [*range(50)]
+        found = [shard[0] for shard in await shards(form)]
+        assert kind != "parquet" or paths[0] not in found
 
 
 async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
     values = np.random.default_rng(0).random((8, 100_000))
     table = pa.table({"x": values.ravel()})
-    path = write_arrow(tmp_path / "a.arrow", table, rows=100_000)
+    path = write(tmp_path / "a.arrow", table, rows=100_000)
     local = Local(is_remote=True)
     made = ArrowFormat(path, local)
     found = await shards(made)
@@ -321,7 +321,7 @@ async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
 async def test_damage_names_its_place(
     kind: str, tmp_path: Path, small_shards: None
 ) -> None:
-    path = write_arrow(tmp_path / f"a.{kind}", NUMBERED)
+    path = write(tmp_path / f"a.{kind}", NUMBERED)
     whole = contents(path)
     offsets = struct.pack("<20i", *range(0, 40, 2))  # of the texts "20" to "39"
     put(path, whole.replace(offsets, offsets[:-4] + struct.pack("<i", 1 << 30)))
@@ -336,7 +336,7 @@ async def test_damage_names_its_place(
 
 async def test_batches_outside_of_the_file_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    whole = contents(write_arrow(path, NUMBERED))
+    whole = contents(write(path, NUMBERED))
     with pa.ipc.open_file(path) as reader:
         assert reader.num_record_batches == 3
     # The blocks: offset, length of metadata, padding, length of body.
@@ -360,7 +360,7 @@ def _is_block(fields: tuple[bytes, ...], whole: bytes) -> bool:
 
 async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.arrows"
-    whole = contents(write_arrow(path, NUMBERED))
+    whole = contents(write(path, NUMBERED))
     put(path, whole + whole)
     for is_remote in (False, True):
         found = await outcome(path, Local(is_remote=is_remote))
@@ -369,8 +369,8 @@ async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
 
 
 async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
-    path = write_arrow(tmp_path / "a.arrow", NUMBERED)
-    stream = contents(write_arrow(tmp_path / "a.arrows", NUMBERED))
+    path = write(tmp_path / "a.arrow", NUMBERED)
+    stream = contents(write(tmp_path / "a.arrows", NUMBERED))
     with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
         await read_shard(ArrowFormat(path, Local()), (path, 2, 4))
     put(path, stream)
@@ -384,14 +384,12 @@ async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
 
 
 def parquet(folder: Path, **options: Any) -> Any:
-    path = write_parquet(folder / "a.parquet", NUMBERED)
+    path = write(folder / "a.parquet", NUMBERED)
     return ParquetFormat(path, Local(is_remote=True), **options)
 
 
 def arrow(folder: Path, **options: Any) -> Any:
-    with pa.ipc.new_file(str(folder / "a.arrow"), NUMBERED.schema) as file:
-        file.write_table(NUMBERED, max_chunksize=8)
-    return ArrowFormat(str(folder / "a.arrow"), Local(), **options)
+    return ArrowFormat(write(folder / "a.arrow", NUMBERED, 8), Local(), **options)
 
 
 def lines(folder: Path, **options: Any) -> Any:
@@ -435,9 +433,7 @@ async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_cut(tmp_path: Path) -> None:
-    with pa.ipc.new_stream(str(tmp_path / "a.arrows"), NUMBERED.schema) as file:
-        file.write_table(NUMBERED)
-    stream = ArrowFormat(str(tmp_path / "a.arrows"), Local())
+    stream = ArrowFormat(write(tmp_path / "a.arrows", NUMBERED), Local())
     with pytest.raises(ValueError, match=r"'a\.arrows' is a stream.*as an Arrow file"):
         await stream.cut(await shards(stream), 2)
     put(tmp_path / "a.csv.gz", gzip.compress(b"n\n1\n2\n"))

@@ -2,7 +2,6 @@
 
 import asyncio
 import decimal
-import io
 import json
 from contextlib import AsyncExitStack
 from functools import partial
@@ -26,11 +25,7 @@ from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
-from datasets.tables import Local, expected, plain, read_all, read_shard, shards
-from datasets.tables import write_parquet as write
-
-# The first call in the main thread makes a pipe, for signals, which Arrow keeps.
-pacsv.read_csv(io.BytesIO(b"a\n1\n"))
+from datasets.tables import Local, expected, plain, read_all, read_shard, shards, write
 
 Columns = dict[str, pa.Array]
 
@@ -105,14 +100,9 @@ FORMATS: dict[str, Any] = {
 
 
 def stored(path: Path, table: pa.Table) -> str:
-    match path.suffix:
-        case ".parquet":
-            write(path, table)
-        case ".arrow":
-            with pa.ipc.new_file(path, table.schema) as writer:
-                writer.write_table(table)
-        case ".csv":
-            pacsv.write_csv(table, path)
+    if path.suffix != ".csv":
+        return write(path, table)
+    pacsv.write_csv(table, path)
     return str(path)
 
 

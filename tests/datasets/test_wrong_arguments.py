@@ -2,9 +2,10 @@
 
 import asyncio
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from aioloader.datasets import (
     Requests,
     TarDataset,
     TextDataset,
+    from_iterable,
 )
 from aioloader.datasets._options import OrderOptions, StoreOptions, StreamOptions
 from aioloader.datasets.sharded import ShardedStream, StoredStream
@@ -31,6 +33,12 @@ NOWHERE = "http://no.such.host.invalid/a"
 ROWS, SERVER = "sqlite:////no/such/file", "postgresql://h/d"
 QUICK = Requests(timeout=2, deadline=0.1, base_delay=0.001)
 ONCE: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+MIXED, NAN = from_iterable([1]), math.nan
+
+
+async def ONE_BY_ONE() -> AsyncIterator[int]:  # noqa: N802  (it is one of these)
+    yield 1
+
 
 # A call, and the error that it gives.
 WRONG = {
@@ -47,7 +55,10 @@ WRONG = {
     "TarDataset('a', cache_bytes=0)": "ValueError: cache_bytes must be at least 1, g",
     "TarDataset('a', seed='x')": "TypeError: seed must be an integer",
     "TextDataset('a', interleave='x')": "TypeError: interleave must be an int.*got str",
+    "TextDataset('a', interleave=0)": "ValueError: interleave must be at least 1, got",
     "TextDataset('a', max_bytes=None)": "TypeError: max_bytes must be .*got NoneType",
+    "TextDataset('a', max_bytes=0)": "ValueError: max_bytes must be at least 1, got 0",
+    "TextDataset('a').shard(2, 2)": r"ValueError: rank must be in range\(2\), got 2",
     "JSONLinesDataset('a', max_sample_bytes=0)": (
         "ValueError: max_sample_bytes must be at least 1, got 0"
     ),
@@ -149,9 +160,28 @@ WRONG = {
     "Requests(timeout=0)": "ValueError: timeout and deadline must be above 0, got 0 an",
     "Requests(deadline=-1)": "ValueError: timeout and .* above 0, got 30.0 and -1",
     "Requests(base_delay=-1)": "ValueError: delays must not .*, got base_delay=-1, max",
+    "CSVDataset('a', delimiter='ab')": "ValueError: delimiter must be one char.*'ab'",
+    "CSVDataset('a', quote_char='ab')": "ValueError: quote_char must be one .*'ab'",
+    "CSVDataset('a', escape_char='ab')": "ValueError: escape_char must be one .*'ab'",
+    "CSVDataset('a', column_types={'a': 'integer'})": "ValueError: column_types=.*'int",
+    "CSVDataset('a', column_names='ab')": "TypeError: column_names must be a list",
+    "from_iterable([]).shuffle(0)": "ValueError: size must be at least 1, got 0",
+    "from_iterable([]).batch(0)": "ValueError: size must be at least 1, got 0",
+    "from_iterable([]).take(-1)": "ValueError: count must be at least 0, got -1",
+    "from_iterable([]).map(abs, concurrency=0)": "ValueError: concurrency must be at",
+    "from_iterable([]).mix(MIXED, weights=[1])": "ValueError: weights must be 2 posit",
+    "from_iterable([]).mix(MIXED, weights=[1, 0])": "ValueError: weights must be 2 p",
+    "from_iterable([]).mix(MIXED, weights=[1, NAN])": "ValueError: weights must be 2",
+    "from_iterable([]).mix(MIXED.shard(0, 2))": r"ValueError: shard\(\) applies to the",
+    "from_iterable([]).mix(MIXED.readers(2))": r"ValueError: readers\(\) applies to",
+    "from_iterable([]).mix(until='last')": "ValueError: until must be 'all' or 'first'",
+    "from_iterable(iter([1]))": "TypeError: .*read only once",
+    "from_async_iterable(ONE_BY_ONE())": "TypeError: .*read only once",
+    "iter(from_iterable([]))": "TypeError: .*not iterable",
     # Unknown options, of whatever is made and by whichever constructor; the nearest of
     # its own and of those it shares.
     "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
+    "CSVDataset('a', delimeter=';')": "TypeError: CSVDataset.*did you mean 'delimiter'",
     "TextDataset('a', encodng=1)": "TypeError: TextDataset.*did you mean 'encoding'",
     "JSONLinesDataset('a', sample_bytes=1)": "TypeError: .*mean 'max_sample_bytes'",
     "ParquetDataset('a', null=1)": "TypeError: ParquetDataset.*did you mean 'nulls'",
@@ -328,6 +358,8 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
         ("obstore.store", "TextDataset('a', store='https://h')", "objects"),
         ("obstore.store", "ObjectDataset('memory:///', ['k'])", "objects"),
         ("pyarrow", "ParquetDataset('a')", "arrow"),
+        ("pyarrow", "ArrowDataset('a')", "arrow"),
+        ("pyarrow", "CSVDataset('a')", "arrow"),
         ("adbc_driver_sqlite.dbapi", "SQLDataset(ROWS, 't', key='k')", "sql"),
         ("adbc_driver_postgresql.dbapi", "SQLDataset(SERVER, 't', key='k')", "sql"),
         ("asyncpg", "SQLRows(SERVER, 't', key='k', keys=[])", "sql"),

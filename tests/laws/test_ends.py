@@ -6,7 +6,6 @@ Whole samples come, in order; then there is an error, or they are all.
 import bz2
 import functools
 import gzip
-import io
 import itertools
 import json
 import os
@@ -23,7 +22,6 @@ import pytest
 import zstandard
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -36,7 +34,7 @@ from aioloader.datasets import (
     TextDataset,
 )
 from aioloader.errors import DatasetError, TruncatedReadError
-from datasets.shards import name_of, sqlite
+from datasets.shards import bytes_of, name_of, sqlite
 from datasets.tar_archives import Member, archive
 
 pytestmark = pytest.mark.law
@@ -46,13 +44,6 @@ ROWS = [f"{at}-{_BYTES(1500).hex()}" for at in range(80)]
 TABLE = pa.table({"name": ROWS})
 LINES = "".join(f"{row}\n" for row in ROWS).encode()
 BATCHES = -(-len(ROWS) // 3)
-
-
-def table(write: Any, **options: Any) -> bytes:
-    out = io.BytesIO()
-    with write(out, TABLE.schema) as file:
-        file.write_table(TABLE, **options)
-    return out.getvalue()
 
 
 def shard_of_mds() -> bytes:
@@ -100,9 +91,9 @@ def marked() -> dict[str, tuple[Callable[..., Any], bytes]]:
     shard = shard_of_mds()
     return found | {
         "tar": bare["tar"],
-        "parquet": (ParquetDataset, table(pq.ParquetWriter, row_group_size=9)),
-        "arrow": (ArrowDataset, table(pa.ipc.new_file, max_chunksize=9)),
-        "arrows": (ArrowDataset, table(pa.ipc.new_stream, max_chunksize=9)),
+        "parquet": (ParquetDataset, bytes_of(TABLE, "parquet", 9)),
+        "arrow": (ArrowDataset, bytes_of(TABLE, "arrow", 9)),
+        "arrows": (ArrowDataset, bytes_of(TABLE, "arrows", 9)),
         "mds": (mds, shard),
         "mds.gz": (functools.partial(mds, packed="gz"), gzip.compress(shard)),
         "mds.zst": (functools.partial(mds, packed="zstd"), zstandard.compress(shard)),

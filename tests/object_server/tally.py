@@ -15,18 +15,15 @@ class Counts:
         requests: Requests read.
         bytes: Bytes of bodies sent.
         in_flight: Requests being answered now.
-        peak: The highest number at once.
     """
 
     requests: int = 0
     bytes: int = 0
     in_flight: int = 0
-    peak: int = 0
 
     def enter(self) -> None:
         self.requests += 1
         self.in_flight += 1
-        self.peak = max(self.peak, self.in_flight)
 
 
 class Tally:
