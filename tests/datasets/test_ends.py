@@ -27,7 +27,7 @@ from aioloader.datasets import (
 )
 from aioloader.datasets.tar import write_index
 from aioloader.errors import TruncatedReadError
-from datasets.changing import ChangingServer
+from datasets.changing import ALWAYS, ChangingServer, Sender
 from datasets.shards import bytes_of
 from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member
 
@@ -219,12 +219,16 @@ async def test_an_empty_file(ending: str, tmp_path: Path) -> None:
     assert (found, isinstance(error, TruncatedReadError)) == ([], ending != "txt")
 
 
+def empty(to: Sender, _start: int, _stop: int) -> None:
+    to.answer(416 if to.served.has_ranges else 200, b"")
+
+
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["416", "200"])
 @pytest.mark.parametrize("ending", ["txt", "tar", "parquet", "csv"])
 async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> None:
     """It is believed only if a second request says that there are no bytes."""
-    with ChangingServer(TEXT, has_ranges=has_ranges) as server:
-        server.seems_empty = True
+    options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": has_ranges}
+    with ChangingServer(TEXT, **options) as server:
         address = f"{server.url}/a.{ending}"
         found, error = await read(MAKES[ending](address, requests=QUICK))
         assert (found, type(error)) == ([], TruncatedReadError)
@@ -234,8 +238,8 @@ async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> N
 
 
 async def test_an_object_that_seems_empty() -> None:
-    with ChangingServer(TEXT, has_ranges=False) as server:
-        server.seems_empty = True
+    options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": False}
+    with ChangingServer(TEXT, **options) as server:
         async with ObjectDataset(server.url, ["a.txt"], requests=QUICK) as objects:
             with pytest.raises(TruncatedReadError, match="gave 0 of 3,"):
                 await objects[0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import random
 import threading
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -63,14 +62,6 @@ def test_is_no_iterable(dataset: AnyDataset) -> None:
     """Iterating by index would never end, for the IndexError comes when awaited."""
     with pytest.raises(TypeError, match="not iterable"):
         iter(dataset)
-
-
-async def test_concurrent_reads_give_their_own(
-    dataset: AnyDataset, bodies: list[bytes]
-) -> None:
-    order = random.Random(0).choices(range(len(bodies)), k=100)
-    read = await asyncio.gather(*(dataset[index] for index in order))
-    assert [bytes(memoryview(body)) for body in read] == [bodies[i] for i in order]
 
 
 async def test_wrappers_pass_the_awaitable_on(

@@ -248,15 +248,6 @@ async def test_enters_nest_and_it_reads_after_the_last_exit(database: Database) 
     await rows.aclose()
 
 
-async def test_it_travels(database: Database) -> None:
-    database.fill("t", 30)
-    async with listed(database) as rows:
-        copy = pickle.loads(pickle.dumps(rows))
-    assert repr(copy) == repr(rows)
-    async with copy:
-        assert (await copy[7])["name"] == "row 7"
-
-
 async def test_cancelled_reads_leave_nothing(database: Database) -> None:
     database.fill("t", 500)
     async with listed(database, connections=2) as rows:
