@@ -3,16 +3,13 @@
 import asyncio
 import pickle
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 from aioloader.datasets import FileDataset, ObjectDataset
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 AnyDataset: TypeAlias = FileDataset | ObjectDataset
 
@@ -139,7 +136,7 @@ async def test_several_loops_read_at_once(
 
 
 async def test_a_server_that_went_away_does_not_hang_the_exit(
-    loopback: "Loopback", noise: list[Any]
+    loopback: Any, noise: list[Any]
 ) -> None:
     hanging = ObjectDataset(loopback.url("hang"), ["cats/z.bin"])
     task = asyncio.create_task(hanging[0])

@@ -7,7 +7,7 @@ import sys
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +20,6 @@ from beside import beside
 from datasets.shards import NAMES, names
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 # Few names that are beginnings of others; an empty one is a folder's marker or a file.
 Keys = st.text("a/!", max_size=4)
@@ -108,7 +105,7 @@ async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
         assert server.counts("").requests < 20 + 3 * server.injected()[fault]
 
 
-async def test_http_is_asked_once(loopback: "Loopback", quick: Any) -> None:
+async def test_http_is_asked_once(loopback: Any, quick: Any) -> None:
     """A web server that knows no listing is told from one that fails at once."""
     with pytest.raises(DatasetError, match=r"503 .* pass keys="):
         await ObjectDataset.discover(

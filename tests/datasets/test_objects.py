@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import obstore
 import pytest
@@ -19,9 +19,6 @@ from aioloader.errors import (
     ObjectPermissionError,
     TruncatedReadError,
 )
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 Serve: TypeAlias = Callable[..., ObjectDataset]
 STORES = ["local", "memory", "http", "s3"]
@@ -50,7 +47,7 @@ async def test_missing_object(dataset: ObjectDataset) -> None:
     ],
 )
 async def test_http_failures(
-    loopback: "Loopback",
+    loopback: Any,
     serve: Serve,
     what: str,
     kind: type[DatasetError],
@@ -76,7 +73,7 @@ async def test_redirects_are_followed(serve: Serve) -> None:
 @pytest.mark.parametrize(("what", "received"), [("cut", 300_000), ("short", 399_999)])
 @pytest.mark.parametrize("size", [0, 400_000])
 async def test_short_body_is_no_sample(
-    loopback: "Loopback", serve: Serve, what: str, received: int, size: int
+    loopback: Any, serve: Serve, what: str, received: int, size: int
 ) -> None:
     dataset = serve(what, "cats/big.bin")
     dataset._sizes = [size]  # type: ignore[assignment]
@@ -88,7 +85,7 @@ async def test_short_body_is_no_sample(
 
 
 async def test_a_body_that_broke_off_once_is_read_again(
-    loopback: "Loopback", serve: Serve, contents: dict[str, bytes]
+    loopback: Any, serve: Serve, contents: dict[str, bytes]
 ) -> None:
     """Where obstore does not go on by itself, one more read does."""
     dataset = serve("heal", "cats/big.bin")
@@ -109,7 +106,7 @@ async def test_objects_that_changed_since_the_listing(
 
 @pytest.mark.parametrize(("what", "requests"), [("ok", 3), ("norange", 4)])
 async def test_listed_objects_take_one_request(
-    loopback: "Loopback", serve: Serve, what: str, requests: int
+    loopback: Any, serve: Serve, what: str, requests: int
 ) -> None:
     """A known size saves a step; a server without ranges is asked for one once."""
     dataset = serve(what, "cats/z.bin")
@@ -145,7 +142,7 @@ async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> No
 
 
 async def test_cancelled_discover_leaves_nothing(
-    loopback: "Loopback", noise: list[Any]
+    loopback: Any, noise: list[Any]
 ) -> None:
     task = asyncio.create_task(ObjectDataset.discover(loopback.url("hang")))
     await loopback.entered.wait()
@@ -218,9 +215,7 @@ def test_shows_its_address(store: Any, label: str) -> None:
     assert shown == f"ObjectDataset({label!r}, <2 names: 'k1', 'k2'>)"
 
 
-async def test_user_and_password_of_a_url_are_sent(
-    loopback: "Loopback", serve: Serve
-) -> None:
+async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) -> None:
     await serve("ok", "cats/z.bin", user="me:p%40ss@")[0]
     assert "authorization: Basic bWU6cEBzcw==" in loopback.heads[0]
     options = {"default_headers": {"authorization": "Bearer x"}}
@@ -275,7 +270,7 @@ for expected in 1, 2:
 
 
 @pytest.mark.slow
-async def test_exit_after_cancelled_requests(loopback: "Loopback") -> None:
+async def test_exit_after_cancelled_requests(loopback: Any) -> None:
     script = f"""
 import asyncio
 from aioloader.datasets import ObjectDataset, Requests

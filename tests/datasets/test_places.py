@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import trustme
@@ -23,9 +23,6 @@ from beside import beside
 from datasets.shards import NAMES, names, write_tar
 from datasets.tar_archives import Member, archive
 from object_server import Faults, ObjectServer
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 # obstore's own retries off, so that those of the dataset are seen.
 AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
@@ -218,7 +215,7 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     await file.aclose()
 
 
-async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
+async def test_a_refusal_is_a_permission_error(loopback: Any) -> None:
     with pytest.raises(ObjectPermissionError):
         await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
     assert len(loopback.heads) == 1

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,9 +36,6 @@ from aioloader.datasets import (
 )
 from aioloader.datasets._stores.redact import carries_secret, redact_url, secret_options
 from aioloader.errors import DatasetError
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 MARKER = "MARKER7secret"
 KEY = base64.b64encode(MARKER.encode()).decode()
@@ -226,7 +223,7 @@ def test_databases(url: str) -> None:
     check(SQLRows(url, "t", key="id", keys=[1, 2]))
 
 
-async def test_states(tmp_path: Path, loopback: "Loopback") -> None:
+async def test_states(tmp_path: Path, loopback: Any) -> None:
     url = loopback.url("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
     stream = TextDataset(url)
     async with aiter(stream) as iterator:
@@ -376,7 +373,7 @@ async def test_refusals(make: Callable[[], Any], words: str | None) -> None:
 async def test_errors_of_reading(
     what: str,
     kind: str,
-    loopback: "Loopback",
+    loopback: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)

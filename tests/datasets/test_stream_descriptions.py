@@ -19,7 +19,6 @@ from aioloader._order.stream_states import merge_states
 from aioloader.datasets import SQLDataset, TarDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import StateMismatchError
-from beside import beside
 from datasets.shards import parquet, read, text
 
 
@@ -259,19 +258,13 @@ async def test_other_shards_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "fetch": "workers"}])
-async def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
+def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
     first = from_iterable(numbers)
     loader: Any = DataLoader(first.shuffle(4), 5, collate_fn=list, **options)
     other: Any = DataLoader(first.shuffle(8), 5, collate_fn=list, **options)
-
-    def begin() -> Any:
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-        loader.close()
-        return state
-
-    state = json.loads(json.dumps(await beside(begin)))
+    with loader:
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state_dict()))
     for strict in (True, False):
         with pytest.raises(StateMismatchError, match="shuffle was 4, and is 8"):
             other.load_state_dict(state, strict=strict)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ def _listed(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
-async def test_tails(count: int, workers: int) -> None:
+def test_tails(count: int, workers: int) -> None:
     options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
 
     def found(tail: Any) -> Any:
@@ -173,7 +172,7 @@ async def test_tails(count: int, workers: int) -> None:
         return loaders(stream, 2, batch_size=2, tail=tail, **options)
 
     for tail in ("wrap", None, "drop", "pad"):
-        both = await beside(partial(found, tail))
+        both = found(tail)
         sizes = [[len(b[0] if tail == "pad" else b) for b in rank] for rank in both]
         assert sizes[0] == sizes[1]
         unit = 2 * max(1, workers)
@@ -184,20 +183,15 @@ async def test_tails(count: int, workers: int) -> None:
         if tail == "pad":
             masks = [kept for rank in both for _, mask in rank for kept in mask]
             assert sum(masks) == count
-    uneven = await beside(partial(found, "uneven"))
-    assert sum(len(batch) for rank in uneven for batch in rank) == count
+    assert sum(len(batch) for rank in found("uneven") for batch in rank) == count
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_a_mask_marks_padding_only(world_size: int) -> None:
+def test_a_mask_marks_padding_only(world_size: int) -> None:
     """Also where readers take turns: a turn that stays empty is no padding."""
-
-    def found() -> Any:
-        stream = numbers(40).readers(6).epoch_length(13)
-        return loaders(stream, world_size, batch_size=2, tail="pad")
-
-    batches = [batch for rank in await beside(found) for batch in rank]
-    assert sum(kept for _, mask in batches for kept in mask) == 13
+    stream = numbers(40).readers(6).epoch_length(13)
+    found = loaders(stream, world_size, batch_size=2, tail="pad")
+    assert sum(kept for rank in found for _, mask in rank for kept in mask) == 13
 
 
 def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any:
@@ -208,31 +202,27 @@ def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any
 
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (3, 2), (3, 6), (1, 2)])
-async def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
+def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
     """What it marks is padding, at the end, however many ranks had begun the epoch."""
     stream = numbers(40).readers(6).epoch_length(13)
-
-    def check() -> None:
-        states, found = [], []
-        for rank in range(first):
-            with padded(stream, 6, rank, first, **options) as loader:
-                found += _listed(next(iter(loader)))[0]
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        for rank in range(second):
-            with padded(stream, 6, rank, second, **options) as loader:
-                loader.load_state_dict(merge_states(states))
-                for samples, mask in map(_listed, loader):
-                    found += [*compress(samples, mask)]
-        assert sorted(found) == [*range(13)]
-
-    await beside(check)
+    states, found = [], []
+    for rank in range(first):
+        with padded(stream, 6, rank, first, **options) as loader:
+            found += _listed(next(iter(loader)))[0]
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank in range(second):
+        with padded(stream, 6, rank, second, **options) as loader:
+            loader.load_state_dict(merge_states(states))
+            for samples, mask in map(_listed, loader):
+                found += [*compress(samples, mask)]
+    assert sorted(found) == [*range(13)]
 
 
 @pytest.mark.parametrize(
     ("batch_size", "workers"),
     [(1, 0), (3, 0), (3, 2), pytest.param(1, 2, marks=pytest.mark.fuzz)],
 )
-async def test_failed_samples_do_not_count(
+def test_failed_samples_do_not_count(
     batch_size: int, workers: int, tmp_path: Path
 ) -> None:
     for shard in range(4):
@@ -241,73 +231,60 @@ async def test_failed_samples_do_not_count(
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=4).epoch_length(72)
     options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
     options |= {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
-
-    def check() -> None:
-        both = loaders(stream, 2, **options)
-        assert [len(rank) for rank in both] == [36 // batch_size] * 2
-        assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
-        for at in range(0, len(both[0]), 5):
-            for rank in range(2):
-                asked = {**options, "rank": rank}
-                first: Any = DataLoader(stream, world_size=2, **asked)
-                with first:
-                    iterator = iter(first)
-                    before = [_listed(next(iterator)) for _ in range(at)]
-                    state = json.loads(json.dumps(first.state_dict()))
-                again: Any = DataLoader(stream, world_size=2, **asked)
-                with again:
-                    again.load_state_dict(state)
-                    rest = [_listed(batch) for batch in again]
-                assert before + rest == both[rank]
-
-    await beside(check)
+    both = loaders(stream, 2, **options)
+    assert [len(rank) for rank in both] == [36 // batch_size] * 2
+    assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
+    for at in range(0, len(both[0]), 5):
+        for rank in range(2):
+            asked = {**options, "rank": rank}
+            first: Any = DataLoader(stream, world_size=2, **asked)
+            with first:
+                iterator = iter(first)
+                before = [_listed(next(iterator)) for _ in range(at)]
+                state = json.loads(json.dumps(first.state_dict()))
+            again: Any = DataLoader(stream, world_size=2, **asked)
+            with again:
+                again.load_state_dict(state)
+                rest = [_listed(batch) for batch in again]
+            assert before + rest == both[rank]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-async def test_states_of_ranks_that_skip_differently(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_states_of_ranks_that_skip_differently(world_size: int, tmp_path: Path) -> None:
     for shard in range(2):
         text = "\n".join(f"{shard + 1}{n:02}" for n in range(40))
         (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=2).epoch_length(20)
-
-    def check() -> None:
-        states, found = [], Counter[int]()
-        for rank in range(2):
-            with padded(stream, 8, rank, 2, on_error="skip") as loader:
-                found.update(_listed(next(iter(loader)))[0])
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        for rank in range(world_size):
-            with padded(stream, 8, rank, world_size, on_error="skip") as loader:
-                loader.load_state_dict(merge_states(states))
-                for samples, mask in map(_listed, loader):
-                    assert mask == [True] * len(samples)
-                    found.update(samples)
-        assert found == Counter([*range(100, 110), *range(200, 210)])
-
-    await beside(check)
+    states, found = [], Counter[int]()
+    for rank in range(2):
+        with padded(stream, 8, rank, 2, on_error="skip") as loader:
+            found.update(_listed(next(iter(loader)))[0])
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank in range(world_size):
+        with padded(stream, 8, rank, world_size, on_error="skip") as loader:
+            loader.load_state_dict(merge_states(states))
+            for samples, mask in map(_listed, loader):
+                assert mask == [True] * len(samples)
+                found.update(samples)
+    assert found == Counter([*range(100, 110), *range(200, 210)])
 
 
-async def test_a_state_is_bound_to_its_tail() -> None:
+def test_a_state_is_bound_to_its_tail() -> None:
     def make(tail: Any) -> Any:
         stream = numbers(40).readers(2).epoch_length(21)
         return DataLoader(stream, 2, rank=0, world_size=2, tail=tail)
 
-    def check() -> None:
-        saved = []
-        for tail in (None, "drop"):
-            with make(tail) as loader:
-                next(iter(loader))
-                saved.append(json.loads(json.dumps(loader.state_dict())))
-        wrapped, dropped = saved
-        said = "saved with tail='drop', but the loader has tail='wrap'"
-        with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
-            loader.load_state_dict(dropped)
-        with make("wrap") as loader:
-            loader.load_state_dict(wrapped)
-
-    await beside(check)
+    saved = []
+    for tail in (None, "drop"):
+        with make(tail) as loader:
+            next(iter(loader))
+            saved.append(json.loads(json.dumps(loader.state_dict())))
+    wrapped, dropped = saved
+    said = "saved with tail='drop', but the loader has tail='wrap'"
+    with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
+        loader.load_state_dict(dropped)
+    with make("wrap") as loader:
+        loader.load_state_dict(wrapped)
 
 
 async def test_which_lengths_are_known() -> None:
@@ -316,20 +293,12 @@ async def test_which_lengths_are_known() -> None:
     assert numbers().epoch_length(4).filter(bool).total() is None
 
 
-async def test_columns_and_masks(tmp_path: Path) -> None:
-    stream = parquet(tmp_path).epoch_length(9)
-
-    def found() -> Any:
-        made = []
-        for rank in range(2):
-            loader: Any = DataLoader(
-                stream, 4, rank=rank, world_size=2, tail="pad", collate_fn=len
-            )
-            with loader:
-                made.append([(size, mask.tolist()) for size, mask in loader])
-        return made
-
-    assert await beside(found) == [
+def test_columns_and_masks(tmp_path: Path) -> None:
+    stream, found = parquet(tmp_path).epoch_length(9), []
+    for rank in range(2):
+        with padded(stream, 8, rank, 2, collate_fn=len) as loader:
+            found.append([(size, mask.tolist()) for size, mask in loader])
+    assert found == [
         [(4, [True] * 4), (1, [True])],
         [(4, [True] * 4), (1, [False])],
     ]
