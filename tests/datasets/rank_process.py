@@ -126,11 +126,8 @@ class Rank:
     async def steps(self, batch_size: int, **options: Any) -> list[Any]:
         """Train by DDP, a step per batch; return each batch and its mask."""
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
-        length = options.pop("epoch_length", None)
         tail = options.pop("tail", None)
         stream = self.stream(**options)
-        if length is not None:
-            stream = stream.epoch_length(length)
         loader: Any = DataLoader(
             stream,
             batch_size,

@@ -147,7 +147,7 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
         place.parent.mkdir()
         put(place, body(0))
     _, state = await read(make(str(path)), 70)
-    rest, _ = await read(make(str(path)), None, (state,))
+    rest, _ = await read(make(str(path)), state=state)
     found, state = await read(make(str(other)), 7, state)
     assert [*map(str, found)] == [
         str(row).replace("/one/", "/two/") for row in rest[:7]
@@ -156,7 +156,7 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     other.unlink()
     put(other, body(0))
     os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    found, _ = await read(make(str(other)), None, (state,))
+    found, _ = await read(make(str(other)), state=state)
     assert len(found) == len(rest) - 7
 
 

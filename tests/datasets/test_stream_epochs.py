@@ -17,13 +17,8 @@ from aioloader.datasets._streams.cursors import Reading
 from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
 from datasets.shards import parquet, read
-from datasets.test_rank_ends import shards
-from datasets.test_rank_lists import two
-
-__all__ = ["two"]
 
 
 def numbers(count: int = 10) -> Any:
@@ -302,27 +297,6 @@ def test_columns_and_masks(tmp_path: Path) -> None:
         [(4, [True] * 4), (1, [True])],
         [(4, [True] * 4), (1, [False])],
     ]
-
-
-# -- in real processes ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tail", ["wrap", "drop", "pad"])
-def test_ddp_over_uneven_shards(
-    two: list[RankProcess], tmp_path: Path, tail: str
-) -> None:
-    stream = shards(tmp_path, 3, 40, 1, 30)
-    for rank in two:
-        rank.send(
-            do="steps", batch_size=4, epoch_length=41, interleave=4, tail=tail, **stream
-        )
-    found = [rank.answer() for rank in two]
-    assert all(isinstance(answer, list) for answer in found), found
-    sizes = [[len(numbers) for numbers, _ in answer] for answer in found]
-    last = [] if tail == "drop" else [1]
-    assert sizes == [[4] * 5 + last] * 2
-    if tail == "pad":
-        assert [answer[-1][1] for answer in found] == [[True], [False]]
 
 
 async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
