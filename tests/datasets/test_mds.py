@@ -164,6 +164,11 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
         ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
         ("raw_data", None, "is not an index of MDS shards"),
+        (
+            "zip_data",
+            {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}},
+            r"mds\.br.* only gz and zstd are supported",
+        ),
     ],
 )
 async def test_an_index_that_does_not_fit(
@@ -171,13 +176,6 @@ async def test_an_index_that_does_not_fit(
 ) -> None:
     change(folder / "raw" / "index.json", key, value)
     with pytest.raises(DatasetError, match=words):
-        await read(MDSDataset(folder / "raw"))
-
-
-async def test_other_packers_are_named(folder: Path) -> None:
-    name = {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}}
-    change(folder / "raw" / "index.json", "zip_data", name)
-    with pytest.raises(DatasetError, match=r"mds\.br.* only gz and zstd are supported"):
         await read(MDSDataset(folder / "raw"))
 
 

@@ -48,52 +48,41 @@ def guest(postgresql: Database, monkeypatch: pytest.MonkeyPatch) -> tuple[str, s
 
 
 @WAYS
+@pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
 @pytest.mark.parametrize(
-    ("password", "words"),
+    ("password", "line", "mode", "words"),
     [
-        (f":{PASSWORD}x", "password authentication failed for user"),
-        (f":{PASSWORD}", "permission denied for schema"),
-        ("", "password.*; check the user, PGPASSWORD or PGPASSFILE, and grants"),
+        (f":{PASSWORD}x", "", 0o600, "password authentication failed for user"),
+        (f":{PASSWORD}", "", 0o600, "permission denied for schema"),
+        ("", "", 0o600, "password.*; check the user, PGPASSWORD or PGPASSFILE, and gr"),
+        # The drivers read a file; one that others may read is passed over.
+        ("", "*:5432:postgres:guest:{}", 0o600, "permission denied"),
+        ("", "*:*:*:guest:{}", 0o644, "password"),
+        ("", "*:*:other:guest:{}", 0o600, "password"),
     ],
 )
 async def test_credentials(
-    guest: tuple[str, str], make: Any, password: str, words: str
-) -> None:
-    url, table = guest
-    url = url.replace("guest@", f"guest{password}@")
-    with pytest.raises(ObjectPermissionError, match=words) as caught:
-        await read(make, url, table)
-    assert PASSWORD not in everything_said(caught.value)
-    assert caught.value.location == Address(url).label
-
-
-@WAYS
-@pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
-@pytest.mark.parametrize(
-    ("line", "mode", "words"),
-    [
-        ("*:5432:postgres:guest:{}", 0o600, "permission denied"),
-        ("*:*:*:guest:{}", 0o644, "password"),
-        ("*:*:other:guest:{}", 0o600, "password"),
-    ],
-)
-async def test_a_password_file(
     guest: tuple[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     make: Any,
+    password: str,
     line: str,
     mode: int,
     words: str,
 ) -> None:
-    """The drivers read it; one that others may read is passed over."""
-    path = tmp_path / "pgpass"
-    path.write_text(line.format(PASSWORD))
-    path.chmod(mode)
-    monkeypatch.setenv("PGPASSFILE", str(path))
+    """In the URL or a file: refused, and told without them."""
+    url, table = guest
+    url = url.replace("guest@", f"guest{password}@")
+    if line:
+        path = tmp_path / "pgpass"
+        path.write_text(line.format(PASSWORD))
+        path.chmod(mode)
+        monkeypatch.setenv("PGPASSFILE", str(path))
     with pytest.raises(ObjectPermissionError, match=words) as caught:
-        await read(make, *guest)
+        await read(make, url, table)
     assert PASSWORD not in everything_said(caught.value)
+    assert caught.value.location == Address(url).label
 
 
 @WAYS

@@ -151,40 +151,26 @@ async def test_one_kind_of_columns_in_batches(tmp_path: Path) -> None:
     assert batch["n"].tolist() == [1, 2, 0.5, 1.5]
 
 
-@pytest.mark.parametrize(("first", "other"), [
-    ([0.5], ["1"]), ([0.5], [decimal.Decimal("1.5")]), ([0.5], [[1]]), ([0.5], [True]),
-    ([0.5], [{"a": 1}]), (["a"], [b"a"]),
+@pytest.mark.parametrize(("columns", "words"), [
+    # Also where Arrow would make other values: floats of numbers, bytes of text.
+    *(
+        ([pa.array([0.5]), pa.array(other)],
+         "'n' of 'b.parquet' is of .*, and it is double in 'a.parquet'; .*sch")
+        for other in (["1"], [decimal.Decimal("1.5")], [[1]], [True], [{"a": 1}])
+    ),
+    ([pa.array(["a"]), pa.array([b"a"])],
+     "'n' of 'b.parquet' is of .*, and it is string in 'a.parquet'; .*sch"),
+    # The file that set the type is not the first one, whose column is all NULL.
+    ([pa.nulls(1), pa.array([1]), pa.array(["x"])],
+     "'c.parquet' is of type string, and it is int64 in 'b.parquet'"),
+    # 2**53 + 1 is no float.
+    ([pa.array([0.5]), pa.array([2**53 + 1])],
+     "'n' of 'b.parquet' is of type int64 and has values that do not fit double.*sch"),
 ], ids=str)  # fmt: skip
-async def test_real_conflicts_name_both_files(
-    first: Any, other: Any, tmp_path: Path
-) -> None:
-    """Also where Arrow would make other values: floats of numbers, bytes of text."""
-    paths = written(tmp_path, {"n": pa.array(first)}, {"n": pa.array(other)})
-    kind = pa.array(first).type
-    words = rf"'n' of 'b.parquet' is of .*, and it is {kind} in 'a.parquet'; .*sch"
+async def test_real_conflicts(columns: Any, words: str, tmp_path: Path) -> None:
+    paths = written(tmp_path, *({"n": column} for column in columns))
     with pytest.raises(DatasetError, match=words):
-        await shards(ParquetFormat(paths, Local()))
-
-
-async def test_the_file_that_set_a_type_is_named(tmp_path: Path) -> None:
-    paths = written(
-        tmp_path, {"n": pa.nulls(1)}, {"n": pa.array([1])}, {"n": pa.array(["x"])}
-    )
-    words = "'c.parquet' is of type string, and it is int64 in 'b.parquet'"
-    with pytest.raises(DatasetError, match=words):
-        await shards(ParquetFormat(paths, Local()))
-
-
-async def test_a_value_that_would_change(tmp_path: Path) -> None:
-    """2**53 + 1 is no float."""
-    columns = [{"n": pa.array([0.5])}, {"n": pa.array([2**53 + 1])}]
-    made = ParquetFormat(written(tmp_path, *columns), Local())
-    words = (
-        r"'n' of 'b.parquet' is of type int64 and has values that do not fit "
-        r"double.*schema="
-    )
-    with pytest.raises(DatasetError, match=words):
-        await read_all(made)
+        await read_all(ParquetFormat(paths, Local()))
 
 
 # -- schema= -------------------------------------------------------------------------

@@ -159,13 +159,11 @@ def check(found: list[str], error: DatasetError | None) -> None:
     assert error is not None or found == ROWS
 
 
-@given(
-    st.sampled_from([*MARKED]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(MODES),
-)
-def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
-    """Of a format that shows the end; a tar's padding may be missing."""
+CUTS = st.sampled_from([*MARKED]), st.floats(0, 1, exclude_max=True)
+
+
+def check_cut(form: str, where: float, mode: dict[str, Any]) -> None:
+    """Check a format that shows the end; a tar's padding may be missing."""
     with shard_of(form) as (path, body, loader):
         put(path, body[: int(where * len(body))])
         found: list[str] = []
@@ -174,13 +172,30 @@ def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
         assert isinstance(error, TruncatedReadError | None)
 
 
-@given(
+@given(*CUTS, st.sampled_from(MODES))
+def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
+    check_cut(form, where, mode)
+
+
+@given(*CUTS, st.sampled_from(["loader", "workers"]))
+@settings(
+    max_examples=settings().max_examples // 30,
+    phases=[Phase.generate],  # making it smaller would take minutes
+)
+def test_any_cut_in_workers(form: str, where: float, fetch: str) -> None:
+    check_cut(form, where, {"num_workers": 1, "fetch": fetch})
+
+
+CHANGED = given(
     st.sampled_from([*EVERY]),
     st.integers(1, BATCHES - 1),
     st.sampled_from([*CHANGES]),
     st.floats(0, 1, exclude_max=True),
     st.sampled_from(MODES),
 )
+
+
+@CHANGED
 def test_any_change_while_it_is_read(
     form: str, k: int, change: str, where: float, mode: dict[str, Any]
 ) -> None:
@@ -191,13 +206,7 @@ def test_any_change_while_it_is_read(
         check(found, read_on(batches, found))
 
 
-@given(
-    st.sampled_from([*EVERY]),
-    st.integers(1, BATCHES - 1),
-    st.sampled_from([*CHANGES]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(MODES),
-)
+@CHANGED
 def test_any_change_before_a_resume(
     form: str, k: int, change: str, where: float, mode: dict[str, Any]
 ) -> None:
@@ -216,24 +225,6 @@ def test_any_change_before_a_resume(
         rest = []
         assert read_on(again, rest) is not None
         assert rest == []
-
-
-@given(
-    st.sampled_from([*MARKED]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(["loader", "workers"]),
-)
-@settings(
-    max_examples=settings().max_examples // 30,
-    phases=[Phase.generate],  # making it smaller would take minutes
-)
-def test_any_cut_in_workers(form: str, where: float, fetch: Any) -> None:
-    with shard_of(form) as (path, body, loader):
-        put(path, body[: int(where * len(body))])
-        found: list[str] = []
-        error = read_on(loader(num_workers=1, fetch=fetch), found)
-        check(found, error)
-        assert isinstance(error, TruncatedReadError | None)
 
 
 @given(st.floats(0, 1, exclude_max=True))
