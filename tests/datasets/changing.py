@@ -1,55 +1,74 @@
-"""A server of one object that changes, and tells more or less of it."""
+"""A server of one object that changes, tells more or less of it, and answers badly."""
 
 import re
+import threading
+from collections.abc import Callable, Collection
 from email.utils import formatdate
 
 from datasets.serving import Handler, Server
 
+ALWAYS = range(10**9)
 
-class _Handler(Handler):
+
+class Sender(Handler):
+    """Answers as its server says; bad answers call ``send_part`` or ``answer``."""
+
     def head(self) -> None:
-        length = len(self.served.body)
-        date = formatdate(1e9, usegmt=True)
-        self.send_head(200, {"Content-Length": length, "Last-Modified": date})
+        date = {"Last-Modified": formatdate(1e9, usegmt=True)}
+        length = {"Content-Length": len(self.served.body)}
+        self.send_head(200, {**date, **self.fields(), **length})
 
     def get(self) -> None:
-        served = self.served
-        if served.seems_empty:
-            self._cut(416 if served.has_ranges else 200, b"")
-            return
-        if served.fails():
-            self._cut(503, b"")
-            return
-        body, tags = served.body, served.tags
-        fields: dict[str, str] = {}
-        if "strong" in tags:
-            fields["ETag"] = f'"{served.version}"'
-        if "weak" in tags:  # with a date it stays the same
-            fields["ETag"] = f'W/"{1 if "date" in tags else served.version}"'
-        if "date" in tags:
-            fields["Last-Modified"] = formatdate(1e9 + served.version, usegmt=True)
-        asked = self.headers.get("If-Match")
-        # A weak tag matches nothing there (RFC 9110, 13.1.1).
-        is_met = asked == fields.get("ETag") and not str(asked).startswith("W/")
-        if asked and not is_met and "unconditional" not in tags:
-            self._cut(412, b"")
-            return
+        served, number = self.served, self.served.count()
+        length = len(served.body)
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not found or not served.has_ranges:
-            self._cut(200, body, fields)
-            return
-        start, stop = int(found[1]), min(int(found[2]) + 1, len(body))
-        if start >= len(body):
-            self._cut(416, b"", {"Content-Range": f"bytes */{len(body)}"})
-            return
-        fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
-        self._cut(206, body[start:stop], fields)
+        found = found if served.has_ranges else None
+        start = int(found[1]) if found else 0
+        stop = min(int(found[2]) + 1, length) if found else length
+        asked, tag = self.headers.get("If-Match"), self.fields().get("ETag")
+        # A weak tag matches nothing there (RFC 9110, 13.1.1).
+        is_met = asked == tag and not str(asked).startswith("W/")
+        if number in served.when:
+            served.bad(self, start, stop)
+        elif asked and not is_met and "unconditional" not in served.tags:
+            self.answer(412, b"")
+        elif found and start >= length:
+            self.answer(416, b"", {"Content-Range": f"bytes */{length}"})
+        else:
+            self.send_part(206 if found else 200, start, stop, stop)
 
-    def _cut(
-        self, status: int, body: bytes, fields: dict[str, str] | None = None
+    def fields(self) -> dict[str, str]:
+        """Return what is told of the version."""
+        fields, tags, version = dict[str, str](), self.served.tags, self.served.version
+        if "strong" in tags:
+            fields["ETag"] = f'"{version}"'
+        if "weak" in tags:  # with a date it stays the same
+            fields["ETag"] = f'W/"{1 if "date" in tags else version}"'
+        if "date" in tags:
+            fields["Last-Modified"] = formatdate(1e9 + version, usegmt=True)
+        return fields
+
+    def send_part(
+        self, status: int, start: int, stop: int, sent: int, length: int | None = None
     ) -> None:
-        length = {"Content-Length": len(body)}
-        self.answer(status, self.served.cut(body), {**(fields or {}), **length})
+        """Name a range, and send it up to a byte; the length matches, if not given."""
+        fields, body = self.fields(), self.served.body
+        if status == 206:
+            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+        if length is not None:
+            fields["Content-Length"] = str(length)
+        self.answer(status, body[start:sent], fields)
+
+
+Bad = Callable[[Sender, int, int], None]
+
+
+def honest(to: Sender, start: int, stop: int) -> None:
+    to.send_part(206, start, stop, stop)
+
+
+def refuse(to: Sender, _start: int, _stop: int) -> None:
+    to.answer(503, b"")
 
 
 class ChangingServer(Server):
@@ -60,53 +79,55 @@ class ChangingServer(Server):
         tags: What it tells: ``"strong"`` or ``"weak"`` for an ETag, ``"date"`` for
             Last-Modified; with ``"unconditional"`` it ignores conditions.
         has_ranges: Whether it gives parts.
+        bad: What answers the requests whose numbers, from 0, are in ``when``.
+        when: Their numbers.
     """
 
-    handler = _Handler
+    handler = Sender
 
     def __init__(
-        self, body: bytes, *, tags: str = "strong", has_ranges: bool = True
+        self,
+        body: bytes,
+        *,
+        tags: str = "strong",
+        has_ranges: bool = True,
+        bad: Bad = honest,
+        when: Collection[int] = (),
     ) -> None:
         self.body = body
         self.version = 1
         self.tags = tags.split()
         self.has_ranges = has_ranges
+        self.bad, self.when = bad, when
         self.requests = 0
-        # Whether it answers each GET as if the object were empty.
-        self.seems_empty = False
-        self._failing = 0
-        self._breaking = (0, 0)
+        self.ended = threading.Event()
         self._later: tuple[int, bytes] | None = None
 
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        super().__exit__(*error)
+
     def replace(self, body: bytes) -> None:
-        """Let there be another object from now on."""
         self.body, self.version = body, self.version + 1
 
     def replace_after(self, body: bytes, requests: int) -> None:
-        """Let there be another object after so many requests."""
         self._later = requests, body
 
     def fail_next(self, count: int) -> None:
-        """Answer the next requests with status 503."""
-        self._failing = count
+        self.bad, self.when = refuse, range(self.requests, self.requests + count)
 
     def break_off(self, at: int, times: int) -> None:
-        """Let the next answers that are longer end at a byte."""
-        self._breaking = at, times
+        """Let the next whole answers end at a byte."""
 
-    def fails(self) -> bool:
-        """Count a request, and tell whether it fails."""
+        def broken(to: Sender, start: int, stop: int) -> None:
+            to.send_part(200, start, stop, at, length=stop)
+
+        self.bad, self.when = broken, range(self.requests, self.requests + times)
+
+    def count(self) -> int:
+        """Count a request; return its number."""
         self.requests += 1
         if self._later is not None and self.requests > self._later[0]:
             self.replace(self._later[1])
             self._later = None
-        self._failing -= 1
-        return self._failing >= 0
-
-    def cut(self, body: bytes) -> bytes:
-        """Return as much of a body as is to be sent."""
-        at, times = self._breaking
-        if not times or len(body) <= at:
-            return body
-        self._breaking = at, times - 1
-        return body[:at]
+        return self.requests - 1

@@ -24,6 +24,9 @@ from obstore.store import MemoryStore
 from pyarrow import csv
 
 from aioloader.datasets import FileDataset, ObjectDataset, Requests
+from datasets.pg import database, postgresql, server, sqlite
+
+__all__ = ["database", "postgresql", "server", "sqlite"]
 
 CONTENTS = {
     f"{folder}/{name}.bin": f"{folder}-{name}".encode() * repeat
@@ -73,7 +76,6 @@ class Loopback:
     async def handle(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer the requests of one connection."""
         task = asyncio.current_task()
         assert task is not None
         self.handlers.add(task)
@@ -116,7 +118,6 @@ class Loopback:
         asked: tuple[int, int] | None,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """Send a body, or as much of it as ``what`` says."""
         start, stop, status = 0, len(body), "200 OK"
         if asked is not None and what != "norange":
             start, stop = asked[0], min(asked[1], len(body))
@@ -135,12 +136,10 @@ class Loopback:
 
 
 def response(status: str, body: bytes) -> bytes:
-    """Return the bytes of a response."""
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def requested_range(head: str) -> tuple[int, int] | None:
-    """Return the half-open range that a request asks for."""
     for line in head.splitlines():
         if line.lower().startswith("range: bytes="):
             first, _, last = line.partition("=")[2].partition("-")
@@ -150,15 +149,8 @@ def requested_range(head: str) -> tuple[int, int] | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime() -> None:
-    """Start the runtimes of obstore and Arrow before descriptors are counted."""
-    csv.read_csv(io.BytesIO(b"a\n1\n"))  # its pipe for signals
-    store = MemoryStore()
-    obstore.put(store, "x", b"x")
-
-    async def read() -> None:
-        await obstore.get_async(store, "x")
-
-    asyncio.run(read())
+    """Start Arrow's before descriptors are counted: it has a pipe for signals."""
+    csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
 @pytest_asyncio.fixture
@@ -197,7 +189,6 @@ def connections(port: int) -> int:
 
 @pytest_asyncio.fixture
 async def serve(loopback: Loopback) -> AsyncIterator[Callable[..., ObjectDataset]]:
-    """Make datasets of the loopback server, and close them at the end."""
     made: list[ObjectDataset] = []
 
     def make(
@@ -245,7 +236,6 @@ def s3_port() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def s3_bucket(s3_port: int) -> str:
-    """Fill a bucket, with a console's folder marker as well."""
     base = f"http://127.0.0.1:{s3_port}/bucket"
     for path, body in {"": b"", "/train/cats/": b""}.items():
         request = urllib.request.Request(base + path, body, method="PUT")
@@ -277,13 +267,11 @@ def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture
 def quick() -> dict[str, Any]:
-    """Return a retry configuration that is soon over."""
     return dict(QUICK)
 
 
 @pytest.fixture
 def unused_port() -> int:
-    """Return a port of loopback that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
@@ -291,13 +279,11 @@ def unused_port() -> int:
 
 @pytest.fixture
 def contents() -> dict[str, bytes]:
-    """Return the objects by name."""
     return dict(CONTENTS)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a directory with the objects as files."""
     for key, body in CONTENTS.items():
         path = tmp_path / key
         path.parent.mkdir(exist_ok=True)
@@ -320,7 +306,6 @@ def forbidden(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory() -> MemoryStore:
-    """Return a memory store with the objects."""
     store = MemoryStore()
     for key, body in CONTENTS.items():
         obstore.put(store, key, body)
@@ -332,7 +317,6 @@ def dataset(
     request: pytest.FixtureRequest,
     s3_port: int,  # the server is no leak of the test that is its first
 ) -> Iterator[FileDataset | ObjectDataset]:
-    """Return a dataset of the objects, in the order of their names."""
     kind, get = request.param, request.getfixturevalue
     if kind == "files":
         yield FileDataset("**/*.bin", root=get("folder"))

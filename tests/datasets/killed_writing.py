@@ -34,7 +34,6 @@ def samples(destination: str) -> list[dict[str, Any]]:
 
 
 async def write(kind: str, destination: str) -> None:
-    """Write all samples, from where an earlier process came to."""
     options: Any = {"shard_samples": 2 if "://" in destination else 6}
     writer: Any
     if kind == "tar":
@@ -47,7 +46,6 @@ async def write(kind: str, destination: str) -> None:
 
 
 def die_before(number: int) -> None:
-    """Let this process die before it does the operation of that number."""
     done = 0
 
     def counted(method: Any) -> Any:
@@ -66,7 +64,6 @@ def die_before(number: int) -> None:
 
 
 def main() -> None:
-    """Do the jobs; print how each process ended."""
     is_killed, jobs = sys.argv[1] == "kill", json.loads(sys.argv[2])
     importlib.import_module("pyarrow.parquet")
     gc.freeze()

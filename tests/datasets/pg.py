@@ -1,6 +1,6 @@
 """Databases for tests: a real PostgreSQL server, and files of SQLite.
 
-Import the fixtures where they are used. SQLite's statements run in a process of their
+SQLite's statements run in a process of their
 own, for Python and ADBC have a copy of SQLite each, and within one process these do not
 see each other's locks.
 """
@@ -94,21 +94,17 @@ class Server:
         return f"postgresql://{account}@/postgres?{where}"
 
     def run(self, *statements: str, schema: str = "public") -> list[Any]:
-        """Run statements, and return the rows of the last one."""
         with ThreadPoolExecutor(1) as thread:
             work = _run(self.url(schema), statements)
             return thread.submit(asyncio.run, work).result()
 
     def stop(self) -> None:
-        """Stop, and hang up on all clients."""
         self._server.stop()
 
     def start(self) -> None:
-        """Start again; nothing if it is running."""
         self._server.ensure_postgres_running()
 
     def close(self) -> None:
-        """Stop, and remove the directory."""
         self._server.cleanup()
         self._guard.communicate()
 
@@ -144,11 +140,9 @@ class Database:
 
     @property
     def label(self) -> str:
-        """What may be shown of the URL."""
         return Address(self.url).label
 
     def run(self, *statements: str) -> list[Any]:
-        """Run statements, and return the rows of the last one."""
         if isinstance(self._where, Server):
             return self._where.run(*statements, schema=self.schema)
         task = json.dumps([str(self._where), statements])
@@ -178,7 +172,6 @@ class Database:
         )
 
     def close(self) -> None:
-        """Drop it."""
         if isinstance(self._where, Server):
             self._where.run(f"DROP SCHEMA {self.schema} CASCADE")
 
@@ -189,7 +182,6 @@ SHARED: list[Server] = []
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """Run a PostgreSQL server."""
     if not SHARED:
         # Not below pytest's directories: a socket's path is short, and a server that
         # must not run as root needs a way there.
@@ -212,7 +204,6 @@ def sqlite(tmp_path: Path) -> Database:
 
 @pytest.fixture
 def postgresql(server: Server) -> Iterator[Database]:
-    """Return an empty database of PostgreSQL."""
     database = Database(server)
     yield database
     database.close()
@@ -223,6 +214,5 @@ def database(
     request: pytest.FixtureRequest,
     server: Server,  # it is no leak of the test that is its first
 ) -> Database:
-    """Return an empty database of each kind."""
     made: Database = request.getfixturevalue(request.param)
     return made

@@ -17,7 +17,6 @@ def pixels(seed: int, *shape: int) -> Any:
 
 
 def encoded(values: Any, name: str = "PNG") -> bytes:
-    """Return an array, or an image of Pillow, as the bytes of a file."""
     data = io.BytesIO()
     image = values if isinstance(values, Image.Image) else Image.fromarray(values)
     image.save(data, name)

@@ -42,32 +42,27 @@ class RankProcess:
         )
 
     def send(self, **command: Any) -> None:
-        """Say what to do."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
-        """Return what came of it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the rank has died"
         return json.loads(line)
 
     def do(self, **command: Any) -> Any:
-        """Say what to do, and return what came of it."""
         self.send(**command)
         return self.answer()
 
     def end(self) -> None:
-        """End it, and wait for that."""
         with self.process as process:
             process.kill()
 
 
 @contextlib.contextmanager
 def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
-    """Run some ranks of one group."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -85,8 +80,6 @@ def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
 
 
 class Rank:
-    """What a rank does."""
-
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.iterator: Any = None
@@ -94,7 +87,6 @@ class Rank:
     def stream(
         self, kind: str, store: str | None = None, gone: str = "", **options: Any
     ) -> Any:
-        """Return the part of this rank of a stream."""
         stream = getattr(datasets, kind)(**options)
         if store is not None:
             stream = stream.agree(dist.FileStore(store), timeout=5)
@@ -103,12 +95,10 @@ class Rank:
         return stream.shard(self.rank, self.world_size)
 
     async def open(self, **stream: Any) -> list[Any]:
-        """Begin an iteration: read a little."""
         self.iterator = aiter(self.stream(**stream))
         return list(await self.iterator.pull(1))
 
     async def rest(self) -> list[Any]:
-        """Read all the rest."""
         found: list[Any] = []
         while block := await self.iterator.pull(1000):
             found += block
@@ -116,7 +106,6 @@ class Rank:
         return found
 
     async def load(self, workers: int = 0, **stream: Any) -> list[Any]:
-        """Read all through a loader, whose workers read the stream."""
         where: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
         where["tail"] = "uneven"
         loader: Any = DataLoader(self.stream(**stream), 4, collate_fn=list, **where)
@@ -131,18 +120,14 @@ class Rank:
         return [await anext(self.iterator) for _ in range(count)]
 
     async def finish(self) -> list[Any]:
-        """Take all others."""
         async with self.loader:
             return [batch async for batch in self.iterator]
 
     async def steps(self, batch_size: int, **options: Any) -> list[Any]:
         """Train by DDP, a step per batch; return each batch and its mask."""
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
-        length = options.pop("epoch_length", None)
         tail = options.pop("tail", None)
         stream = self.stream(**options)
-        if length is not None:
-            stream = stream.epoch_length(length)
         loader: Any = DataLoader(
             stream,
             batch_size,
@@ -173,13 +158,11 @@ def _plain(sample: Any) -> Any:
 
 
 def say(answer: Any) -> None:
-    """Write a line that the parent reads."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Join the group, and follow commands."""
     rank, world_size, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group(
         "gloo", init_method=method, rank=rank, world_size=world_size

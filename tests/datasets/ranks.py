@@ -8,7 +8,7 @@ from typing import Any, Self
 from aioloader._order.blocks import Bad
 from aioloader._order.stream_states import merged, opened, sealed
 from aioloader.datasets import TextDataset, from_iterable
-from datasets.shards import name_of, parquet
+from datasets.shards import name_of, parquet, write_lines
 
 # Of thirteen shards; two of them are empty.
 LENGTHS = (7, 3, 11, 0, 5, 9, 2, 8, 1, 12, 0, 6, 9)
@@ -46,7 +46,6 @@ class Ranks:
             await iterator.aclose()
 
     async def batch(self, size: int) -> list[list[str]]:
-        """Return the next global batch: what each rank has of it."""
         assert size % len(self.iterators) == 0
         limit = size // len(self.iterators)
         return [
@@ -80,17 +79,14 @@ class Ranks:
         return [str(one.error) if type(one) is Bad else name_of(one) for one in found]
 
     def states(self) -> list[Any]:
-        """Return the states of all ranks, through JSON."""
         found = [json.dumps(iterator.state_dict()) for iterator in self.iterators]
         return [json.loads(one) for one in found]
 
     def state(self) -> Any:
-        """Return one state of all ranks."""
         return json.loads(json.dumps(merge_states(self.states())))
 
 
 def trimmed(batches: list[list[str]]) -> list[list[str]]:
-    """Return batches without the empty ones at the end."""
     while batches and not batches[-1]:
         batches = batches[:-1]
     return batches
@@ -100,25 +96,19 @@ def trimmed(batches: list[list[str]]) -> list[list[str]]:
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    """Return lines of thirteen uneven shards."""
-    for shard, length in enumerate(LENGTHS):
-        text = "".join(f"{shard}-{place}\n" for place in range(length))
-        (folder / f"{shard:02}.txt").write_text(text)
+    write_lines(folder, LENGTHS)
     return TextDataset("*.txt", store=folder, **options)
 
 
 def numbers(count: int = 61) -> Any:
-    """Return the first numbers."""
     return from_iterable(range(count))
 
 
 async def squared(number: int) -> int:
-    """Square a number."""
     return number**2
 
 
 def refused(number: int) -> int:
-    """Refuse some numbers."""
     if number % 9 == 4:
         raise ValueError(f"no {number}")
     return number

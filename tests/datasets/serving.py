@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Self
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one connection of a ``Server``."""
-
     protocol_version = "HTTP/1.0"
     served: Any
 
@@ -45,7 +43,6 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_head(self, status: int, fields: Mapping[str, Any]) -> None:
-        """Send a status and fields."""
         self.send_response(status)
         for name, value in fields.items():
             self.send_header(name, str(value))

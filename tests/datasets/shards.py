@@ -7,8 +7,7 @@ import io
 import json
 import sqlite3
 import struct
-import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from aioloader.datasets import (
     from_iterable,
 )
 from datasets.pg import SHARED, Database, Server
+from datasets.tar_archives import Member, archive
 
 # Uneven, and one of them empty.
 LENGTHS = (5, 9, 0, 12, 7, 1, 10, 8)
@@ -42,15 +42,21 @@ Make = Callable[..., Any]
 
 
 def rows(shard: int) -> list[str]:
-    """Return the names of the samples of one shard."""
     return [f"{shard}-{place}" for place in range(LENGTHS[shard])]
 
 
 def write_text(folder: Path, ending: str = "") -> None:
-    """Write text shards."""
     for shard in range(len(LENGTHS)):
         text = "".join(f"{row}\n" for row in rows(shard)).encode()
         write_packed(folder / f"{shard}.txt{ending}", text)
+
+
+def write_lines(folder: Path, lengths: Sequence[int], line: str = "{}-{}") -> list[str]:
+    """Write shards of so many lines, of shard's and line's numbers; return paths."""
+    paths = [folder / f"{shard:02}.txt" for shard, _ in enumerate(lengths)]
+    for shard, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+        path.write_text("".join(line.format(shard, at) + "\n" for at in range(length)))
+    return [*map(str, paths)]
 
 
 def write_json(folder: Path) -> None:
@@ -61,20 +67,16 @@ def write_json(folder: Path) -> None:
 
 
 def write_tar(folder: Path, ending: str = "") -> None:
-    """Write tar shards: two members for each sample."""
     for shard in range(len(LENGTHS)):
-        data = io.BytesIO()
-        with tarfile.open(fileobj=data, mode="w") as tar:
-            for row in rows(shard):
-                for field, body in (("txt", row.encode()), ("bin", bytes(700))):
-                    member = tarfile.TarInfo(f"part/{row}.{field}")
-                    member.size = len(body)
-                    tar.addfile(member, io.BytesIO(body))
-        write_packed(folder / f"{shard}.tar{ending}", data.getvalue())
+        members = [
+            Member(f"part/{row}.{field}", body)
+            for row in rows(shard)
+            for field, body in (("txt", row.encode()), ("bin", bytes(700)))
+        ]
+        write_packed(folder / f"{shard}.tar{ending}", archive(members))
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Write a file, packed as its name says."""
     if path.suffix == ".gz":
         data = gzip.compress(data)
     elif path.suffix == ".zst":
@@ -82,68 +84,74 @@ def write_packed(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
+def bytes_of(table: pa.Table, ending: str, rows: int = 5000, **options: Any) -> bytes:
+    """Return a table as a file of parts of so many rows; its ending tells which."""
+    out = io.BytesIO()
+    if ending.endswith("parquet"):
+        pq.write_table(table, out, row_group_size=rows, **options)
+    else:
+        make = pa.ipc.new_stream if ending.endswith("arrows") else pa.ipc.new_file
+        with make(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return out.getvalue()
+
+
+def write_tables(folder: Path, ending: str) -> None:
+    for shard in range(len(LENGTHS)):
+        table = pa.table({"name": pa.array(rows(shard), pa.string())})
+        (folder / f"{shard}.{ending}").write_bytes(bytes_of(table, ending, 4))
+
+
 def name_of(sample: Any) -> str:
-    """Return the name of a sample of any format."""
     if isinstance(sample, dict):
         sample = sample.get("name", sample.get("txt"))
     return sample.decode() if isinstance(sample, bytes) else str(sample)
 
 
 class Numbered:
-    """All samples as an iterable of one's own."""
-
     def __iter__(self) -> Any:
         return iter(NAMES)
 
 
 async def numbered() -> Any:
-    """Yield all samples."""
     for name in NAMES:
         yield name
 
 
 def text(folder: Path, **options: Any) -> Any:
-    """Return plain text shards."""
     write_text(folder)
     return TextDataset(str(folder / "*.txt"), **options)
 
 
 def text_gzip(folder: Path, **options: Any) -> Any:
-    """Return text packed by gzip."""
     write_text(folder, ".gz")
     return TextDataset(f"{folder}/{{0..7}}.txt.gz", **options)
 
 
 def json_lines(folder: Path, **options: Any) -> Any:
-    """Return JSON lines."""
     write_json(folder)
     return JSONLinesDataset(sorted(map(str, folder.glob("*.jsonl"))), **options)
 
 
 def tar(folder: Path, **options: Any) -> Any:
-    """Return plain tar shards."""
     write_tar(folder)
     return TarDataset("*.tar", store=folder, **options)
 
 
 def tar_zstd(folder: Path, **options: Any) -> Any:
-    """Return tar packed by zstandard."""
     write_tar(folder, ".zst")
     return TarDataset(f"file://{folder}/{{0..7}}.tar.zst", **options)
 
 
 def iterable(_folder: Path, **_options: Any) -> Any:
-    """Return a stream of any iterable."""
     return from_iterable(Numbered())
 
 
 def async_iterable(_folder: Path, **_options: Any) -> Any:
-    """Return a stream of any async iterable."""
     return from_async_iterable(numbered)
 
 
 def own(folder: Path, **options: Any) -> Any:
-    """Return shards of a format of one's own."""
     for shard in range(len(LENGTHS)):
         rec = [struct.pack("<I", len(row)) + row.encode() for row in rows(shard)]
         (folder / f"{shard}.rec").write_bytes(b"".join(rec))
@@ -151,24 +159,16 @@ def own(folder: Path, **options: Any) -> Any:
 
 
 def parquet(folder: Path, **options: Any) -> Any:
-    """Return row groups of Parquet files."""
-    for shard in range(len(LENGTHS)):
-        table = pa.table({"name": pa.array(rows(shard), pa.string())})
-        pq.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
+    write_tables(folder, "parquet")
     return ParquetDataset("*.parquet", store=folder, **options)
 
 
 def arrow(folder: Path, **options: Any) -> Any:
-    """Return record batches of Arrow files."""
-    for shard in range(len(LENGTHS)):
-        table = pa.table({"name": pa.array(rows(shard), pa.string())})
-        with pa.ipc.new_file(str(folder / f"{shard}.arrow"), table.schema) as file:
-            file.write_table(table, max_chunksize=4)
+    write_tables(folder, "arrow")
     return ArrowDataset(f"{folder}/{{0..7}}.arrow", **options)
 
 
 def sqlite(folder: Path, **options: Any) -> Any:
-    """Return ranges of a table."""
     with contextlib.closing(sqlite3.connect(folder / "a.db")) as database:
         database.execute("DROP TABLE IF EXISTS part")
         database.execute("CREATE TABLE part (number INTEGER PRIMARY KEY, name TEXT)")
@@ -202,8 +202,12 @@ DATABASES: list[Make] = [sqlite, postgresql]
 EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, iterable, async_iterable]
 
 
-async def read(stream: Any, count: int | None = None) -> tuple[list[Any], Any]:
+async def read(
+    stream: Any, count: int | None = None, state: Any = None
+) -> tuple[list[Any], Any]:
     """Return the first samples, all if not told, and the state behind them."""
+    if state is not None:
+        stream.load_state_dict(state)
     found: list[Any] = []
     async with aiter(stream) as iterator:
         while count is None or len(found) < count:
@@ -219,6 +223,14 @@ def source_state(state: Any) -> Any:
     return state["streams"]["0"]["state"]
 
 
+async def check_resumes(stream: Any, whole: list[Any], stops: Iterable[int]) -> None:
+    """Check that after so many samples of its first epoch a stream gives the rest."""
+    for count in stops:
+        stream.set_epoch(0)
+        head, state = await read(stream, count)
+        rest, _ = await read(stream, state=state)
+        assert head + rest == whole, count
+
+
 async def names(stream: Any) -> list[str]:
-    """Return the names of all samples."""
     return [name_of(sample) for sample in (await read(stream))[0]]

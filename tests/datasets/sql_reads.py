@@ -17,7 +17,6 @@ BUDGET = 1 << 20
 async def opened(
     made: SQLFormat, budget: int = BUDGET, known: dict[str, Any] | None = None
 ) -> AsyncIterator[list[SQLReader]]:
-    """Open a reader for each range of one iteration."""
     async with AsyncExitStack() as stack:
         shards = await made.shards(stack, known)
         readers = [made.open(shard, {}, budget) for shard in shards]
@@ -27,7 +26,6 @@ async def opened(
 
 
 async def rest_of(reader: SQLReader, limit: int = 100) -> list[dict[str, Any]]:
-    """Return the rows that are left."""
     rows: list[dict[str, Any]] = []
     while len(block := await reader.pull(limit)):
         assert len(block) <= limit
@@ -36,7 +34,6 @@ async def rest_of(reader: SQLReader, limit: int = 100) -> list[dict[str, Any]]:
 
 
 async def parts_of(made: SQLFormat, limit: int = 100) -> list[list[dict[str, Any]]]:
-    """Return the rows of each range, read one after the other."""
     parts: list[list[dict[str, Any]]] = []
     async with AsyncExitStack() as stack:
         for shard in await made.shards(stack):
@@ -48,12 +45,10 @@ async def parts_of(made: SQLFormat, limit: int = 100) -> list[list[dict[str, Any
 
 
 async def rows_of(made: SQLFormat, limit: int = 100) -> list[dict[str, Any]]:
-    """Return all rows."""
     return [row for part in await parts_of(made, limit) for row in part]
 
 
 async def read(make: Any, url: str, table: str, **options: Any) -> list[Any]:
-    """Return all rows, by range or by key."""
     options = {"key": "id", **options}
     if make is SQLDataset:
         stream: Any = SQLDataset(url, table, **options)
@@ -64,7 +59,6 @@ async def read(make: Any, url: str, table: str, **options: Any) -> list[Any]:
 
 
 async def keys_of(made: SQLFormat, key: str = "id") -> list[Any]:
-    """Return all keys."""
     return [row[key] for row in await rows_of(made)]
 
 
@@ -86,7 +80,6 @@ async def resumed(made: SQLFormat, number: int, count: int) -> list[dict[str, An
 async def listed(
     database: Database, table: str = "t", **options: Any
 ) -> AsyncIterator[SQLRows]:
-    """List a table, and close the dataset at the end."""
     made = await SQLRows.discover(database.url, table, **{"key": "id", **options})
     async with made:
         yield made

@@ -57,13 +57,11 @@ container_update_timeout = 60
 
 
 def port_of(end: "socket.socket") -> int:
-    """Return the port that a socket is bound to."""
     port: int = end.getsockname()[1]
     return port
 
 
 def make_ring(folder: Path, kind: str, port: int) -> None:
-    """Write where to find the only server of a kind."""
     builder = RingBuilder(part_power=1, replicas=1, min_part_hours=0)
     builder.add_dev(
         {
@@ -80,7 +78,6 @@ def make_ring(folder: Path, kind: str, port: int) -> None:
 
 
 def start(folder: Path, name: str, conf: str, end: "socket.socket") -> None:
-    """Serve what a configuration tells, on a socket."""
     path = folder / f"{name}.conf"
     path.write_text(conf)
     options = {"swift_dir": str(folder), "log_name": name}
@@ -91,7 +88,6 @@ def start(folder: Path, name: str, conf: str, end: "socket.socket") -> None:
 
 
 def user_line(user: str) -> str:
-    """Return tempauth's line for a user."""
     key, secret, groups = user.split("=")
     return f"user_{key.replace(':', '_')} = {secret} {groups}"
 

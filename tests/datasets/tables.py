@@ -12,7 +12,6 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import torch
-from pyarrow import parquet as pq
 
 from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
@@ -21,6 +20,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
+from datasets.shards import bytes_of
 
 Format = ParquetFormat | ArrowFormat | CSVFormat
 
@@ -43,19 +43,15 @@ class Local:
         self.closed = 0
 
     async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        """Return the addresses."""
         return [patterns] if isinstance(patterns, str) else list(patterns)
 
     def cached(self, _cache: object) -> Self:
-        """Return the same: there is no cache."""
         return self
 
     def label(self, address: str) -> str:
-        """Return what may be shown."""
         return address.rpartition("/")[2]
 
     def name(self, address: str) -> str:
-        """Return the address as it is."""
         return address
 
     def path(self, address: str) -> str | None:
@@ -63,7 +59,6 @@ class Local:
         return None if self.is_remote else address
 
     def open(self, address: str, start: int, budget: int) -> FileBytes:
-        """Return all bytes of a file."""
         return FileBytes(address, start, budget)
 
     async def version(self, address: str) -> Version:
@@ -73,7 +68,6 @@ class Local:
     async def read(
         self, address: str, start: int, stop: int, version: Version
     ) -> bytes:
-        """Return some bytes of a file."""
         number = len(self.spans)
         self.spans.append((start, stop))
         if self.gate is not None:
@@ -89,7 +83,6 @@ class Local:
         return data[:-1] if number == self.short_at else data
 
     async def aclose(self) -> None:
-        """Count."""
         self.closed += 1
 
 
@@ -152,29 +145,24 @@ def expected(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def contents(path: str | Path) -> bytes:
-    """Return what is in a file."""
     return Path(path).read_bytes()
 
 
 def put(path: str | Path, data: bytes | bytearray) -> None:
-    """Write a file."""
     Path(path).write_bytes(data)
 
 
 def flip(path: str | Path, at: int, bit: int = 0) -> None:
-    """Change one bit of a file."""
     data = bytearray(contents(path))
     data[at] ^= 1 << bit
     put(path, data)
 
 
 def rows_of(kind: Any, values: Any) -> Rows:
-    """Return rows of one column, ``x``."""
     return Rows(pa.record_batch({"x": pa.array(values, kind)}))
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Compare batches or rows, with the types of all leaves."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype is other.dtype
@@ -195,18 +183,11 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other or (one != one and other != other)  # noqa: PLR0124
 
 
-def write_arrow(path: Path, table: pa.Table, rows: int = 20) -> str:
-    """Write record batches of so many rows; what it is, its ending tells."""
-    make = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
-    with make(path, table.schema) as writer:
-        writer.write_table(table, rows)
-    return str(path)
-
-
-def write_parquet(path: Path, table: pa.Table, **options: Any) -> str:
-    """Write a file of row groups of 20 rows."""
-    options = {"row_group_size": 20, "write_page_checksum": True} | options
-    pq.write_table(table, path, **options)
+def write(path: Path, table: pa.Table, rows: int = 20, **options: Any) -> str:
+    """Write parts of so many rows; of which kind, the path's ending tells."""
+    if path.suffix == ".parquet":
+        options = {"write_page_checksum": True, **options}
+    put(path, bytes_of(table, path.suffix, rows, **options))
     return str(path)
 
 
@@ -239,7 +220,6 @@ async def read_shard(
 async def outcome(
     path: str | Path, local: Local, **options: Any
 ) -> list[Any] | DatasetError:
-    """Return the rows of a file, of which kind its ending tells, or the error."""
     made = ParquetFormat if str(path).endswith(".parquet") else ArrowFormat
     try:
         return await read_all(made(str(path), local, **options))
@@ -248,7 +228,6 @@ async def outcome(
 
 
 async def read_all(made: Format, **options: Any) -> list[Any]:
-    """Return the rows of all shards."""
     found: list[Any] = []
     for shard in await shards(made):
         found += await read_shard(made, shard, **options)

@@ -22,26 +22,21 @@ SPANS = st.lists(
 
 @contextmanager
 def thread() -> Iterator[ThreadPoolExecutor]:
-    """Give a thread, which reads."""
     with ThreadPoolExecutor(1) as pool:
         yield pool
 
 
 class Store:
-    """Bytes that are read by ranges."""
-
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
 
     async def read(self, start: int, stop: int) -> bytes:
-        """Return bytes, a little later."""
         self.spans.append((start, stop))
         await asyncio.sleep(0)
         return DATA[start:stop]
 
 
 def apart(spans: list[Any]) -> list[tuple[int, int]]:
-    """Leave out spans that overlap."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(map(tuple, spans)):
         if not found or start >= found[-1][1]:
@@ -73,7 +68,6 @@ def test_a_plan_covers_what_is_wanted(spans: Any, most: int) -> None:
 async def test_reads_give_the_bytes(
     spans: Any, reads: Any, most: int, budget: int, in_order: bool
 ) -> None:
-    """Planned or not, forward or not, again or for the first time."""
     store = Store()
     ranges = Ranges(
         store.read,
@@ -95,29 +89,7 @@ async def test_reads_give_the_bytes(
     assert ranges.is_draining()
 
 
-async def test_closing_lets_a_reader_go() -> None:
-    """One that waits, and one that comes late."""
-    never = asyncio.Event()
-
-    async def read(_start: int, _stop: int) -> bytes:
-        await never.wait()
-        raise AssertionError
-
-    ranges = Ranges(read, SIZE, plan([(0, 10)], 10), budget=10, location="")
-    ranges.begin()
-    loop = asyncio.get_running_loop()
-    with thread() as pool:
-        waiting = loop.run_in_executor(pool, ranges.read, 0, 10)
-        await asyncio.sleep(0)
-        await ranges.aclose()
-        with pytest.raises(DatasetError, match="closed while being read"):
-            await waiting
-        with pytest.raises(DatasetError, match="closed while being read"):
-            await loop.run_in_executor(pool, ranges.read, 20, 30)
-
-
 def test_a_loop_that_is_gone_is_an_error() -> None:
-    """And no wait for ever."""
     ranges = Ranges(Store().read, SIZE, [], budget=10, location="there")
 
     async def begin() -> None:

@@ -2,54 +2,21 @@
 
 import asyncio
 import contextlib
-import re
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, ParquetDataset, Requests, TextDataset
 from aioloader.errors import BatchTimeoutError, DatasetError, TruncatedReadError
-from datasets.serving import Handler, Server
+from datasets.changing import ALWAYS, Bad, ChangingServer, Sender
+from datasets.shards import bytes_of
 
 BODY = b"".join(b"%09d\n" % line for line in range(30_000))
 SHORT = Requests(deadline=1.0, base_delay=0.01, max_delay=0.01)
 AT_ONCE = Requests(base_delay=0.001, max_delay=0.001)
-Bad = Callable[["Sender", int, int], None]
-
-
-class Sender(Handler):
-    """Serve one body; ``bad`` answers the requests whose numbers are in ``when``."""
-
-    protocol_version = "HTTP/1.1"
-
-    def get(self) -> None:
-        served = self.served
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        start, stop = (int(asked[1]), int(asked[2]) + 1) if asked else (0, 1 << 40)
-        stop = min(stop, len(served.body))
-        served.requests += 1
-        if served.requests - 1 in served.when:
-            served.bad(self, start, stop)
-        else:
-            self.send_part(206 if asked else 200, start, stop, stop)
-
-    def head(self) -> None:
-        self.send_head(200, {"Content-Length": len(self.served.body), "ETag": '"1"'})
-
-    def send_part(self, status: int, start: int, stop: int, sent: int) -> None:
-        """Announce a range, and send it up to a byte; the length matches that."""
-        fields = {"ETag": '"1"'}
-        if status == 206:
-            fields["Content-Range"] = (
-                f"bytes {start}-{stop - 1}/{len(self.served.body)}"
-            )
-        self.answer(status, self.served.body[start:sent], fields)
 
 
 def short(to: Sender, start: int, stop: int) -> None:
@@ -65,77 +32,48 @@ def less(to: Sender, start: int, stop: int) -> None:
 
 def cut(to: Sender, start: int, stop: int) -> None:
     """Announce all, and hang up in the middle."""
-    to.send_head(206, {
-        "Content-Length": stop - start,
-        "Content-Range": f"bytes {start}-{stop - 1}/{len(to.served.body)}",
-        "ETag": '"1"',
-    })  # fmt: skip
-    to.wfile.write(to.served.body[start : (start + stop) // 2])
-    to.close_connection = True
+    to.send_part(206, start, stop, (start + stop) // 2, length=stop - start)
 
 
 def page(to: Sender, _start: int, _stop: int) -> None:
     """Answer as a gateway does."""
-    fields = {"Content-Type": "text/html; charset=utf-8", "Content-Length": 7}
-    to.send_head(200, fields)
-    to.wfile.write(b"<html/>")
+    to.answer(200, b"<html/>", {"Content-Type": "text/html; charset=utf-8"})
 
 
 def tagged_page(to: Sender, _start: int, _stop: int) -> None:
-    """Answer with a page that has a tag."""
-    fields = {"Content-Type": "text/html", "Content-Length": 7, "ETag": '"page"'}
-    to.send_head(200, fields)
-    to.wfile.write(b"<html/>")
+    to.answer(200, b"<html/>", {"Content-Type": "text/html", "ETag": '"page"'})
 
 
 def silent(to: Sender, _start: int, _stop: int) -> None:
-    """Do not answer."""
     to.served.ended.wait()
-    to.close_connection = True
 
 
 def stuck(to: Sender, _start: int, _stop: int) -> None:
     """Answer without ranges, and stop in the middle."""
-    to.send_head(200, {"Content-Length": len(to.served.body)})
-    to.wfile.write(to.served.body[:1000])
+    to.answer(200, to.served.body[:1000], {"Content-Length": len(to.served.body)})
     to.wfile.flush()
     silent(to, 0, 0)
 
 
 def endless(to: Sender, _start: int, _stop: int) -> None:
     """Answer without a length, and stop in the middle."""
+    to.protocol_version = "HTTP/1.1"
     to.send_head(200, {"Transfer-Encoding": "chunked"})
     to.wfile.write(b"3\r\nabc\r\n")
     to.wfile.flush()
     silent(to, 0, 0)
 
 
-class Serving(Server):
-    """Serve a body with some bad answers."""
-
-    handler = Sender
-
-    def __init__(self, bad: Bad, when: Any, body: bytes = BODY) -> None:
-        self.bad, self.when, self.body = bad, when, body
-        self.ended = threading.Event()
-        self.requests = 0
-
-    def __exit__(self, *error: object) -> None:
-        self.ended.set()
-        super().__exit__(*error)
-
-
 @contextlib.contextmanager
 def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
-    """Serve, and return the URL."""
-    with Serving(bad, when, body) as server:
+    tags = "strong unconditional"
+    with ChangingServer(body, tags=tags, bad=bad, when=when) as server:
         yield server.url
 
 
 @pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
-    """A single bad answer, whichever it is, costs a retry and no line."""
     with serving(bad, [number]) as url:
         lines = [x async for x in TextDataset("a.txt", store=url, requests=AT_ONCE)]
     assert len(lines) == 30_000
@@ -144,7 +82,6 @@ async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
 
 @pytest.mark.parametrize("bad", [page, tagged_page, cut])
 async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
-    """With and without a size from a listing."""
     for size in (0, len(BODY)):
         with serving(bad, [0]) as url:
             async with ObjectDataset(url, ["a.bin"], requests=AT_ONCE) as objects:
@@ -165,10 +102,8 @@ async def test_an_object_whose_listed_size_did_not_come() -> None:
 
 
 @pytest.mark.parametrize("bad", [short, page])
-async def test_a_table_is_read_in_spite_of(bad: Bad, tmp_path: Path) -> None:
-    """Ranges of a table are retried too."""
-    pq.write_table(pa.table({"x": range(9)}), tmp_path / "t")
-    body = (tmp_path / "t").read_bytes()
+async def test_a_table_is_read_in_spite_of(bad: Bad) -> None:
+    body = bytes_of(pa.table({"x": range(9)}), "parquet")
     with serving(bad, [2], body) as url:
         table = ParquetDataset("a.parquet", store=url, requests=AT_ONCE)
         assert [row["x"] async for row in table] == [*range(9)]
@@ -183,8 +118,7 @@ async def test_a_table_is_read_in_spite_of(bad: Bad, tmp_path: Path) -> None:
     ],
 )
 async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
-    """The error says what came, and after how long."""
-    with serving(bad, range(10**6)) as url, pytest.raises(kind, match=words) as caught:
+    with serving(bad, ALWAYS) as url, pytest.raises(kind, match=words) as caught:
         [x async for x in TextDataset("a.txt", store=url, requests=SHORT)]
     assert "given up after 1 s" in str(caught.value)
     assert caught.value.attempts > 1
@@ -203,7 +137,7 @@ async def test_pages_that_were_asked_for() -> None:
 async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
     """From the first attempt on, with or without a length or an answer."""
     requests = Requests(timeout=0.1, deadline=0.4, base_delay=0.1, max_delay=0.1)
-    with serving(bad, range(10**6)) as url:
+    with serving(bad, ALWAYS) as url:
         dataset: Any = ObjectDataset(url, ["a.txt"], requests=requests)
         if kind == "shard":
             dataset = TextDataset("a.txt", store=url, requests=requests)
@@ -216,9 +150,8 @@ async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
 
 
 def test_a_listing_that_hangs() -> None:
-    """It ends at the deadline, too."""
     requests = Requests(timeout=0.1, deadline=0.3, base_delay=0)
-    with serving(silent, range(10**6)) as url:
+    with serving(silent, ALWAYS) as url:
         options = {"endpoint": url, "region": "x", "skip_signature": True}
         with pytest.raises(DatasetError, match=r"no answer within .*; given up after"):
             ObjectDataset("s3://b", store_options=options, requests=requests)
@@ -247,7 +180,6 @@ def test_a_wrong_port(kind: str, unused_port: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
-    """What is being retried is not silent, in a worker neither."""
     url = f"http://127.0.0.1:{unused_port}"
     requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
     once = {"retry_config": {"max_retries": 0}}

@@ -1,7 +1,7 @@
 """Streams through a local cache: read once from the store, and never something old."""
 
 import asyncio
-import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from obstore.store import MemoryStore
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -19,10 +18,11 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
+from aioloader.datasets._arrow import copies
 from aioloader.errors import DatasetError
 from beside import beside
 from datasets.changing import ChangingServer
-from datasets.shards import NAMES, name_of, names, read
+from datasets.shards import NAMES, bytes_of, name_of, names, read
 from datasets.test_places import QUICK, big_shard, shards
 from object_server import Faults, ObjectServer
 
@@ -34,12 +34,10 @@ def bodies(server: ObjectServer) -> int:
 
 
 def kept_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
-    """Whoever reads it: another loader, a worker, from another place on."""
     with ObjectServer(shards(tmp_path)) as server:
         cache = tmp_path / "cache"
 
@@ -72,7 +70,6 @@ async def test_a_changed_object_is_read_anew(tmp_path: Path) -> None:
 
 
 async def test_big_objects_and_faults(tmp_path: Path) -> None:
-    """Blocks are shared by pieces; what fails is tried again, and not kept."""
     faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
     objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
     with ObjectServer(objects, faults=faults) as server:
@@ -88,7 +85,6 @@ async def test_big_objects_and_faults(tmp_path: Path) -> None:
 
 
 async def test_no_room_for_all(tmp_path: Path) -> None:
-    """A bound below one epoch: still right."""
     with ObjectServer({f"{at}.tar": big_shard(700, 8000) for at in range(3)}) as server:
         stream = TarDataset("{0..2}.tar", store=server.url).cache(tmp_path, 6 << 20)
         for _ in range(2):
@@ -97,7 +93,6 @@ async def test_no_room_for_all(tmp_path: Path) -> None:
 
 
 async def test_two_loops_at_once(tmp_path: Path) -> None:
-    """Each reads all; the cache is shared without a lock."""
     with ObjectServer(shards(tmp_path)) as server:
         stream = TarDataset("{0..7}.tar", store=server.url).cache(tmp_path / "cache")
         other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
@@ -106,7 +101,6 @@ async def test_two_loops_at_once(tmp_path: Path) -> None:
 
 
 def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
-    """It is told at once."""
     with pytest.raises(TypeError, match="no shards that could be cached"):
         from_iterable([1]).map(abs).cache(tmp_path)
 
@@ -120,29 +114,20 @@ async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:
         assert (await read(stream))[0] == [text.decode()]
 
 
-def table_bytes(rows: int) -> bytes:
-    """Return a Parquet file of two row groups and four columns."""
-    file = io.BytesIO()
+def table_bytes(rows: int, ending: str = "parquet") -> bytes:
+    """Return a file of two parts and four columns."""
     columns = {name: np.random.default_rng(0).random(rows) for name in "abcd"}
-    pq.write_table(pa.table(columns), file, row_group_size=rows // 2)
-    return file.getvalue()
-
-
-def arrow_bytes(rows: int) -> bytes:
-    """Return an Arrow file of two batches and four columns."""
-    file = io.BytesIO()
-    table = pa.table({name: np.arange(float(rows)) for name in "abcd"})
-    with pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, rows // 2)
-    return file.getvalue()
+    return bytes_of(pa.table(columns), ending, rows // 2)
 
 
 @pytest.mark.parametrize(
-    ("make", "body"), [(ParquetDataset, table_bytes), (ArrowDataset, arrow_bytes)]
+    ("make", "ending"), [(ParquetDataset, "parquet"), (ArrowDataset, "arrow")]
 )
-async def test_tables_through_a_cache(tmp_path: Path, make: Any, body: Any) -> None:
+async def test_tables_through_a_cache(tmp_path: Path, make: Any, ending: str) -> None:
     """No more is read than without it, and in a warm epoch nothing is asked for."""
-    with ObjectServer({f"{at}.x": body(16_000) for at in range(2)}) as server:
+    with ObjectServer(
+        {f"{at}.x": table_bytes(16_000, ending) for at in range(2)}
+    ) as server:
 
         async def epoch(**options: Any) -> int:
             stream = make("{0..1}.x", store=server.url, columns=["b"], **options)
@@ -180,7 +165,6 @@ async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
 async def test_what_cannot_be_kept(
     tmp_path: Path, options: Any, words: str, kind: Any
 ) -> None:
-    """One warning says so, whatever is read, and all is read."""
     body = b"a\n" * 9 if kind is TextDataset else table_bytes(9)
     with ChangingServer(body, **options) as server:
         stream = kind(["a", "b"], store=server.url, cache=tmp_path)
@@ -188,3 +172,39 @@ async def test_what_cannot_be_kept(
             for _ in range(2):
                 assert len((await read(stream))[0]) >= 16
     assert len(said) == 1
+
+
+# -- tables on a server that gives files only whole -----------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+async def test_files_without_ranges(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows, each file asked for once; and nothing is left on disk."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    made: Any = ParquetDataset if kind == "parquet" else ArrowDataset
+    body = bytes_of(pa.table({"n": range(50)}), kind, 20)
+    with ChangingServer(body, tags="date", has_ranges=False) as server:
+        dataset = made(f"{server.url}/{{0..2}}.{kind}", interleave=2)
+        rows, _ = await read(dataset)
+        assert sorted(row["n"] for row in rows) == sorted([*range(50)] * 3)
+        assert not any(temporary.iterdir())
+        loader: Any = DataLoader(dataset, 10)
+        batches = [batch async for batch in loader]
+        assert sum(len(batch["n"]) for batch in batches) == 150
+        # Two in vain, for ranges; and one for the whole file.
+        assert server.requests <= 2 * 3 * 3
+    assert not any(temporary.iterdir())
+
+
+async def test_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BYTES", 0)
+    monkeypatch.setattr(copies, "_LEAST_COPIES", 1)
+    body = bytes_of(pa.table({"n": [7]}), "parquet")
+    with ChangingServer(body, tags="date", has_ranges=False) as server:
+        rows, _ = await read(ParquetDataset(f"{server.url}/{{0..3}}.parquet"))
+        assert [row["n"] for row in rows] == [7] * 4
+        assert server.requests >= 8

@@ -29,13 +29,11 @@ SAMPLES = [
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Write the pictures."""
     return write_tree(tmp_path)
 
 
 @pytest.fixture(params=["files", "store", "root", "absolute"])
 def folders(request: pytest.FixtureRequest, tree: Path) -> Any:
-    """Return the same folders, by every way to them, and what names begin with."""
     if request.param == "store":
         return ObjectDataset(LocalStore(tree)).class_folders(), ""
     if request.param == "root":
@@ -47,7 +45,6 @@ def folders(request: pytest.FixtureRequest, tree: Path) -> Any:
 
 
 async def test_as_torchvision_has_them(folders: Any) -> None:
-    """Classes, labels, order; samples with the bytes of the file."""
     dataset, start = folders
     assert dataset.classes == CLASSES
     assert dataset.class_to_idx == {name: at for at, name in enumerate(CLASSES)}
@@ -62,7 +59,6 @@ async def test_as_torchvision_has_them(folders: Any) -> None:
 
 
 def test_what_torchvision_says(tree: Path) -> None:
-    """Where it is installed, and fits torch."""
     try:
         from torchvision.datasets import ImageFolder  # noqa: PLC0415
     except (ImportError, RuntimeError):
@@ -76,7 +72,6 @@ def test_what_torchvision_says(tree: Path) -> None:
 
 
 async def test_decoded(folders: Any) -> None:
-    """The labels stay; the values are those of the file with that name."""
     dataset = folders[0].decode("torchrgb8")
     assert dataset.classes == CLASSES
     loader: Any = DataLoader(dataset, batch_size=6, concurrency=4)
@@ -89,7 +84,6 @@ async def test_decoded(folders: Any) -> None:
 
 
 def test_decoded_in_workers(tree: Path) -> None:
-    """By the loader's transform, of files and of objects."""
     for dataset in (FileDataset("**/*", root=tree), ObjectDataset(str(tree))):
         loader: Any = DataLoader(
             dataset.class_folders(),
@@ -104,7 +98,6 @@ def test_decoded_in_workers(tree: Path) -> None:
 
 
 def test_decoded_where_workers_read(tree: Path) -> None:
-    """With the dataset there; a damaged picture is skipped, and named if it is not."""
     (tree / "dog" / "10.png").write_bytes(b"damaged")
     dataset = FileDataset("**/*", root=tree).class_folders().decode("torch")
     options: Any = {"batch_size": 5, "num_workers": 1, "fetch": "workers"}
@@ -118,7 +111,6 @@ def test_decoded_where_workers_read(tree: Path) -> None:
 
 
 def test_the_laws_hold(tree: Path) -> None:
-    """Those of every dataset, with and without labels."""
     (tree / "dog" / "2.jpeg").rename(tree / "dog" / "2.png")
     check_dataset(FileDataset("**/*.png", root=tree).decode("torch"))
     check_dataset(FileDataset("**/*", root=tree).class_folders().decode("torch"))
@@ -159,7 +151,6 @@ def test_what_would_shift_labels(tree: Path) -> None:
     ],
 )
 def test_what_is_in_no_class(tree: Path, pattern: str, root: str, words: str) -> None:
-    """Is not passed over in silence."""
     (tree / "stray.png").write_bytes(b"")
     with pytest.raises(ValueError, match=words):
         FileDataset(pattern, root=tree).class_folders(root)

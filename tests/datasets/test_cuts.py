@@ -18,7 +18,7 @@ from aioloader.datasets._stores.requests import Requests
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
-from datasets.shards import names, read
+from datasets.shards import check_resumes, names, read
 from datasets.tar_archives import Member, archive
 from object_server import ObjectServer
 
@@ -44,7 +44,6 @@ def write(folder: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return all files by their names."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -61,10 +60,7 @@ async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> N
         stream: Any = kind(str(tmp_path / "?"))
         parts = [stream.shard(rank, readers) for rank in range(readers)]
         assert sum([(await read(one))[0] for one in parts], []) == expected  # noqa: RUF017
-        for count in range(len(rows)):
-            _, state = await read(stream, count)
-            stream.load_state_dict(state)
-            assert (await read(stream))[0] == expected[count:]
+        await check_resumes(stream, expected, range(len(rows)))
 
 
 KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
@@ -73,7 +69,6 @@ KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
 @KINDS
 @pytest.mark.parametrize("readers", [2, 3, 7])
 async def test_ranks_share_what_is_cut(kind: str, readers: int, tmp_path: Path) -> None:
-    """In order, and about equally; from disk and from a store."""
     dataset, expected = (await asyncio.to_thread(write, tmp_path))[kind]
     objects = await asyncio.to_thread(contents, tmp_path)
     with ObjectServer(objects) as server:
@@ -86,7 +81,6 @@ async def test_ranks_share_what_is_cut(kind: str, readers: int, tmp_path: Path) 
 
 @KINDS
 async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> None:
-    """What follows is the same; with other cuts the state is refused."""
     dataset, _ = (await asyncio.to_thread(write, tmp_path))[kind]
     stream = dataset(f"{tmp_path}/0.{kind}").shard(1, 3)
     expected = await names(stream)
@@ -111,7 +105,6 @@ async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> Non
     st.booleans(),
 )
 def test_cuts_are_between_lines(lines: list[bytes], count: int, ends: bool) -> None:
-    """Each begins after the end of a line, whatever the lines."""
     data = b"\n".join(lines) + b"\n" * ends
 
     async def cut() -> Any:
@@ -177,7 +170,6 @@ def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
 
 
 def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
-    """And nothing is left of it."""
     path = tmp_path / "a.tar"
     path.write_bytes(archive(TAR)[:50_100])
     with pytest.raises(DatasetError, match="ends within"):
@@ -186,7 +178,6 @@ def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
-    """A tar without an index, what is packed, too few lines, an index of another."""
     await asyncio.to_thread(write, tmp_path)
     await asyncio.to_thread((tmp_path / "1.tar.idx").unlink)
     (tmp_path / "a.txt.gz").write_bytes(b"")
@@ -208,7 +199,6 @@ async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
 
 
 async def test_a_part_that_became_shorter_is_told(tmp_path: Path) -> None:
-    """Between the cut and the reading of it."""
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 1000)
     async with aiter(TextDataset(str(path)).readers(2)) as iterator:

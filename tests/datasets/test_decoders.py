@@ -4,7 +4,6 @@ import io
 import json
 import pickle
 import sys
-import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
 from datasets.pictures import SIDE, encoded, pixels
+from datasets.tar_archives import Member, archive
 
 COLOURS = pixels(0, 3)
 SAMPLE = {
@@ -49,7 +49,6 @@ SAMPLE = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal, types and all."""
     return frozen(one) == frozen(other)
 
 
@@ -73,7 +72,6 @@ def test_members_by_extension() -> None:
 @pytest.mark.parametrize("spec", sorted(set(_decode.SPECS) - {"torchl", "torchl8"}))
 @pytest.mark.parametrize("shape", [(), (3,), (4,)])
 def test_pictures_as_webdataset_makes_them(spec: str, shape: tuple[int, ...]) -> None:
-    """Under every word that it has, grey, in colours and transparent."""
     data = encoded(pixels(2, *shape))
     theirs = wds.autodecode.ImageHandler(spec)(".png", data)
     ours = Decoder(spec)(data)
@@ -147,7 +145,6 @@ def test_functions_go_before_words() -> None:
 def test_wrong_arguments(
     specs: tuple[Any, ...], error: type[Exception], words: str
 ) -> None:
-    """Are named where they are given, by streams too."""
     with pytest.raises(error, match=words):
         Decoder(*specs)
     with pytest.raises(error, match=words):
@@ -155,7 +152,6 @@ def test_wrong_arguments(
 
 
 def test_samples_that_are_no_dicts() -> None:
-    """A picture, with its label or alone; what has no bytes would pass undecoded."""
     made, label = Decoder("rgb8")((encoded(COLOURS), 3))
     assert (same(made, COLOURS), label) == (True, 3)
     with pytest.raises(TypeError, match="got str"):
@@ -165,7 +161,6 @@ def test_samples_that_are_no_dicts() -> None:
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to install; all but pictures is decoded without it."""
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\]"'):
         Decoder("pil")
@@ -184,7 +179,6 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_errors_name_the_sample(name: str, data: bytes, words: str) -> None:
-    """Key, address and extension; not tried again as a read would be."""
     with pytest.raises(DecodeError, match=words) as raised:
         Decoder("pil")({"__key__": "a", "__url__": "a.tar", name: data})
     assert raised.value.location == "a.tar"
@@ -212,7 +206,6 @@ def test_damage_is_an_error_of_the_sample(name: str, at: int, junk: bytes) -> No
 
 
 def test_errors_of_functions_stay() -> None:
-    """With a note of the sample."""
     with pytest.raises(ZeroDivisionError) as raised:
         Decoder({"bin": lambda _: 1 // 0})(SAMPLE)
     (note,) = raised.value.__notes__
@@ -220,7 +213,6 @@ def test_errors_of_functions_stay() -> None:
 
 
 def test_pickles_are_the_arguments() -> None:
-    """So it travels to workers."""
     decoder = Decoder("torch", {"x": len})
     assert pickle.loads(pickle.dumps(decoder)).specs == decoder.specs
     assert repr(decoder) == f"Decoder('torch', {{'x': {len!r}}})"
@@ -241,7 +233,6 @@ def test_pickles_are_the_arguments() -> None:
     )
 )
 def test_what_is_encoded_is_decoded(member: tuple[str, Any]) -> None:
-    """Text, numbers and JSON come back as they were."""
     name, value = member
     assert same(Decoder()({name: _decode.encode(value, name)}), {name: value})
 
@@ -249,7 +240,6 @@ def test_what_is_encoded_is_decoded(member: tuple[str, Any]) -> None:
 @pytest.mark.parametrize("spec", ["rgb", "rgb8", "l8", "torch", "torchrgba8", "torchl"])
 @pytest.mark.parametrize("extension", ["png", "tif"])
 def test_pictures_come_back(spec: str, extension: str) -> None:
-    """From arrays and tensors, where the format has no loss."""
     value = Decoder(spec)(encoded(pixels(5, 4)))
     assert same(Decoder(spec)(_decode.encode(value, extension)), value)
 
@@ -266,26 +256,21 @@ def test_pictures_come_back(spec: str, extension: str) -> None:
     ],
 )
 def test_what_has_no_form(value: Any, extension: str, words: str) -> None:
-    """Is refused, and not written as something else."""
     with pytest.raises((TypeError, ValueError), match=words):
         _decode.encode(value, extension)
 
 
 def write(path: Path, bad: int = -1) -> str:
-    """Write a shard of eight pictures with labels, of which one may be damaged."""
-    with tarfile.open(path, "w") as tar:
-        for number in range(8):
-            body = encoded(np.full((2, 2, 3), number, np.uint8))
-            body = b"damaged" if number == bad else body
-            for field, data in (("png", body), ("cls", str(number).encode())):
-                member = tarfile.TarInfo(f"{number:04d}.{field}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+    members = []
+    for number in range(8):
+        body = encoded(np.full((2, 2, 3), number, np.uint8))
+        members.append(Member(f"{number:04}.png", b"bad" if number == bad else body))
+        members.append(Member(f"{number:04}.cls", b"%d" % number))
+    path.write_bytes(archive(members))
     return str(path)
 
 
 async def test_a_stream_is_decoded(tmp_path: Path) -> None:
-    """Each sample, in the order of the stream, from any state."""
     stream = TarDataset(write(tmp_path / "a.tar")).decode("torchrgb8")
     loader: Any = DataLoader(stream, batch_size=3)
     batches = [batch async for batch in loader]
@@ -301,7 +286,6 @@ async def test_a_stream_is_decoded(tmp_path: Path) -> None:
 
 
 async def test_columns_are_decoded(tmp_path: Path) -> None:
-    """By their names, as rows of tables; other columns stay."""
     rows = [{"image": encoded(pixels(n, 3)), "label": n} for n in range(20)]
     await write_parquet(rows, tmp_path)
     stream = ParquetDataset(f"{tmp_path}/*.parquet").decode({"image": "rgb8"})
@@ -311,7 +295,6 @@ async def test_columns_are_decoded(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
-    """If the loader says so; else the epoch ends with it, and its name."""
     stream = TarDataset(write(tmp_path / "a.tar", bad=5)).decode("torch")
     loader: Any = DataLoader(stream, batch_size=4)
     with pytest.raises(DecodeError, match=r"'png' of sample '0005' in .*a\.tar"):
@@ -322,28 +305,12 @@ async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
 
 
 def test_the_laws_hold(tmp_path: Path) -> None:
-    """Those of every stream, states and all."""
     path = write(tmp_path / "a.tar")
     stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
     check_dataset(stream.shuffle(5).decode("torch"))
 
 
-def test_as_the_transform_of_workers(tmp_path: Path) -> None:
-    """Where it runs in other processes."""
-    loader: Any = DataLoader(
-        TarDataset(write(tmp_path / "a.tar")),
-        batch_size=8,
-        num_workers=1,
-        transform=Decoder("torch"),
-    )
-    with loader:
-        (batch,) = loader
-    assert batch["png"].shape == (8, 3, 2, 2)
-    assert batch["cls"].tolist() == list(range(8))
-
-
 async def test_files_are_decoded(tmp_path: Path) -> None:
-    """By their names; the error says which file."""
     (tmp_path / "a.b.png").write_bytes(encoded(COLOURS))
     (tmp_path / "c.json").write_bytes(b"{}")
     (tmp_path / "d.PNG").write_bytes(b"no picture")

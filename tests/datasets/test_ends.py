@@ -4,7 +4,6 @@ import asyncio
 import bz2
 import functools
 import gzip
-import io
 import lzma
 import random
 from collections.abc import Callable
@@ -28,7 +27,8 @@ from aioloader.datasets import (
 )
 from aioloader.datasets.tar import write_index
 from aioloader.errors import TruncatedReadError
-from datasets.changing import ChangingServer
+from datasets.changing import ALWAYS, ChangingServer, Sender
+from datasets.shards import bytes_of
 from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member
 
 QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
@@ -48,13 +48,11 @@ async def read(stream: Any) -> tuple[list[Any], Exception | None]:
 
 
 def written(path: Path, data: bytes) -> str:
-    """Write a file, and return its address."""
     path.write_bytes(data)
     return str(path)
 
 
 async def whole_or_cut(make: Any, path: Path, data: bytes, cut: int) -> bool:
-    """Check that the samples of the whole come, or some and then an error."""
     whole, error = await read(make(written(path, data)))
     assert error is None
     found, error = await read(make(written(path, data[:cut])))
@@ -69,7 +67,6 @@ async def whole_or_cut(make: Any, path: Path, data: bytes, cut: int) -> bool:
 
 @pytest.mark.parametrize("form", FORMATS)
 async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
-    """At each block, and at bytes in between: nothing is halved, nothing lacks."""
     names = [f"{name}.{field}" for name in ("a", LONG, "c") for field in ("x", "yy")]
     if form == "ustar":
         names = [name.replace(LONG, "b") for name in names]
@@ -121,7 +118,6 @@ async def test_the_zeros_at_the_end(
 
 
 async def test_resume_at_an_end_that_is_missing(tmp_path: Path) -> None:
-    """The position after the last sample is the end of the bytes."""
     path = tmp_path / "a.tar"
     path.write_bytes(member(b"a.x", b"1") + member(b"b.x", b"2"))
     stream = TarDataset(str(path), missing_end="warn")
@@ -159,17 +155,9 @@ async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:
         assert errors == [TruncatedReadError] * is_cut
 
 
-def stream_of(rows: list[int]) -> bytes:
-    """Return an Arrow stream with two rows to a message."""
-    out, table = io.BytesIO(), pa.table({"a": rows})
-    with pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-    return out.getvalue()
-
-
 async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
     """Between two messages too, though the last one may look like the mark."""
-    data = stream_of([1, 2, -1, 0])
+    data = bytes_of(pa.table({"a": [1, 2, -1, 0]}), "arrows", 2)
     path = tmp_path / "a.arrow"
     cut = [await whole_or_cut(ArrowDataset, path, data, at) for at in range(len(data))]
     assert all(cut)
@@ -227,17 +215,20 @@ async def test_an_empty_packed_file(ending: str, pack: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ending", ["tar", "arrow", "parquet", "txt"])
 async def test_an_empty_file(ending: str, tmp_path: Path) -> None:
-    """Only lines may be none at all."""
     found, error = await read(MAKES[ending](written(tmp_path / f"a.{ending}", b"")))
     assert (found, isinstance(error, TruncatedReadError)) == ([], ending != "txt")
+
+
+def empty(to: Sender, _start: int, _stop: int) -> None:
+    to.answer(416 if to.served.has_ranges else 200, b"")
 
 
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["416", "200"])
 @pytest.mark.parametrize("ending", ["txt", "tar", "parquet", "csv"])
 async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> None:
     """It is believed only if a second request says that there are no bytes."""
-    with ChangingServer(TEXT, has_ranges=has_ranges) as server:
-        server.seems_empty = True
+    options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": has_ranges}
+    with ChangingServer(TEXT, **options) as server:
         address = f"{server.url}/a.{ending}"
         found, error = await read(MAKES[ending](address, requests=QUICK))
         assert (found, type(error)) == ([], TruncatedReadError)
@@ -247,9 +238,8 @@ async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> N
 
 
 async def test_an_object_that_seems_empty() -> None:
-    """The same for whole objects."""
-    with ChangingServer(TEXT, has_ranges=False) as server:
-        server.seems_empty = True
+    options: Any = {"bad": empty, "when": ALWAYS, "has_ranges": False}
+    with ChangingServer(TEXT, **options) as server:
         async with ObjectDataset(server.url, ["a.txt"], requests=QUICK) as objects:
             with pytest.raises(TruncatedReadError, match="gave 0 of 3,"):
                 await objects[0]

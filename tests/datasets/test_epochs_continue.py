@@ -12,22 +12,18 @@ import pytest
 from aioloader import DataLoader, merge_states
 from aioloader.datasets import TextDataset
 from aioloader.errors import StateMismatchError
-from datasets.shards import read
+from datasets.shards import read, write_lines
 
 SHARDS, LINES = 16, 10
 IN_WORKERS = {"num_workers": 2, "fetch": "workers"}
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    """Return 160 lines of sixteen equal shards."""
-    for shard in range(SHARDS):
-        text = "".join(f"{shard * LINES + line:03}\n" for line in range(LINES))
-        (folder / f"{shard:02}.txt").write_text(text)
+    write_lines(folder, [LINES] * SHARDS, "{:02}{}")
     return TextDataset(str(folder / "*.txt"), **options)
 
 
 def shuffled(folder: Path) -> Any:
-    """Return the lines in another order for each pass."""
     return lines(folder, shuffle=True, interleave=4).shuffle(7)
 
 
@@ -42,12 +38,10 @@ STREAMS: dict[str, Make] = {
 
 
 def flat(batches: Any) -> list[Any]:
-    """Return the samples of batches."""
     return [*itertools.chain.from_iterable(batches)]
 
 
 def of_ranks(stream: Any, ranks: int, **options: Any) -> list[Any]:
-    """Return the loader of each rank."""
     options = {"batch_size": 4, "collate_fn": list, "world_size": ranks, **options}
     return [DataLoader(stream, rank=rank, **options) for rank in range(ranks)]
 
@@ -56,7 +50,6 @@ def of_ranks(stream: Any, ranks: int, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", STREAMS)
 def test_epochs_are_one_reading(kind: str, ranks: int, tmp_path: Path) -> None:
-    """Five of them have the samples of one that is five times as long."""
     short, long = (STREAMS[kind](tmp_path, n) for n in (48, 240))
     for one, other in zip(of_ranks(short, ranks), of_ranks(long, ranks), strict=True):
         epochs = [flat(one) for _ in range(5)]
@@ -91,7 +84,6 @@ def test_each_sample_as_often(
     [("shuffled", {}), ("shuffled", IN_WORKERS), ("steps", {}), ("readers", {})],
 )
 def test_resumes_anywhere(kind: str, options: Any, at: int, tmp_path: Path) -> None:
-    """Amid the second epoch and at its ends; what follows is the same."""
     stream = STREAMS[kind](tmp_path, 48)
     (loader,) = of_ranks(stream, 1, **options)
     epochs = [[*loader] for _ in range(4)]
@@ -108,7 +100,6 @@ def test_resumes_anywhere(kind: str, options: Any, at: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("at", [2, 6])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_on_other_ranks(at: int, world_size: int, tmp_path: Path) -> None:
-    """A merged state goes on for any number of ranks, amid an epoch and between two."""
     stream = shuffled(tmp_path).readers(4).epoch_length(48)
     (loader,) = of_ranks(stream, 1, batch_size=8)
     epochs = [[{*batch} for batch in loader] for _ in range(4)]
@@ -141,13 +132,11 @@ def test_a_break_loses_nothing(options: Any, tmp_path: Path) -> None:
 
 
 async def test_without_a_loader(tmp_path: Path) -> None:
-    """Each ``async for`` starts at the beginning."""
     stream = lines(tmp_path).epoch_length(48)
     assert (await read(stream))[0] == (await read(stream))[0]
 
 
 def test_the_position_is_the_loaders(tmp_path: Path) -> None:
-    """Another loader of the stream does not move it."""
     stream = lines(tmp_path).epoch_length(48)
     one, other = (of_ranks(stream, 1)[0] for _ in range(2))
     first = flat(one)
@@ -180,7 +169,6 @@ def test_set_epoch_numbers(tmp_path: Path) -> None:
 def test_len(
     ranks: int, options: Any, tail: str, drop_last: bool, tmp_path: Path
 ) -> None:
-    """The batches of this rank, for each epoch."""
     options = {**options, "tail": tail, "drop_last": drop_last}
     for length in (7,) if options else (1, 7, 31, 48):
         stream = lines(tmp_path).epoch_length(length).map(str)

@@ -21,8 +21,6 @@ from aioloader.errors import (
 
 
 class CountingExecutor(ThreadPoolExecutor):
-    """An executor that remembers how many paths each hop carried."""
-
     def __init__(self) -> None:
         super().__init__(4)
         self.hops: list[int] = []
@@ -35,20 +33,17 @@ class CountingExecutor(ThreadPoolExecutor):
 
 
 def pseudo(path: str) -> str:
-    """Return the path of a file of the kernel's, if there is one."""
     if not Path(path).exists():
         pytest.skip(f"needs {path}")
     return path
 
 
 def thread_names() -> set[str]:
-    """Return the names of the threads that datasets own."""
     every = {thread.name for thread in threading.enumerate()}
     return {name for name in every if name.startswith("aioloader-files")}
 
 
 def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
-    """The order is that of the names, on every file system."""
     (folder / "cats" / "zz.bin").mkdir()
     found = FileDataset("cats/*", root=folder).paths
     assert list(found) == sorted(found)
@@ -56,14 +51,12 @@ def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
 
 
 def test_double_star_goes_down(folder: Path) -> None:
-    """A pattern with ** is recursive."""
     assert len(FileDataset(f"{folder}/**/*.bin")) == 12
     assert len(FileDataset("**", root=folder)) == 12
 
 
 @pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
 def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
-    """The message has the pattern, where it was looked up, and the next step."""
     with pytest.raises(ValueError, match="no file matches") as caught:
         FileDataset(pattern, root=folder)
     assert repr(pattern) in str(caught.value)
@@ -71,7 +64,6 @@ def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
 
 
 def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
-    """Order, duplicates and odd names are kept; nothing is looked up."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
     assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
@@ -79,7 +71,6 @@ def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_shows_names_and_root(folder: Path) -> None:
-    """The repr is short."""
     shown = repr(FileDataset("**/*.bin", root=folder))
     assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
     assert shown.endswith(f"root={str(folder)!r})")
@@ -98,7 +89,6 @@ def test_shows_names_and_root(folder: Path) -> None:
 async def test_failures(
     path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
 ) -> None:
-    """The error names the path, and is also what ``open`` would raise."""
     path = path.format(tmp_path, forbidden)
     with pytest.raises(kind, match=words) as caught:
         await FileDataset([path])[0]
@@ -109,7 +99,6 @@ async def test_failures(
 
 
 async def test_file_shorter_than_its_size() -> None:
-    """A file that gives less than it announces is not passed off as whole."""
     with pytest.raises(TruncatedReadError) as caught:
         await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
     assert caught.value.received
@@ -117,7 +106,6 @@ async def test_file_shorter_than_its_size() -> None:
 
 
 async def test_file_longer_than_its_size() -> None:
-    """A file without a size, as those of procfs, is read to its end."""
     assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
 
 
@@ -157,7 +145,6 @@ async def test_hops_to_threads(
 
 
 async def test_owns_its_threads_while_entered(folder: Path) -> None:
-    """Threads are made inside, kept until the last exit, and joined there."""
     dataset = await FileDataset.discover("**/*.bin", root=folder, num_threads=2)
     async with dataset:
         async with dataset:
@@ -170,7 +157,6 @@ async def test_owns_its_threads_while_entered(folder: Path) -> None:
 
 
 async def test_exit_joins_threads_with_reads_in_flight(folder: Path) -> None:
-    """The read is given its bytes, by whichever thread."""
     dataset = await FileDataset.discover("**/*.bin", root=folder)
     async with dataset:
         reads = [asyncio.ensure_future(dataset[-1]) for _ in range(50)]

@@ -1,6 +1,5 @@
 """Filters: row groups are skipped by statistics, and rows are what pyarrow reads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from hypothesis import strategies as st
 from pyarrow import compute as pc
 from pyarrow import parquet as pq
 
-from aioloader import DataLoader
 from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.tables import (
     Local,
     contents,
@@ -27,15 +25,14 @@ from datasets.tables import (
     read_all,
     read_shard,
     shards,
+    write,
 )
-from datasets.tables import write_parquet as write
 
 N = pc.field("n")
 
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> str:
-    """Return a file of five row groups of 20, with NULLs and a struct."""
     table = pa.table(
         {
             "n": range(100),
@@ -61,7 +58,6 @@ def numbered(tmp_path: Path) -> str:
 async def test_reads_what_pyarrow_reads(
     filters: Any, groups: list[int], is_remote: bool, numbered: str
 ) -> None:
-    """Of the columns wanted, whether the filter is about them or not."""
     for columns in (None, ["text"]):
         made = ParquetFormat(
             numbered, Local(is_remote=is_remote), columns=columns, filters=filters
@@ -85,7 +81,6 @@ async def test_what_is_skipped_is_not_requested(numbered: str) -> None:
 
 
 async def test_a_stream_goes_on_where_it_was(numbered: str) -> None:
-    """At every sample, with shuffled row groups in lanes."""
     made = ParquetDataset(
         numbered, filters=[("text", "!=", "5")], shuffle=True, interleave=3
     )
@@ -93,16 +88,10 @@ async def test_a_stream_goes_on_where_it_was(numbered: str) -> None:
     assert {row["n"] for row in whole} == {
         n for n in range(100) if n % 7 != 5 and n % 10 != 3
     }
-    for count in range(0, len(whole), 7):
-        made.set_epoch(0)
-        _, state = await read(made, count)
-        made.load_state_dict(json.loads(json.dumps(state)))
-        rest, _ = await read(made)
-        assert plain(rest) == plain(whole[count:])
+    await check_resumes(made, whole, range(0, len(whole), 7))
 
 
 async def test_nothing_is_left(numbered: str) -> None:
-    """No row at all is an empty epoch, for any number of readers as without filter."""
     made = ParquetDataset(numbered, filters=N < 0)
     assert (await read(made))[0] == []
     for rank in range(5):
@@ -116,16 +105,6 @@ async def test_what_is_left_is_cut(numbered: str) -> None:
     found = [[row["n"] for row in part] for part in parts]
     assert sum(found, []) == [*range(60, 100)]  # noqa: RUF017
     assert min(map(len, found)) > 0
-
-
-async def test_batches_of_filtered_rows(numbered: str) -> None:
-    """Tensors, of a filter over columns that are not delivered."""
-    loader: Any = DataLoader(
-        ParquetDataset(numbered, ["n"], filters=pc.field("x") > 20), 8
-    )
-    found = [batch["n"].tolist() async for batch in loader]
-    assert sum(found, []) == [*range(81, 100)]  # noqa: RUF017
-    assert [*map(len, found)] == [8, 8, 3]
 
 
 async def test_files_whose_types_differ(tmp_path: Path) -> None:
@@ -151,7 +130,6 @@ async def test_files_whose_types_differ(tmp_path: Path) -> None:
 
 
 async def test_a_filter_of_a_column_that_a_file_lacks(tmp_path: Path) -> None:
-    """An error; NULL, if the schema says that it is there."""
     a = write(tmp_path / "a.parquet", pa.table({"n": [1, 2], "id": [0, 1]}))
     b = write(tmp_path / "b.parquet", pa.table({"id": [2, 3]}))
     with pytest.raises(DatasetError, match=r"'b\.parquet' has no column 'n'"):
@@ -162,7 +140,6 @@ async def test_a_filter_of_a_column_that_a_file_lacks(tmp_path: Path) -> None:
 
 
 async def test_nulls_are_replaced_after_the_filter(numbered: str) -> None:
-    """Which is about what the file says."""
     filters = pc.field("text").is_null()
     made = ParquetFormat(
         numbered, Local(), columns=["text"], nulls={"text": ""}, filters=filters
@@ -171,7 +148,6 @@ async def test_nulls_are_replaced_after_the_filter(numbered: str) -> None:
 
 
 async def test_damaged_text_among_filtered_rows(tmp_path: Path) -> None:
-    """The row is a failed sample; those around it are filtered."""
     table = pa.table({"n": range(6), "s": ["aa", "bb", "cc", "dd", "ee", "ff"]})
     path = write(tmp_path / "a.parquet", table, use_dictionary=False,
                  compression="none", write_page_checksum=False)  # fmt: skip
@@ -204,7 +180,6 @@ def test_a_state_is_bound_to_all_of_a_long_list() -> None:
 
 
 def test_wrong_filters_are_errors() -> None:
-    """When the dataset is made."""
     for filters in ([], "n > 1", [("n", ">")], [("n", "~", 1)]):
         with pytest.raises(
             ValueError, match="filters must be an expression of pyarrow"
@@ -213,7 +188,6 @@ def test_wrong_filters_are_errors() -> None:
 
 
 async def test_filters_that_do_not_suit(numbered: str) -> None:
-    """When the first file is looked at."""
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
         with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):
             await shards(ParquetFormat(numbered, Local(), filters=filters))
@@ -230,7 +204,6 @@ TERMS = st.tuples(
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(TERMS, min_size=1, max_size=3), min_size=1, max_size=3))
 async def test_any_filters(numbered: str, filters: Any) -> None:
-    """What pyarrow reads."""
     made = ParquetFormat(numbered, Local(), filters=filters)
     table = pq.read_table(numbered, filters=filters)
     assert plain(await read_all(made)) == expected(table)

@@ -1,6 +1,7 @@
 """The laws of formats and parsers hold for ours, and find what others do wrong."""
 
 import asyncio
+import doctest
 import gzip
 import json
 import struct
@@ -20,6 +21,11 @@ from aioloader.datasets import (
     ShardReader,
     TarDataset,
     TextDataset,
+    decoders,
+    files,
+    named,
+    objects,
+    writers,
 )
 from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import (
@@ -41,7 +47,6 @@ ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
 
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 async def test_every_format_keeps_the_laws(make: Make, tmp_path: Path) -> None:
-    """From disk."""
     await check_shard_format(make(tmp_path).made_by, samples=12)
 
 
@@ -54,7 +59,6 @@ STORED: dict[str, tuple[Make, Any]] = {
 
 @pytest.mark.parametrize("ending", STORED)
 async def test_the_laws_hold_in_a_store(ending: str, tmp_path: Path) -> None:
-    """With requests in flight when it is closed."""
     write, dataset = STORED[ending]
     write(tmp_path)
     data = (tmp_path / f"0.{ending}").read_bytes()
@@ -73,73 +77,53 @@ class Rows(ShardFormat):
         self.reader: Any = RowsReader
 
     async def shards(self, _stack: AsyncExitStack, _known: Any = None, /) -> list[str]:
-        """Return the names of the files."""
         return list(self.rows)
 
     def summary(self, shards: Any) -> dict[str, Any]:
-        """Return names."""
         return {"count": len(shards), "names": list(shards)}
 
     def open(self, shard: str, position: dict[str, Any], _budget: int) -> ShardReader:
-        """Return a reader."""
         reader: ShardReader = self.reader(self.rows[shard], position.get("at", 0))
         return reader
 
 
 class RowsReader(ShardReader):
-    """What ``Rows`` reads."""
-
     def __init__(self, rows: list[int], at: int) -> None:
         self.rows, self.at = rows, at
 
     async def pull(self, limit: int) -> list[int]:
-        """Return the next rows."""
         await asyncio.sleep(0)
         found = self.rows[self.at : self.at + limit]
         self.at += len(found)
         return found
 
     def position(self) -> dict[str, Any]:
-        """Return the number of the next one."""
         return {"at": self.at}
 
 
 class TooMany(RowsReader):
-    """Gives more than it is asked for."""
-
     async def pull(self, limit: int) -> list[int]:
-        """Return one row too many."""
         return await super().pull(limit + 1)
 
 
 class LosesOne(RowsReader):
-    """Names a position one too far."""
-
     def position(self) -> dict[str, Any]:
-        """Return another one."""
         return {"at": self.at + (self.at > 2)}
 
 
 class ForgetsCancelled(RowsReader):
-    """Leaves a task when it is closed."""
-
     async def pull(self, limit: int) -> list[int]:
-        """Read in a task."""
         self.task = asyncio.create_task(self.slow(limit))
         return await asyncio.shield(self.task)
 
     async def slow(self, limit: int) -> list[int]:
-        """Take a while."""
         for _ in range(30):
             await asyncio.sleep(0)
         return await super().pull(limit)
 
 
 class AfterTheEnd(RowsReader):
-    """Begins again after the end."""
-
     async def pull(self, limit: int) -> list[int]:
-        """Return rows for ever."""
         found = await super().pull(limit)
         self.at = self.at if found else 0
         return found
@@ -149,20 +133,17 @@ class Tuples(RowsReader):
     """Has a position that JSON changes."""
 
     def position(self) -> dict[str, Any]:
-        """Return a tuple."""
         return {"at": (self.at,)}
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Rows:
-    """Return two shards."""
     (tmp_path / "a.json").write_text("[1, 2, 3, 4, 5]")
     (tmp_path / "b.json").write_text("[]")
     return Rows(tmp_path)
 
 
 async def test_a_format_of_ones_own(rows: Rows) -> None:
-    """It keeps the laws, and is a stream like the others."""
     await check_shard_format(rows)
     assert await names(ShardedStream(rows)) == ["1", "2", "3", "4", "5"]
 
@@ -178,7 +159,6 @@ async def test_a_format_of_ones_own(rows: Rows) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(rows: Rows, reader: Any, words: str) -> None:
-    """Each by the law that it breaks."""
     rows.reader = reader
     with pytest.raises(AssertionError, match=words):
         await check_shard_format(rows)
@@ -197,8 +177,6 @@ DATA = b"".join(struct.pack("<I", at) + bytes([at] * at) for at in range(9))
 
 
 class RecordParser:
-    """Parses records: ``feed`` pieces of any size, ``take`` whole records."""
-
     mistake = ""
 
     def __init__(self, url: str, offset: int) -> None:
@@ -215,11 +193,9 @@ class RecordParser:
             self._rest += bytes(piece)
 
     def end(self) -> None:
-        """Note that there are no more bytes."""
         self._has_ended = True
 
     def take(self, limit: int) -> list[Any]:
-        """Return up to ``limit`` records; fewer only if more bytes are needed."""
         records, before, at = list[bytes](), self.offset, 0
         while len(records) < limit and at + 4 <= len(self._rest):
             stop = at + 4 + struct.unpack_from("<I", self._rest, at)[0]
@@ -242,7 +218,6 @@ class RecordParser:
 
 
 def test_every_format_of_ones_own() -> None:
-    """A parser, and the generator of the example."""
     check_parser(RecordParser, DATA)
     own_format.main()
 
@@ -265,3 +240,13 @@ def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
 
     with pytest.raises((AssertionError, ValueError), match=words):
         check_parser(make, DATA)
+
+
+# -- the examples in the docstrings run -----------------------------------------------
+
+
+@pytest.mark.parametrize("module", [decoders, files, named, objects, writers])
+def test_example(module: object) -> None:
+    result = doctest.testmod(module)  # type: ignore[arg-type]
+    assert result.attempted
+    assert not result.failed

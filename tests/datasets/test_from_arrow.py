@@ -1,6 +1,5 @@
 """Arrow data of other libraries: all rows once, and exact resume where it can be."""
 
-import json
 import pickle
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from aioloader import DataLoader
 from aioloader.datasets import from_arrow
 from aioloader.datasets._arrow import memory
 from aioloader.errors import DatasetError, StateMismatchError
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.tables import plain
 
 TABLE = pa.table(
@@ -32,12 +31,10 @@ Make = Callable[[Path], Any]
 
 
 def in_memory(_folder: Path) -> Any:
-    """Return a table of several chunks."""
     return pa.concat_tables([TABLE[:33], TABLE[33:]])
 
 
 def hive(folder: Path) -> Any:
-    """Return a dataset of Parquet files, partitioned by year."""
     options = {"partitioning_flavor": "hive", "max_rows_per_group": 20,
                "max_rows_per_file": 40}  # fmt: skip
     ds.write_dataset(TABLE, folder / "hive", format="parquet", partitioning=["year"],
@@ -46,21 +43,18 @@ def hive(folder: Path) -> Any:
 
 
 def feather(folder: Path) -> Any:
-    """Return a dataset of Arrow files."""
     ds.write_dataset(TABLE, folder / "ipc", format="ipc", max_rows_per_file=30,
                      max_rows_per_group=30)  # fmt: skip
     return ds.dataset(folder / "ipc", format="ipc")
 
 
 def reader() -> pa.RecordBatchReader:
-    """Begin a stream."""
     return pa.RecordBatchReader.from_batches(
         TABLE.schema, iter(TABLE.to_batches(max_chunksize=17))
     )
 
 
 def batches() -> Iterator[pa.RecordBatch]:
-    """Yield batches, one of them empty."""
     yield from TABLE[:0].to_batches() + TABLE.to_batches(max_chunksize=23)
 
 
@@ -68,17 +62,14 @@ class Exported:
     """What has Arrow's protocol, and no more."""
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
-        """Export the table."""
         return TABLE.__arrow_c_stream__(requested_schema)
 
 
 def polars(_folder: Path) -> Any:
-    """Return a frame."""
     return pytest.importorskip("polars").from_arrow(TABLE)
 
 
 def duckdb(_folder: Path) -> Any:
-    """Return a relation."""
     connection = pytest.importorskip("duckdb").connect()
     connection.register("t", TABLE)
     return connection.sql("SELECT * FROM t ORDER BY n")
@@ -94,14 +85,12 @@ EVERY = pytest.mark.parametrize("make", SHARDED + STREAMED, ids=NAMES)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut tables into small ranges."""
     monkeypatch.setattr(memory, "_SHARD", 30)
     monkeypatch.setattr(memory, "_ROWS", 8)
 
 
 @EVERY
 async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
-    """In order, twice; with columns, filters and nulls; by one reader or three."""
     source = make(tmp_path)
     stream = from_arrow(source, ["n", "s", "year"])
     for _ in range(2):
@@ -118,21 +107,15 @@ async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
 
 @EVERY
 async def test_resume_at_every_row(make: Make, tmp_path: Path) -> None:
-    """The rest is equal; also of one reader of two."""
     stream = from_arrow(make(tmp_path), ["n"])
     for one in (stream, stream.shard(1, 2)):
         one.set_epoch(0)
         whole = (await read(one))[0]
-        for count in range(0, len(whole) + 1, 13):
-            one.set_epoch(0)
-            _, state = await read(one, count)
-            one.load_state_dict(json.loads(json.dumps(state)))
-            assert (await read(one))[0] == whole[count:]
+        await check_resumes(one, whole, range(0, len(whole) + 1, 13))
 
 
 @EVERY
 async def test_batches_are_columns(make: Make, tmp_path: Path) -> None:
-    """Tensors, without a row."""
     loader: Any = DataLoader(from_arrow(make(tmp_path), ["n"]), 32)
     found = [batch["n"] async for batch in loader]
     assert [len(one) for one in found] == [32, 32, 32, 4]
@@ -140,7 +123,6 @@ async def test_batches_are_columns(make: Make, tmp_path: Path) -> None:
 
 
 async def test_shards_are_shuffled_and_interleaved() -> None:
-    """Tables and datasets are as other shards; the stream can be pickled."""
     stream = from_arrow(TABLE, shuffle=True, interleave=2, seed=3)
     stream = pickle.loads(pickle.dumps(stream))
     numbers = [row["n"] for row in (await read(stream))[0]]
@@ -149,7 +131,6 @@ async def test_shards_are_shuffled_and_interleaved() -> None:
 
 
 async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
-    """Files of other partitions, and row groups by their statistics."""
     source = hive(tmp_path)
     stream = from_arrow(source, filters=[("year", "=", 2021), ("n", ">=", 80)])
     shards = await stream.made_by.shards(None)  # type: ignore[attr-defined]
@@ -162,23 +143,16 @@ async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [hive, feather])
 @pytest.mark.parametrize("filters", [None, pc.field("n") >= 60], ids=["all", "some"])
 async def test_fragments_are_cut(make: Make, filters: Any, tmp_path: Path) -> None:
-    """Where they are fewer than readers; a part is resumed at every row."""
     stream = from_arrow(make(tmp_path), ["n"], filters=filters)
     whole = [row["n"] for row in (await read(stream))[0]]
     found = [(await read(stream.shard(rank, 9)))[0] for rank in range(9)]
     assert [row["n"] for part in found for row in part] == whole
     assert max(map(len, found)) <= 20
     assert make is not hive or min(map(len, found)) > 0
-    for row in range(len(found[4]) + 1):
-        part = stream.shard(4, 9)
-        before, state = await read(part, row)
-        part.load_state_dict(json.loads(json.dumps(state)))
-        assert before + (await read(part))[0] == found[4]
+    await check_resumes(stream.shard(4, 9), found[4], range(len(found[4]) + 1))
 
 
 async def test_errors_stay_the_users() -> None:
-    """Of the same type, after the rows before."""
-
     def fails() -> Iterator[pa.RecordBatch]:
         yield from TABLE[:5].to_batches()
         raise KeyError("mine")
@@ -192,7 +166,6 @@ async def test_errors_stay_the_users() -> None:
 
 
 def test_wrong_sources_are_errors() -> None:
-    """When the stream is made."""
     for one in (reader(), batches()):
         with pytest.raises(TypeError, match="can be read only once; pass the function"):
             from_arrow(one)
@@ -218,14 +191,12 @@ class Split:
         self.rank, self.ranks = rank, ranks
 
     def iter_batches(self, *, batch_format: str, batch_size: int | None) -> Any:
-        """Yield tables."""
         assert (batch_format, batch_size) == ("pyarrow", None)
         for start in range(10 * self.rank, 100, 10 * self.ranks):
             yield TABLE[start : start + 10]
 
 
 async def test_splits_of_ray() -> None:
-    """Each rank reads its own, epoch by epoch."""
     stream = from_arrow([Split(rank, 3) for rank in range(3)], ["n"])
     for _ in range(2):
         parts = [(await read(stream.shard(rank, 3)))[0] for rank in range(3)]
@@ -234,7 +205,6 @@ async def test_splits_of_ray() -> None:
 
 
 async def test_splits_for_other_readers() -> None:
-    """As many as readers, or an error that says what to do."""
     stream = from_arrow(Split(0, 2))
     assert len((await read(stream))[0]) == 50
     with pytest.raises(ValueError, match="1 iterators of Ray Data for 2 readers"):
@@ -273,7 +243,6 @@ print("all", len(found))
 
 @pytest.mark.fuzz
 def test_ray_itself() -> None:
-    """A cluster on this machine, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", RAY],
         capture_output=True,

@@ -1,7 +1,6 @@
 """One guard for every format: a shard is read at one version, and resumed at it."""
 
 import gzip
-import io
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pytest
 from obstore.store import MemoryStore
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -28,6 +26,7 @@ from aioloader.datasets import (
 from aioloader.datasets._engine import ByteFormat
 from aioloader.errors import DatasetError, ShardChangedError, TruncatedReadError
 from datasets.changing import ChangingServer
+from datasets.shards import bytes_of, read
 from datasets.test_places import big_shard
 
 QUICK = Requests(timeout=5.0, deadline=2.0, base_delay=0.001, max_delay=0.01)
@@ -42,33 +41,14 @@ def table(start: int, rows: int = ROWS) -> pa.Table:
 
 
 def lines(start: int, rows: int = ROWS) -> bytes:
-    """Return those numbers as lines."""
     return "".join(f"{10**6 + start + at}\n" for at in range(rows)).encode()
 
 
 def parquet(start: int, rows: int = ROWS) -> bytes:
     """Return small row groups, packed to the same length."""
-    out = io.BytesIO()
     plain: Any = {"compression": "none", "use_dictionary": False}
     length = min(5000, -(-rows // 2))
-    pq.write_table(table(start, rows), out, row_group_size=length, **plain)
-    return out.getvalue()
-
-
-def arrow(start: int, rows: int = ROWS) -> bytes:
-    """Return a file of small record batches."""
-    out = io.BytesIO()
-    with pa.ipc.new_file(out, table(0).schema) as writer:
-        writer.write_table(table(start, rows), max_chunksize=5000)
-    return out.getvalue()
-
-
-def arrow_stream(start: int, rows: int = ROWS) -> bytes:
-    """Return a stream of small record batches."""
-    out = io.BytesIO()
-    with pa.ipc.new_stream(out, table(0).schema) as writer:
-        writer.write_table(table(start, rows), max_chunksize=5000)
-    return out.getvalue()
+    return bytes_of(table(start, rows), "parquet", length, **plain)
 
 
 def tar(start: int, rows: int = ROWS) -> bytes:
@@ -83,8 +63,8 @@ FORMATS: dict[str, Format] = {
     "jsonl": (JSONLinesDataset, lines),
     "csv": (CSVDataset, lambda *args: b"a\n" + lines(*args)),
     "parquet": (ParquetDataset, parquet),
-    "arrow": (ArrowDataset, arrow),
-    "arrows": (ArrowDataset, arrow_stream),
+    "arrow": (ArrowDataset, lambda *args: bytes_of(table(*args), "arrow")),
+    "arrows": (ArrowDataset, lambda *args: bytes_of(table(*args), "arrows")),
 }
 later = itertools.count(1)
 
@@ -95,29 +75,11 @@ def put(path: Path, data: bytes) -> None:
     os.utime(path, (10**9 + next(later),) * 2)
 
 
-async def take(stream: Any, count: int | None, state: Any = None) -> Any:
-    """Return samples, and the state after them; everything is closed."""
-    if state is not None:
-        stream.load_state_dict(*state)
-    async with aiter(stream) as iterator:
-        found = [sample async for _, sample in _numbered(iterator, count)]
-        return found, json.loads(json.dumps(iterator.state_dict()))
-
-
-async def _numbered(iterator: Any, count: int | None) -> Any:
-    for number in itertools.count() if count is None else range(count):
-        try:
-            yield number, await anext(iterator)
-        except StopAsyncIteration:
-            return
-
-
 @pytest.mark.parametrize("ending", FORMATS)
 @pytest.mark.parametrize("change", ["shorter", "other"])
 async def test_a_file_that_changes_while_it_is_read(
     ending: str, change: str, tmp_path: Path
 ) -> None:
-    """Cut short or overwritten: in whatever format, no row of the rest comes."""
     make, body = FORMATS[ending]
     path = tmp_path / f"a.{ending}"
     put(path, body(0, LONG))
@@ -156,23 +118,22 @@ async def test_a_file_that_is_replaced_between_its_shards(
 async def test_a_replacement_of_the_same_size(
     ending: str, where: str, tmp_path: Path
 ) -> None:
-    """It is refused at the resume, unless it is said to be the same."""
     make, body = FORMATS[ending]
     path = tmp_path / f"a.{ending}"
     with ChangingServer(body(0), tags=where) as server:
         address = str(path) if where == "file" else f"{server.url}/a.{ending}"
         put(path, body(0))
         stream = make(address, requests=QUICK)
-        first, state = await take(stream, 70)
-        rest, _ = await take(stream, None, (state,))
+        first, state = await read(stream, 70)
+        rest, _ = await read(stream, state=state)
         server.replace(body(0))
         put(path, body(0))
         words = {"file": "modification time", "strong": "ETag", "weak": "ETag or date"}
         says = rf"since the state .* as before, but another {words.get(where, '')}"
         with pytest.raises(ShardChangedError, match=says + r".*strict=False"):
-            await take(stream, None, (state,))
+            await read(stream, state=state)
         stream.load_state_dict(state, strict=False)
-        again, _ = await take(stream, None)
+        again, _ = await read(stream)
         assert again == rest
         assert len(first) == 70
 
@@ -185,9 +146,9 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     for place in (path, other):
         place.parent.mkdir()
         put(place, body(0))
-    _, state = await take(make(str(path)), 70)
-    rest, _ = await take(make(str(path)), None, (state,))
-    found, state = await take(make(str(other)), 7, (state,))
+    _, state = await read(make(str(path)), 70)
+    rest, _ = await read(make(str(path)), state=state)
+    found, state = await read(make(str(other)), 7, state)
     assert [*map(str, found)] == [
         str(row).replace("/one/", "/two/") for row in rest[:7]
     ]
@@ -195,7 +156,7 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     other.unlink()
     put(other, body(0))
     os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    found, _ = await take(make(str(other)), None, (state,))
+    found, _ = await read(make(str(other)), state=state)
     assert len(found) == len(rest) - 7
 
 
@@ -219,7 +180,6 @@ PACKED: dict[str, Format] = {
 async def test_a_shard_that_shrank_before_it_is_resumed(
     ending: str, where: str, taken: int, count: int, tmp_path: Path
 ) -> None:
-    """In whatever format and store, and whether or not the place is still there."""
     if where == "whole" and ending in {"parquet", "arrow"}:
         pytest.skip("read by ranges only")
     make, body = {**FORMATS, **PACKED}[ending]
@@ -229,29 +189,27 @@ async def test_a_shard_that_shrank_before_it_is_resumed(
     with ChangingServer(body(0), has_ranges=where != "whole") as server:
         address = str(path) if where == "file" else f"{server.url}/a.{ending}"
         stream = make(address, requests=QUICK)
-        _, state = await take(stream, taken // samples)
-        rest, _ = await take(stream, None, (state,))
+        _, state = await read(stream, taken // samples)
+        rest, _ = await read(stream, state=state)
         assert len(rest) == (ROWS - taken) // samples
         server.replace(body(0, count))
         put(path, body(0, count))
         with pytest.raises(ShardChangedError, match="changed since"):
-            await take(stream, None, (state,))
+            await read(stream, state=state)
 
 
 async def test_the_state_is_small(tmp_path: Path) -> None:
-    """Some bytes for an open shard, none for the others."""
     for name in "abcdefgh":
         put(tmp_path / f"{name}.txt", lines(0))
     stream = TextDataset(str(tmp_path / "*.txt"), interleave=2)
-    _, state = await take(stream, 0)
+    _, state = await read(stream, 0)
     assert "stamp" not in str(state)
-    _, state = await take(stream, 3)
+    _, state = await read(stream, 3)
     lanes = state["streams"]["0"]["state"]["lanes"]
     assert [len(lane["at"]["stamp"]) for lane in lanes] == [17, 17]
 
 
 def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
-    """The stream's state is within the loader's, and ``strict`` reaches it."""
     path = tmp_path / "a.txt"
     put(path, lines(0))
     loader: Any = DataLoader(TextDataset(str(path)), 10, num_workers=1)

@@ -15,6 +15,7 @@ from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
 from aioloader.errors import DatasetError
 from aioloader.testing import assert_resumes_exactly
+from datasets.tables import write
 from object_server import ObjectServer
 
 ROWS = 48
@@ -35,19 +36,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def theirs(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Return what pyarrow reads."""
     whole = ds.dataset(folder / "h", partitioning="hive")
     return in_order(whole.to_table(**options).to_pylist())
 
 
 def in_order(rows: Any) -> list[dict[str, Any]]:
-    """Return rows by number, as Python's values."""
     plain = json.dumps([*rows], default=lambda number: number.item())
     return sorted(json.loads(plain), key=json.dumps)
 
 
 def ours(stream: Any, **options: Any) -> list[dict[str, Any]]:
-    """Return all samples."""
     with DataLoader(stream, batch_size=None, collate_fn=dict, **options) as loader:
         return in_order(loader)
 
@@ -66,7 +64,6 @@ FILTERS = [
 @pytest.mark.parametrize("columns", [None, ["town", "number"], ["year"]], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) -> None:
-    """All columns or some, also none of a file."""
     expression = pq.filters_to_expression(filters) if type(filters) is list else filters
     stream = ParquetDataset(PATTERN, columns, filters=filters, store=folder)
     expected = theirs(folder, columns=columns, filter=expression)
@@ -74,7 +71,6 @@ def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) 
 
 
 def test_types(folder: Path) -> None:
-    """Numbers where all are, or what ``schema=`` says; batches have tensors."""
     stream = ParquetDataset(PATTERN, ["year", "number"], store=folder)
     (batch,) = DataLoader(stream, ROWS)
     assert batch["year"].dtype.itemsize == 4
@@ -85,13 +81,11 @@ def test_types(folder: Path) -> None:
 
 
 def test_nulls(folder: Path) -> None:
-    """They are replaced like those of other columns."""
     stream = ParquetDataset(PATTERN, ["town"], nulls={"town": "?"}, store=folder)
     assert {row["town"] for row in ours(stream)} == {"São Paulo/SP", "?", "Rome"}
 
 
 def test_dates(tmp_path: Path) -> None:
-    """A value that is none names the file."""
     for day in ("2026-01-31", "2026-02-30"):
         place = tmp_path / f"day={day}"
         place.mkdir()
@@ -109,7 +103,6 @@ def test_dates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resumed", [1, 2])
 def test_ranks_and_resuming(resumed: int, folder: Path) -> None:
-    """With a filter, by which files are left out."""
     stream = ParquetDataset(
         PATTERN, filters=[("year", ">", 2022)], shuffle=True, store=folder
     )
@@ -140,7 +133,6 @@ def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
 
 
 def test_a_file_without_the_column(folder: Path) -> None:
-    """It is named; where the column is not wanted, the file is read."""
     pq.write_table(pa.table({"number": [99]}), folder / "h" / "year=2022" / "x.parquet")
     for filters in (None, [("town", "=", "Rome")]):
         stream = ParquetDataset(PATTERN, filters=filters, store=folder)
@@ -167,13 +159,10 @@ def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [None, ["year"]])
 def test_other_formats(columns: Any, tmp_path: Path) -> None:
-    """Arrow and CSV files have them too."""
     for year in (2022, 2023):
         place = tmp_path / f"year={year}"
         place.mkdir()
-        table = pa.table({"number": [1, 2]})
-        with pa.ipc.new_file(place / "x.arrow", table.schema) as writer:
-            writer.write_table(table)
+        write(place / "x.arrow", pa.table({"number": [1, 2]}))
         (place / "x.csv").write_text("number\n1\n2\n")
     expected = [
         {key: row[key] for key in columns or row}

@@ -79,7 +79,6 @@ def made(lines: list[bytes], limit: int = 1024) -> Iterator[Any]:
 
 
 def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
-    """Return what lines become with orjson and without it."""
     with_it = list(made(lines, limit))
     with mock.patch.object(_json, "_orjson_loads", return_value=None):
         return with_it, list(made(lines, limit))
@@ -92,14 +91,12 @@ def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
 @example(lines=ODD, limit=1024)
 @example(lines=ODD, limit=1)
 def test_the_same_with_and_without_orjson(lines: list[bytes], limit: int) -> None:
-    """Values, types, errors and places."""
     found, expected = both(lines, limit)
     assert found == expected
 
 
 @pytest.mark.parametrize("line", ODD)
 def test_what_json_reads_is_read(line: bytes) -> None:
-    """As ``json`` reads it, or it is one failed sample."""
     found = next(iter(made([line])), None)
     try:
         assert found == repr(json.loads(line))
@@ -108,7 +105,6 @@ def test_what_json_reads_is_read(line: bytes) -> None:
 
 
 def test_integers_are_exact_in_large_blocks() -> None:
-    """Wherever in a block a large one is, and whatever is beside it."""
     for at in range(40):
         lines = [b'{"n": %d}' % n for n in range(40)]
         lines[at] = b'{"pad": "%s", "n": %d}' % (b"x" * at, 10**18 + 10**19)

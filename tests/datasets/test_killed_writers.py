@@ -21,7 +21,6 @@ Job = tuple[str, str, int]
 
 
 def run(what: str, jobs: list[Job]) -> list[int]:
-    """Run each job in a process; return how these ended."""
     command = [sys.executable, killed_writing.__file__, what, json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=100)
     found: list[int] = json.loads(done.stdout)
@@ -29,7 +28,6 @@ def run(what: str, jobs: list[Job]) -> list[int]:
 
 
 def texts(kind: str, data: bytes) -> list[str]:
-    """Return the texts of a whole shard."""
     if kind == "parquet":
         column: list[str] = pq.read_table(BytesIO(data))["txt"].to_pylist()
         return column
@@ -42,7 +40,6 @@ def texts(kind: str, data: bytes) -> list[str]:
 
 
 def seen(kind: str, folder: Path) -> list[str]:
-    """Return what a reader finds in a directory."""
     shards = sorted(folder.glob(f"*.{kind}"))
     return [text for shard in shards for text in texts(kind, shard.read_bytes())]
 

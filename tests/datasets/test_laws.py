@@ -2,9 +2,8 @@
 
 import asyncio
 import pickle
-import random
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -12,38 +11,30 @@ from torch.utils.data import ConcatDataset, Subset
 
 from aioloader.datasets import FileDataset, ObjectDataset
 
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
-
 AnyDataset: TypeAlias = FileDataset | ObjectDataset
 
 
 @pytest.fixture
 def bodies(contents: dict[str, bytes]) -> list[bytes]:
-    """Return what the samples are, in order."""
     return [contents[name] for name in sorted(contents)]
 
 
 def names(dataset: AnyDataset) -> list[str]:
-    """Return the names of the samples."""
     table = dataset.paths if isinstance(dataset, FileDataset) else dataset.keys
     return list(table)
 
 
 async def read_all(dataset: AnyDataset) -> list[bytes]:
-    """Read every sample at once."""
     reads = (dataset[index] for index in range(len(dataset)))
     return [bytes(memoryview(body)) for body in await asyncio.gather(*reads)]
 
 
 def test_is_sized_and_sorted(dataset: AnyDataset, contents: dict[str, bytes]) -> None:
-    """The length and the order are those of the sorted names."""
     assert len(dataset) == len(contents)
     assert names(dataset) == sorted(contents)
 
 
 async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> None:
-    """One after another, each index gives its own contents, and as a buffer."""
     for index, body in enumerate(bodies):
         read = await dataset[index]
         assert memoryview(read) == body
@@ -53,7 +44,6 @@ async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> Non
 async def test_negative_indices_count_from_the_end(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    """So they do for a list; numpy's integers are indices too."""
     assert memoryview(await dataset[-1]) == bodies[-1]
     assert memoryview(await dataset[-len(bodies)]) == bodies[0]
     assert memoryview(await dataset[np.int64(2)]) == bodies[2]
@@ -61,7 +51,6 @@ async def test_negative_indices_count_from_the_end(
 
 @pytest.mark.parametrize("index", [12, -13, 2**40])
 async def test_out_of_range_is_an_index_error(dataset: AnyDataset, index: int) -> None:
-    """As for a list, with the numbers."""
     with pytest.raises(IndexError, match=f"index {index} is out of range for 12 samp"):
         await dataset[index]
 
@@ -72,26 +61,15 @@ def test_is_no_iterable(dataset: AnyDataset) -> None:
         iter(dataset)
 
 
-async def test_concurrent_reads_give_their_own(
-    dataset: AnyDataset, bodies: list[bytes]
-) -> None:
-    """A hundred reads at once, in any order, equal the contents."""
-    order = random.Random(0).choices(range(len(bodies)), k=100)
-    read = await asyncio.gather(*(dataset[index] for index in order))
-    assert [bytes(memoryview(body)) for body in read] == [bodies[i] for i in order]
-
-
 async def test_wrappers_pass_the_awaitable_on(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    """torch's own wrappers take the datasets as they are."""
     assert memoryview(await Subset(dataset, [3, 1])[1]) == bodies[1]
     both = ConcatDataset[Any]([dataset, dataset])
     assert memoryview(await both[len(bodies) + 2]) == bodies[2]
 
 
 async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) -> None:
-    """A copy has the same names and reads the same; live state stays behind."""
     async with dataset:
         await dataset[0]
         if "memory://" in repr(dataset):
@@ -108,7 +86,6 @@ async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) ->
 async def test_cancelled_reads_leave_nothing(
     dataset: AnyDataset, bodies: list[bytes], noise: list[Any]
 ) -> None:
-    """Cancelled before, at and after their first step; others are not touched."""
     async with dataset:
         for turns in range(4):
             tasks = [asyncio.create_task(read_all(dataset)) for _ in range(4)]
@@ -128,7 +105,6 @@ async def test_cancelled_reads_leave_nothing(
 async def test_enters_nest_and_it_reads_after_the_last_exit(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    """The first exit leaves it open for whoever entered too."""
     async with dataset:
         async with dataset as same:
             assert same is dataset
@@ -141,7 +117,6 @@ async def test_enters_nest_and_it_reads_after_the_last_exit(
 async def test_several_loops_read_at_once(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    """Loops in other threads share the dataset with this one."""
     found: list[list[bytes]] = []
 
     async def enter_and_read() -> None:
@@ -161,9 +136,8 @@ async def test_several_loops_read_at_once(
 
 
 async def test_a_server_that_went_away_does_not_hang_the_exit(
-    loopback: "Loopback", noise: list[Any]
+    loopback: Any, noise: list[Any]
 ) -> None:
-    """Requests in flight at the exit are cancelled after the patience is over."""
     hanging = ObjectDataset(loopback.url("hang"), ["cats/z.bin"])
     task = asyncio.create_task(hanging[0])
     await loopback.entered.wait()

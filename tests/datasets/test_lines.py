@@ -4,12 +4,10 @@ import bz2
 import contextlib
 import functools
 import gzip
-import io
 import itertools
 import lzma
 import os
 import resource
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader import DataLoader
-from aioloader._order.blocks import Bad
 from aioloader.datasets import JSONLinesDataset, TarDataset, TextDataset, _engine
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
 from aioloader.errors import DatasetError
-from beside import beside
-from datasets.shards import read
+from datasets.shards import check_resumes, read
 from datasets.stepping import steps
+from datasets.tar_archives import Member, archive
 
 PACKERS: dict[str, Any] = {
     "gz": gzip.compress,
@@ -38,7 +34,6 @@ PACKERS: dict[str, Any] = {
 
 
 async def outcomes(stream: Any) -> list[Any]:
-    """Return all samples, and errors in their places."""
     found: list[Any] = []
     async with aiter(stream) as iterator:
         while True:
@@ -51,23 +46,18 @@ async def outcomes(stream: Any) -> list[Any]:
 
 
 class Raw:
-    """Lines as they are, one by one or together."""
-
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
 
     def one(self, line: bytes) -> list[bytes]:
-        """Return it."""
         return [line]
 
     def is_plain(self, piece: Any) -> bool:
-        """Return anything."""
         return True
 
     def many(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[bytes] | None:
-        """Return them, without carriage returns."""
         return list(map(without_end, lines)) if self._at_once else None
 
 
@@ -81,7 +71,6 @@ class Raw:
 def test_lines_whatever_the_pieces(
     lines: list[bytes], cuts: list[int], is_closed: bool, limit: int, at_once: bool
 ) -> None:
-    """Cut anywhere, they are the same; and offsets are where they begin."""
     data = b"\n".join(lines) + (b"\n" if is_closed else b"")
     make = functools.partial(samples, Raw(at_once=at_once), 100)
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
@@ -95,7 +84,6 @@ def test_lines_whatever_the_pieces(
 
 
 def expected_of(data: bytes) -> list[bytes]:
-    """Return the lines."""
     return (
         [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
         if data
@@ -104,7 +92,6 @@ def expected_of(data: bytes) -> list[bytes]:
 
 
 async def test_bad_lines(tmp_path: Path) -> None:
-    """Each is one error that names shard and byte; the others come."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\r\n\n  \n{"a": \n"\xff"\n[2]')
     found = await outcomes(JSONLinesDataset(str(path)))
@@ -116,7 +103,6 @@ async def test_bad_lines(tmp_path: Path) -> None:
 
 
 async def test_text_of_another_encoding(tmp_path: Path) -> None:
-    """As told; what is not in it is an error, and an unknown one is told at once."""
     path = tmp_path / "a.txt"
     path.write_bytes("grün\nrot".encode("latin-1"))
     assert (await read(TextDataset(str(path), encoding="latin-1")))[0] == [
@@ -132,17 +118,12 @@ async def test_text_of_another_encoding(tmp_path: Path) -> None:
 
 def damaged_tar(path: Path) -> None:
     """Write a shard that is damaged behind 1,100 samples and one that it costs."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for place in range(1200):
-            tar.addfile(tarfile.TarInfo(f"{place}.txt"))
-    damaged = bytearray(data.getvalue())
+    damaged = bytearray(archive(Member(f"{place}.txt") for place in range(1200)))
     damaged[1101 * 512] = 0xFF
     path.write_bytes(gzip.compress(damaged) if path.suffix == ".gz" else damaged)
 
 
 def damaged_lines(path: Path) -> None:
-    """Write a shard in which the last of 1,101 lines is no JSON."""
     path.write_text("\n".join([*map(str, range(1100)), "{"]))
 
 
@@ -184,20 +165,13 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
     """Of short lines, cut from one piece in several blocks, or long ones of several."""
     lines = [f"{at:0{length}}" for at in range(2500)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
-
-    def make() -> Any:
-        return TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
-
-    for count in (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500):
-        found, state = await read(make(), count)
-        rest = make()
-        rest.load_state_dict(state)
-        assert found + (await read(rest))[0] == lines
+    stream = TextDataset(f"{tmp_path}/a.txt", max_bytes=1 << 18)
+    stops = (0, 1, 144, 145, 146, 1023, 1024, 1025, 2300, 2499, 2500)
+    await check_resumes(stream, lines, stops)
 
 
 @pytest.mark.slow
 async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
-    """It is not held, and what follows comes."""
     path = tmp_path / "a.txt"
     with path.open("wb") as file:
         file.write(b"first\n")
@@ -215,7 +189,6 @@ async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.slow
 async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
-    """However much there is inside, little is held."""
     path = tmp_path / f"a.txt.{ending}"
     pack = PACKERS[ending]
     path.write_bytes(pack(bytes(300 << 20) + b"\nlast"))
@@ -228,7 +201,6 @@ async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ending", PACKERS)
 async def test_packed_shards_of_many_parts(ending: str, tmp_path: Path) -> None:
-    """Members and frames follow each other, as ``cat`` leaves them."""
     path = tmp_path / f"a.txt.{ending}"
     pack = PACKERS[ending]
     path.write_bytes(b"".join(pack(f"{n}\n".encode()) for n in range(50)))
@@ -253,7 +225,6 @@ async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("ending", PACKERS)
 @given(data=st.data())
 def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
-    """Whatever is fed: bytes come, or an error."""
     make = unpacker_of(f"a.{ending}")
     assert make is not None
     packed = bytearray(PACKERS[ending](data.draw(st.binary(max_size=300)) * 20))
@@ -265,24 +236,6 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
         while True:
             found = unpacking.send(piece)
             piece = next(pieces, b"") if found is None else None
-
-
-async def test_a_loader_lists_bad_lines(tmp_path: Path) -> None:
-    """With the policy to skip; and stops when the budget is spent."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("1\n{\n2\n}\n3\n")
-    stream = JSONLinesDataset(str(path))
-    loader: Any = DataLoader(stream, 2, on_error="skip", collate_fn=list)
-    assert await beside(lambda: [n for batch in loader for n in batch]) == [1, 2, 3]
-    assert len(loader.skipped) == 2
-
-
-def test_what_fails_is_marked() -> None:
-    """A parser gives ``Bad`` in place of the sample."""
-    make = functools.partial(samples, Raw(at_once=True), 2)
-    (((first, second), at),) = steps(make, b"abc\nde\n")
-    assert type(first) is Bad
-    assert (second, at) == (b"de", 7)
 
 
 async def test_blocks_are_smaller_where_samples_hold_containers(

@@ -7,7 +7,7 @@ import sys
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,9 +21,6 @@ from datasets.shards import NAMES, names
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
 
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
-
 # Few names that are beginnings of others; an empty one is a folder's marker or a file.
 Keys = st.text("a/!", max_size=4)
 
@@ -33,7 +30,6 @@ Keys = st.text("a/!", max_size=4)
 def test_pages_are_as_the_whole(
     is_ordered: bool, found: dict[str, int], lengths: list[int]
 ) -> None:
-    """However a listing is cut into pages, and in whatever order it comes."""
     left = sorted(found) if is_ordered else list(found)
     pages = []
     for length in [*lengths, len(left)]:
@@ -46,7 +42,6 @@ def test_pages_are_as_the_whole(
 
 
 def many(count: int) -> dict[str, int]:
-    """Return sizes of so many objects by name, in no order."""
     return {
         f"train/{number % 1000:03}/{number * 7919 % count:024}.bin": number % 3
         for number in range(count)
@@ -54,14 +49,12 @@ def many(count: int) -> dict[str, int]:
 
 
 def serve(sizes: dict[str, int], objects: Any = None) -> ObjectServer:
-    """Return a server of objects that are made when they are read."""
     return ObjectServer(
         objects, make=lambda _, start, stop: bytes(stop - start), sizes=sizes
     )
 
 
 def options(server: ObjectServer) -> dict[str, Any]:
-    """Return how the server's bucket is reached."""
     retries = {"backoff": {"init_backoff": timedelta(milliseconds=1)}}
     return {
         "endpoint": server.url,
@@ -72,7 +65,6 @@ def options(server: ObjectServer) -> dict[str, Any]:
 
 
 async def test_many_keys(tmp_path: Path) -> None:
-    """All keys in order, by a prefix; by a pattern those that match."""
     with serve(many(20_000), shards(tmp_path)) as server:
         bucket, config = f"s3://{server.bucket}", options(server)
         async with await ObjectDataset.discover(
@@ -99,7 +91,6 @@ def test_files_in_no_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["errors", "resets", "truncated", "lying"])
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
-    """A page that fails is asked for again, and not those before it."""
     with serve(many(10_000)) as server:
         server.max_keys = 500
         share: Any = {fault: 0.2}
@@ -114,7 +105,7 @@ async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
         assert server.counts("").requests < 20 + 3 * server.injected()[fault]
 
 
-async def test_http_is_asked_once(loopback: "Loopback", quick: Any) -> None:
+async def test_http_is_asked_once(loopback: Any, quick: Any) -> None:
     """A web server that knows no listing is told from one that fails at once."""
     with pytest.raises(DatasetError, match=r"503 .* pass keys="):
         await ObjectDataset.discover(
@@ -124,7 +115,6 @@ async def test_http_is_asked_once(loopback: "Loopback", quick: Any) -> None:
 
 
 async def test_cancelled_amid_the_pages() -> None:
-    """The request goes, and no other one comes."""
     with serve(many(20_000)) as server:
         server.max_keys = 10
         config = options(server)

@@ -26,12 +26,10 @@ LOST = {f"2-{place}" for place in range(5)}
 
 
 async def same(sample: Any) -> Any:
-    """Return a sample."""
     return sample
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    """Return five shards of five lines."""
     for shard in range(5):
         text = "".join(f"{shard}-{place}\n" for place in range(5))
         (folder / f"{shard}.txt").write_text(text)
@@ -51,7 +49,6 @@ CHAINS: dict[str, Callable[[Path], Any]] = {
 
 
 async def read(stream: Any, count: int | None = None, state: Any = None) -> Any:
-    """Return samples, messages of errors, and the state, reading one by one."""
     stream = stream.shard(0, 1)
     if state is not None:
         stream.load_state_dict(json.loads(json.dumps(state)))
@@ -74,7 +71,6 @@ async def read(stream: Any, count: int | None = None, state: Any = None) -> Any:
 
 
 def hide(folder: Path, *, is_hidden: bool) -> None:
-    """Hide the third shard, or show it."""
     names = ["2.txt", "hidden"]
     before, after = names if is_hidden else names[::-1]
     (folder / before).rename(folder / after)
@@ -83,7 +79,6 @@ def hide(folder: Path, *, is_hidden: bool) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("was_hidden", [False, True])
 async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) -> None:
-    """Nothing of the other shards is lost or doubled, wherever it is resumed."""
     refused = 0
     for count in range(1, 12):
         stream = CHAINS[name](tmp_path)
@@ -109,7 +104,6 @@ async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) 
 async def test_what_was_missing_before_may_be_missing_still(
     name: str, tmp_path: Path
 ) -> None:
-    """Then the rest is what it would have been."""
     stream = CHAINS[name](tmp_path)
     hide(tmp_path, is_hidden=True)
     whole, _, _ = await read(stream)
@@ -121,7 +115,6 @@ async def test_what_was_missing_before_may_be_missing_still(
 
 
 async def test_it_is_refused_for_good(tmp_path: Path) -> None:
-    """Whoever pulls again gets no other samples; the state stays."""
     stream = lines(tmp_path).shuffle(20)
     _, _, state = await read(stream, 3)
     hide(tmp_path, is_hidden=True)
@@ -135,7 +128,6 @@ async def test_it_is_refused_for_good(tmp_path: Path) -> None:
 
 
 async def test_no_policy_skips_it(tmp_path: Path) -> None:
-    """The epoch of a loader ends with the error."""
     stream = lines(tmp_path).shuffle(20)
     _, _, state = await read(stream, 3)
     hide(tmp_path, is_hidden=True)
@@ -170,7 +162,6 @@ async def test_a_shard_before_what_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> None:
-    """However few samples are pulled at once, and wherever it is resumed."""
     stream = lines(tmp_path, interleave=5).skip(12)
     for name in ("0.txt", "1.txt", "3.txt"):
         (tmp_path / name).unlink()
@@ -196,7 +187,6 @@ async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [4, 30])
 async def test_a_shard_in_a_batch_that_is_dropped(size: int, tmp_path: Path) -> None:
-    """Its failure is passed on, wherever it is resumed; the good samples are not."""
     stream = lines(tmp_path).batch(size, drop_last=True)
     (tmp_path / "4.txt").unlink()
     samples, errors, _ = await read(stream)
@@ -209,8 +199,6 @@ async def test_a_shard_in_a_batch_that_is_dropped(size: int, tmp_path: Path) -> 
 
 
 def unsteady(fails: list[bool]) -> Callable[[str], str]:
-    """Return a function that fails while it is told to."""
-
     def function(line: str) -> str:
         if fails[0] and line == "0-1":
             raise FileNotFoundError(line)

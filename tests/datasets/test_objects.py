@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import obstore
 import pytest
@@ -20,9 +20,6 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
-
 Serve: TypeAlias = Callable[..., ObjectDataset]
 STORES = ["local", "memory", "http", "s3"]
 LISTED = ["local", "memory", "s3"]
@@ -30,7 +27,6 @@ LISTED = ["local", "memory", "s3"]
 
 @pytest.mark.parametrize("dataset", STORES, indirect=True)
 async def test_missing_object(dataset: ObjectDataset) -> None:
-    """Every store's way of saying so becomes one error, which names the key."""
     source: Any = dataset._store
     store: Any = source._given or source._url
     async with ObjectDataset(store, ["no/key"]) as missing:
@@ -51,13 +47,12 @@ async def test_missing_object(dataset: ObjectDataset) -> None:
     ],
 )
 async def test_http_failures(
-    loopback: "Loopback",
+    loopback: Any,
     serve: Serve,
     what: str,
     kind: type[DatasetError],
     words: str,
 ) -> None:
-    """Statuses become house errors; retries are obstore's, by its own option."""
     with pytest.raises(kind, match=words) as caught:
         await serve(what, "cats/z.bin")[0]
     assert type(caught.value) is kind
@@ -66,13 +61,11 @@ async def test_http_failures(
 
 
 async def test_forbidden_local_object(forbidden: Path) -> None:
-    """A local store refuses as others do."""
     with pytest.raises(ObjectPermissionError, match="Permission denied"):
         await ObjectDataset(forbidden.parent, [forbidden.name])[0]
 
 
 async def test_redirects_are_followed(serve: Serve) -> None:
-    """As by any client."""
     assert memoryview(await serve("redirect", "cats/z.bin")[0]) == b"cats-z" * 5
 
 
@@ -80,9 +73,8 @@ async def test_redirects_are_followed(serve: Serve) -> None:
 @pytest.mark.parametrize(("what", "received"), [("cut", 300_000), ("short", 399_999)])
 @pytest.mark.parametrize("size", [0, 400_000])
 async def test_short_body_is_no_sample(
-    loopback: "Loopback", serve: Serve, what: str, received: int, size: int
+    loopback: Any, serve: Serve, what: str, received: int, size: int
 ) -> None:
-    """A body that ends early is an error with the numbers, not a sample."""
     dataset = serve(what, "cats/big.bin")
     dataset._sizes = [size]  # type: ignore[assignment]
     with pytest.raises(TruncatedReadError, match="of 400,000 bytes") as caught:
@@ -93,7 +85,7 @@ async def test_short_body_is_no_sample(
 
 
 async def test_a_body_that_broke_off_once_is_read_again(
-    loopback: "Loopback", serve: Serve, contents: dict[str, bytes]
+    loopback: Any, serve: Serve, contents: dict[str, bytes]
 ) -> None:
     """Where obstore does not go on by itself, one more read does."""
     dataset = serve("heal", "cats/big.bin")
@@ -114,7 +106,7 @@ async def test_objects_that_changed_since_the_listing(
 
 @pytest.mark.parametrize(("what", "requests"), [("ok", 3), ("norange", 4)])
 async def test_listed_objects_take_one_request(
-    loopback: "Loopback", serve: Serve, what: str, requests: int
+    loopback: Any, serve: Serve, what: str, requests: int
 ) -> None:
     """A known size saves a step; a server without ranges is asked for one once."""
     dataset = serve(what, "cats/z.bin")
@@ -125,7 +117,6 @@ async def test_listed_objects_take_one_request(
 
 
 async def test_listed_and_gone(memory: MemoryStore) -> None:
-    """An object that was deleted after the listing is missing."""
     dataset = await ObjectDataset.discover(memory, prefix="cats")
     obstore.delete(memory, dataset.keys[0])
     with pytest.raises(ObjectNotFoundError):
@@ -133,7 +124,6 @@ async def test_listed_and_gone(memory: MemoryStore) -> None:
 
 
 async def test_prefix_is_whole_segments(s3: str) -> None:
-    """A prefix names folders; a console's folder marker is no sample."""
     async with await ObjectDataset.discover(s3, prefix="cats") as cats:
         pass
     assert list(cats.keys) == sorted(cats.keys)
@@ -144,7 +134,6 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
 
 @pytest.mark.parametrize("dataset", LISTED, indirect=True)
 async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> None:
-    """It gives the same dataset, without blocking the loop."""
     source: Any = dataset._store
     store: Any = source._given or source._url
     async with await ObjectDataset.discover(store) as found:
@@ -153,9 +142,8 @@ async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> No
 
 
 async def test_cancelled_discover_leaves_nothing(
-    loopback: "Loopback", noise: list[Any]
+    loopback: Any, noise: list[Any]
 ) -> None:
-    """A listing can be given up."""
     task = asyncio.create_task(ObjectDataset.discover(loopback.url("hang")))
     await loopback.entered.wait()
     task.cancel()
@@ -164,7 +152,6 @@ async def test_cancelled_discover_leaves_nothing(
 
 
 async def test_listing_of_a_missing_bucket(s3: str) -> None:
-    """A listing fails as reads do."""
     with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket"):
         await ObjectDataset.discover("s3://nobody")
     with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
@@ -175,7 +162,6 @@ async def test_listing_of_a_missing_bucket(s3: str) -> None:
     "where", ["{folder}", "{folder}/", "file://{folder}", "file://{folder}/"]
 )
 async def test_local_addresses(folder: Path, where: str) -> None:
-    """A directory may be given as a path or a URL."""
     dataset = ObjectDataset(where.format(folder=folder), ["cats/z.bin"])
     assert memoryview(await dataset[0]) == b"cats-z" * 5
 
@@ -204,7 +190,6 @@ def test_missing_directory(tmp_path: Path) -> None:
     ],
 )
 def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
-    """In the constructor, with the option's name and what is near it."""
     with pytest.raises(ValueError, match=f"^cannot open 's3://b': .*{words}"):
         ObjectDataset("s3://b", ["k"], store_options=options)
 
@@ -226,15 +211,11 @@ def test_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_shows_its_address(store: Any, label: str) -> None:
-    """The repr has the address, redacted, and some keys."""
     shown = repr(ObjectDataset(store, ["k1", "k2"]))
     assert shown == f"ObjectDataset({label!r}, <2 names: 'k1', 'k2'>)"
 
 
-async def test_user_and_password_of_a_url_are_sent(
-    loopback: "Loopback", serve: Serve
-) -> None:
-    """As browsers send them; the caller's own header goes first."""
+async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) -> None:
     await serve("ok", "cats/z.bin", user="me:p%40ss@")[0]
     assert "authorization: Basic bWU6cEBzcw==" in loopback.heads[0]
     options = {"default_headers": {"authorization": "Bearer x"}}
@@ -243,7 +224,6 @@ async def test_user_and_password_of_a_url_are_sent(
 
 
 async def test_store_is_made_anew_after_close(serve: Serve) -> None:
-    """Closing drops the connections, not the dataset."""
     dataset = serve("ok", "cats/z.bin")
     store: Any = dataset._store
     first = store.open()
@@ -253,7 +233,6 @@ async def test_store_is_made_anew_after_close(serve: Serve) -> None:
 
 
 def test_runtime_refuses_a_fork() -> None:
-    """Where every call would hang, the first one raises."""
     runtime = _Runtime()
     runtime.claim()
     runtime.claim()
@@ -263,7 +242,6 @@ def test_runtime_refuses_a_fork() -> None:
 
 
 def run(script: str) -> "subprocess.CompletedProcess[str]":
-    """Run a script in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
@@ -271,7 +249,6 @@ def run(script: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.slow
 def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
-    """A fork after the first use cannot read; one before it can."""
     script = f"""
 import asyncio, os
 from aioloader.datasets import ObjectDataset, Requests
@@ -293,8 +270,7 @@ for expected in 1, 2:
 
 
 @pytest.mark.slow
-async def test_exit_after_cancelled_requests(loopback: "Loopback") -> None:
-    """A process that cancels its reads, closes the dataset and ends does not crash."""
+async def test_exit_after_cancelled_requests(loopback: Any) -> None:
     script = f"""
 import asyncio
 from aioloader.datasets import ObjectDataset, Requests

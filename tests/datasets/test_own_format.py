@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import pickle
 import struct
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from aioloader import DataLoader
 from aioloader._order.raising import STOPS
 from aioloader.datasets import ByteStream
 from beside import beside
-from datasets.shards import NAMES, own, read
+from datasets.shards import check_resumes, read
 from object_server import Faults, ObjectServer
 
 DATA = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
@@ -40,23 +39,12 @@ async def test_it_resumes_at_any_record_over_http() -> None:
         assert server.counts().bytes - sent < len(DATA) * count // 10
 
 
-def test_it_is_split_among_workers(tmp_path: Path) -> None:
-    """The generator function is pickled; each worker has its shards."""
-    stream = pickle.loads(pickle.dumps(own(tmp_path)))
-    loader: Any = DataLoader(stream, 4, collate_fn=list, num_workers=2, fetch="workers")
-    found = [name.decode() for batch in loader for name in batch]
-    assert sorted(found) == sorted(NAMES)
-
-
 class Threads:
-    """A generator that notes the threads in which it runs and is closed."""
-
     def __init__(self) -> None:
         self.ran = set[int]()
         self.closed: int | None = None
 
     def __call__(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yield lines."""
         try:
             for line in file:
                 self.ran.add(threading.get_ident())
@@ -125,7 +113,6 @@ async def test_what_would_end_a_loop_is_loud(
 
 
 async def test_a_file_goes_forward(tmp_path: Path) -> None:
-    """By reading and by skipping; its name is the shard's."""
     (tmp_path / "a").write_bytes(bytes(300_000) + b"end")
     seen: list[Any] = []
 
@@ -144,9 +131,6 @@ async def test_a_file_goes_forward(tmp_path: Path) -> None:
 
 
 async def test_packed_shards(tmp_path: Path) -> None:
-    """Unpacked before the generator gets them."""
     (tmp_path / "a.gz").write_bytes(gzip.compress(DATA))
     stream = ByteStream[bytes](f"{tmp_path}/a.gz", own_format.records)
-    _, state = await read(stream, 1000)
-    stream.load_state_dict(state)
-    assert (await read(stream))[0] == RECORDS[1000:]
+    await check_resumes(stream, RECORDS, [1000])

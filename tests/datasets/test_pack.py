@@ -27,18 +27,14 @@ ROOT = Path(aioloader.__file__).parents[2]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Write the pictures."""
     return write_tree(tmp_path / "pictures")
 
 
 def packed(*arguments: object) -> None:
-    """Run ``aioloader pack`` here."""
     assert main(["pack", *map(str, arguments)]) == 0
 
 
 def read(stream: Any) -> list[Any]:
-    """Read a stream."""
-
     async def every() -> list[Any]:
         return [sample async for sample in stream]
 
@@ -48,7 +44,6 @@ def read(stream: Any) -> list[Any]:
 def test_class_folders(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Labels, order and bytes of the folders; again, and nothing is written twice."""
     arguments = (tree, tmp_path / "out", "--class-folders", "--name", "train")
     packed(*arguments, "--shard-samples", 4)
     said = "6 samples in 2 shards: train-{000000..000001}.tar"
@@ -76,7 +71,6 @@ def test_class_folders(
 
 
 def test_shuffled(tree: Path, tmp_path: Path) -> None:
-    """By a seed: another order, the same one in each run, which goes on with it."""
     orders = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         packed(tree, tmp_path / name, "--class-folders", "--shuffle", seed)
@@ -92,7 +86,6 @@ def test_shuffled(tree: Path, tmp_path: Path) -> None:
 
 
 def test_names_that_make_one_key(tmp_path: Path) -> None:
-    """Each picture stays a sample of its own."""
     for name in ("a.png", "a.jpg", "a.b.jpg", "a_b.jpg"):
         (tmp_path / "x").mkdir(exist_ok=True)
         (tmp_path / "x" / name).write_bytes(name.encode())
@@ -128,7 +121,6 @@ def test_files_are_grouped_as_in_a_tar(
 
 
 def test_files_as_rows(tree: Path, tmp_path: Path) -> None:
-    """Path and bytes, and the label of class folders."""
     packed(tree, tmp_path / "out", "--format", "parquet", "--class-folders")
     packed(tree, tmp_path / "all", "--format", "parquet", "--glob", "dog/*")
     rows = read(ParquetDataset(f"{tmp_path}/out/*.parquet"))
@@ -139,7 +131,6 @@ def test_files_as_rows(tree: Path, tmp_path: Path) -> None:
 
 
 def test_a_list_of_files(tree: Path, tmp_path: Path) -> None:
-    """Relative to the list, in its order for tables."""
     (tree / "list.txt").write_text("dog/10.png\ncat/b.png\n\n")
     packed(tree / "list.txt", tmp_path / "out", "--format", "parquet")
     rows = read(ParquetDataset(f"{tmp_path}/out/*.parquet"))
@@ -149,7 +140,6 @@ def test_a_list_of_files(tree: Path, tmp_path: Path) -> None:
 def test_files_that_are_there_twice(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Are no members of one sample; nor are those that readers take for the same."""
     (tree / "list.txt").write_text("cat/b.png\ndog/10.png\ncat/b.png\n")
     with pytest.raises(SystemExit):
         main(["pack", str(tree / "list.txt"), str(tmp_path / "out")])
@@ -160,7 +150,6 @@ def test_files_that_are_there_twice(
 
 
 def test_rows_become_members_and_come_back(tmp_path: Path) -> None:
-    """JSON lines, tables and tars, each to the other."""
     lines = [{"id": number, "text": f"ü{number}"} for number in range(5)]
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -190,7 +179,6 @@ def test_tables_with_bytes(tmp_path: Path) -> None:
 
 
 def test_from_a_store_to_a_store(s3: str, s3_port: int, tmp_path: Path) -> None:
-    """Objects to objects; options of stores are passed on."""
     region = ("--src-option", "region=us-east-1", "--dst-option", "region=us-east-1")
     packed(s3 + "/dogs", f"{s3}-packed", *region)
     samples = read(TarDataset("shard-*.tar", store=f"{s3}-packed"))
@@ -257,7 +245,6 @@ def test_wrong_arguments(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The status is 2, with usage and one line; nothing is made."""
     given = [one.format(tree=tree, out=tmp_path / "out") for one in arguments]
     with pytest.raises(SystemExit) as raised:
         main(given)
@@ -272,7 +259,6 @@ def test_wrong_arguments(
 def test_what_fails_at_work(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The status is 1, with one line that says what, and no traceback."""
     packed(tree, tmp_path / "out", "--quiet")
     assert main(["pack", str(tree), str(tmp_path / "out"), "--class-folders"]) == 1
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a"\n')
@@ -304,7 +290,6 @@ def test_interrupted(
 def test_an_index_by_either_way(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that is packed is the one that is made; several readers share a tar."""
     packed(tree, tmp_path / "out", "--class-folders")
     tar = tmp_path / "out" / "shard-000000.tar"
     one = Path(f"{tar}.idx").read_bytes()
@@ -326,7 +311,6 @@ def test_an_index_by_either_way(
 
 @pytest.mark.parametrize("command", [[], ["pack"], ["index"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What the command does, each option, an example."""
     with pytest.raises(SystemExit) as raised:
         main([*command, "--help"])
     assert raised.value.code == 0
@@ -344,7 +328,6 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 def test_as_a_program(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``python -m``, and the script; progress where stderr is a terminal only."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["aioloader"].partition(":")
     assert getattr(importlib.import_module(module), name) is main

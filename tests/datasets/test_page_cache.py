@@ -53,7 +53,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Return a file of lines, two of which are large."""
     made = tmp_path / "a.jsonl"
     made.write_text("".join(f"{line}\n" for line in LINES))
     return made
@@ -87,7 +86,6 @@ async def test_samples_and_states_do_not_depend_on_the_cache(
 async def test_only_large_samples_need_a_thread(
     line: str, tmp_path: Path, play: Play
 ) -> None:
-    """The loop is not held for long."""
     path, count = tmp_path / "a.txt", 1_000_000 // len(line) + 20
     path.write_text(f"{line}\n" * count)
     given = play([1])
@@ -101,7 +99,6 @@ async def test_only_large_samples_need_a_thread(
 
 
 async def test_the_other_tasks_get_their_turns(path: Path, play: Play) -> None:
-    """Also where nothing is waited for: one after each block."""
     play([1])
     turns = 0
 

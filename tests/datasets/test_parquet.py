@@ -2,10 +2,9 @@
 
 import asyncio
 import gc
-import io
-import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import pytest
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
-from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
-from aioloader.datasets._arrow import files, parquet
+from aioloader._order.blocks import Bad, Block
+from aioloader.datasets import ParquetDataset
+from aioloader.datasets._arrow import files, parquet, reader
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.errors import DatasetError, TruncatedReadError
+from datasets.shards import bytes_of
 from datasets.tables import (
     Local,
     contents,
-    every_type,
     flip,
     outcome,
     plain,
@@ -30,8 +30,8 @@ from datasets.tables import (
     read_all,
     read_shard,
     shards,
+    write,
 )
-from datasets.tables import write_parquet as write
 from object_server import ObjectServer
 
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
@@ -39,7 +39,6 @@ PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "objec
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> str:
-    """Return a file of 50 rows, a number and a text."""
     table = pa.table({"n": range(50), "text": [f"{n}" for n in range(50)]})
     return write(tmp_path / "numbered.parquet", table)
 
@@ -56,7 +55,6 @@ def numbered(tmp_path: Path) -> str:
     {"version": "1.0", "write_statistics": False},
 ])  # fmt: skip
 async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> None:
-    """Encodings, page versions, page indexes behind the row groups."""
     table = pa.table({"n": range(50), "text": [f"{n % 4}" for n in range(50)]})
     path = write(tmp_path / "a.parquet", table, **options)
     for is_remote in (False, True):
@@ -64,42 +62,13 @@ async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> No
         assert plain(await read_all(made)) == table.to_pylist()
 
 
-async def test_files_in_order_with_empty_ones(numbered: str, tmp_path: Path) -> None:
-    """A file without row groups has no shards, one without rows gives none."""
-    schema = pa.schema([("n", pa.int64()), ("text", pa.string())])
-    empty = write(tmp_path / "empty.parquet", schema.empty_table())
-    none = str(tmp_path / "none.parquet")
-    pq.ParquetWriter(none, schema).close()
-    made = ParquetFormat([numbered, empty, none, numbered], Local(is_remote=True))
-    found = await shards(made)
-    counts = {path: [shard[0] for shard in found].count(path) for path in (empty, none)}
-    assert counts[none] == 0
-    numbers = [row["n"] for row in await read_all(made)]
-    assert numbers == [*range(50)] * 2
-
-
 # -- columns -----------------------------------------------------------------------
 
 
-@PLACES
-async def test_columns_are_chosen_and_ordered(is_remote: bool, tmp_path: Path) -> None:
-    """A struct comes whole; a name with a dot is a name."""
-    table = every_type().append_column("struct.a", pa.array(range(50)))
-    path = write(tmp_path / "a.parquet", table)
-    names = ["text", "struct", "int8"]
-    made = ParquetFormat(path, Local(is_remote=is_remote), columns=names)
-    rows = await read_all(made)
-    assert list(rows[0]) == names
-    assert plain(rows) == table.select(names).to_pylist()
-    made = ParquetFormat(path, Local(is_remote=is_remote), columns=["struct.a"])
-    assert plain(await read_all(made)) == table.select(["struct.a"]).to_pylist()
-
-
 async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
-    """Of the columns that are read, each byte once, besides the footer."""
     noise = np.random.default_rng(0)
     columns = {name: noise.random(100_000) for name in "abc"}
-    path = write(tmp_path / "a.parquet", pa.table(columns), row_group_size=100_000)
+    path = write(tmp_path / "a.parquet", pa.table(columns), rows=100_000)
     local = Local(is_remote=True)
     made = ParquetFormat(path, local, columns=["c", "a"])
     assert len(await read_all(made, budget=1 << 22, limit=5000)) == 100_000
@@ -116,7 +85,6 @@ async def test_only_wanted_bytes_are_requested(tmp_path: Path) -> None:
 
 
 async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) -> None:
-    """In any order: those of the first file are read."""
     table = pa.table({"more": [0.5], "text": ["last"], "n": [50]})
     other = write(tmp_path / "more.parquet", table)
     rows = await read_all(ParquetFormat([numbered, other], Local()))
@@ -124,7 +92,6 @@ async def test_other_files_may_have_more_columns(numbered: str, tmp_path: Path) 
 
 
 async def test_wrong_columns_are_errors(numbered: str) -> None:
-    """In the constructor, or when the first file is looked at."""
     for columns in ([], ["n", "n"]):
         with pytest.raises(ValueError, match="distinct names"):
             ParquetFormat(numbered, Local(), columns=columns)
@@ -138,16 +105,6 @@ async def test_wrong_columns_are_errors(numbered: str) -> None:
         await shards(ParquetFormat(numbered, Local(), nulls={"x": 0}))
     with pytest.raises(ValueError, match=r"nulls=\{'n': 'a'\} does not fit.*int64"):
         await shards(ParquetFormat(numbered, Local(), nulls={"n": "a"}))
-
-
-def test_without_pyarrow_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """When a dataset is made, not when it is read."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for make in (ParquetDataset, ArrowDataset, CSVDataset):
-        with pytest.raises(ImportError, match=r'pip install "aioloader\[arrow\]"'):
-            make("a.parquet")
 
 
 # -- reading ahead -----------------------------------------------------------------
@@ -166,7 +123,6 @@ async def test_a_request_that_fails(numbered: str) -> None:
 
 @PLACES
 async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) -> None:
-    """Whatever it was waiting for."""
     for turns in range(6):
         made = ParquetFormat(numbered, Local(is_remote=is_remote))
         reader = made.open((numbered, 0), {}, 1 << 20)
@@ -183,7 +139,6 @@ async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) ->
 
 
 async def test_closing_ends_requests_and_threads(numbered: str) -> None:
-    """A thread that waits for bytes is let go, and what is in flight is cancelled."""
     local = Local(is_remote=True)
     made = ParquetFormat(numbered, local)
     await shards(made)
@@ -200,25 +155,11 @@ async def test_closing_ends_requests_and_threads(numbered: str) -> None:
     await reader.aclose()
 
 
-async def test_a_reader_that_was_never_read_closes(numbered: str) -> None:
-    """Also one that has begun, and one in the middle."""
-    made = ParquetFormat(numbered, Local())
-    for turns in range(3):
-        reader = made.open((numbered, 0), {}, 1 << 20)
-        if turns:
-            reader.begin()
-        if turns == 2:
-            await reader.pull(1)
-        await reader.aclose()
-        assert reader.is_draining()
-
-
 async def test_no_error_is_kept(tmp_path: Path) -> None:
     """Not even one of those by which footers are checked: pyarrow would keep it."""
     write(tmp_path / "a.parquet", pa.table({"row": range(9)}))
 
     def errors() -> int:
-        """Count those that have passed through the reader."""
         gc.collect()
         found = [one for one in gc.get_objects() if isinstance(one, BaseException)]
         return sum(
@@ -234,13 +175,12 @@ async def test_no_error_is_kept(tmp_path: Path) -> None:
 
 
 async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
-    """Of a large row group, no more than the budget is requested before it is used."""
     noise = np.random.default_rng(0)
     columns = {name: noise.random(400_000) for name in "abc"}
     path = write(
         tmp_path / "a.parquet",
         pa.table(columns),
-        row_group_size=400_000,
+        rows=400_000,
         use_dictionary=False,
         compression="none",
     )
@@ -262,7 +202,6 @@ async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
 async def test_a_footer_is_read_once_for_its_row_groups(
     numbered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as there is room for it; then once more."""
     local = Local(is_remote=True)
     made = ParquetFormat([numbered, numbered + "2"], local)
     put(numbered + "2", contents(numbered))
@@ -291,12 +230,8 @@ async def test_few_numbers_are_collated_on_the_loop(
 
 
 async def test_footers_are_read_once() -> None:
-    """A later epoch asks for the version of each file, and for data."""
-    objects = {}
-    for n in range(3):
-        file = io.BytesIO()
-        pq.write_table(pa.table({"n": range(n * 9, n * 9 + 9)}), file)
-        objects[f"{n}.parquet"] = file.getvalue()
+    tables = [pa.table({"n": range(n * 9, n * 9 + 9)}) for n in range(3)]
+    objects = {f"{n}.parquet": bytes_of(one, "parquet") for n, one in enumerate(tables)}
     with ObjectServer(objects) as server:
         stream = ParquetDataset([*objects], store=server.url)
         sent = []
@@ -308,7 +243,6 @@ async def test_footers_are_read_once() -> None:
 
 
 async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
-    """The next epoch reads the new one, and the columns that it has in all files."""
     paths = [
         write(tmp_path / f"{n}.parquet", pa.table({"n": [n], "text": ["a"]}))
         for n in range(2)
@@ -327,7 +261,6 @@ async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
 
 @PLACES
 async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
-    """The row groups before it are read; the error names file, row group and row."""
     chunk = pq.read_metadata(numbered).row_group(1).column(0)
     flip(numbered, chunk.dictionary_page_offset + chunk.total_compressed_size - 1)
     made = ParquetFormat(numbered, Local(is_remote=is_remote))
@@ -339,7 +272,6 @@ async def test_damage_names_its_place(is_remote: bool, numbered: str) -> None:
 
 
 async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:
-    """As far as it shows: fewer row groups, say."""
     made = ParquetFormat(numbered, Local())
     with pytest.raises(DatasetError, match="has 3 row groups, number 3 is wanted"):
         await read_shard(made, (numbered, 3))
@@ -376,7 +308,6 @@ async def test_row_groups_beside_a_damaged_one_are_read(tmp_path: Path) -> None:
 
 
 async def length_of(made: ParquetFormat, shard: Any) -> int | str:
-    """Return the number of rows of a shard, or why it cannot be read."""
     try:
         return len(await read_shard(made, shard))
     except DatasetError as error:
@@ -394,3 +325,84 @@ async def test_a_file_about_other_files_is_an_error(
     found = await outcome(path, Local())
     assert isinstance(found, DatasetError)
     assert "has columns in other files: 'numbered.parquet'" in str(found)
+
+
+# -- small row groups, which are decoded together -------------------------------------
+
+GROUPS, ROWS = 40, 50
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    table = pa.table({"n": range(GROUPS * ROWS), "m": np.random.rand(GROUPS * ROWS)})
+    return write(tmp_path / "small.parquet", table, rows=ROWS)
+
+
+@pytest.fixture
+def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
+    """Return what was decoded by each hop to a thread."""
+    found: list[list[list[Block]]] = []
+    step_all = reader._step_all
+
+    def noted(shards: Sequence[Any], nbytes: int) -> Any:
+        steps = step_all(shards, nbytes)
+        found.append([[block for _, block in made] for made in steps.values()])
+        return steps
+
+    monkeypatch.setattr(reader, "_step_all", noted)
+    return found
+
+
+async def numbers(made: ParquetDataset, state: Any = None, limit: int = 64) -> Any:
+    found: list[Any] = []
+    states: list[tuple[int, Any]] = []
+    if state is not None:
+        made.load_state_dict(state)
+    async with aiter(made) as rows:
+        while len(block := await rows.pull(limit)):
+            found += [row if isinstance(row, Bad) else int(row["n"]) for row in block]
+            states.append((len(found), rows.state_dict()))
+    return found, states
+
+
+async def test_few_hops(small: str, hops: list[Any]) -> None:
+    found, _ = await numbers(ParquetDataset(small))
+    assert found == [*range(GROUPS * ROWS)]
+    assert len(hops) < GROUPS / 4
+    assert sum(len(shards) for shards in hops) == GROUPS
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"interleave": 3}])
+async def test_resumes_anywhere(small: str, options: dict[str, Any]) -> None:
+    whole, states = await numbers(ParquetDataset(small, **options), limit=37)
+    assert sorted(whole) == [*range(GROUPS * ROWS)]
+    for count, state in states[::7]:
+        rest, _ = await numbers(ParquetDataset(small, **options), state)
+        assert rest == whole[count:]
+
+
+async def test_only_the_damaged_one_is_lost(small: str) -> None:
+    chunk = pq.read_metadata(small).row_group(7).column(1)
+    data = bytearray(contents(small))
+    data[chunk.dictionary_page_offset + chunk.total_compressed_size - 8] ^= 255
+    put(small, data)
+    found, _ = await numbers(ParquetDataset(small))
+    (at,) = [at for at, row in enumerate(found) if isinstance(row, Bad)]
+    assert at == 7 * ROWS
+    assert isinstance(found[at].error, DatasetError)
+    assert "row group 7" in str(found[at].error)
+    del found[at]
+    lost = range(7 * ROWS, 8 * ROWS)
+    assert found == [n for n in range(GROUPS * ROWS) if n not in lost]
+
+
+async def test_bytes_are_counted_as_decoded(tmp_path: Path, hops: list[Any]) -> None:
+    """What is small as it is written, but not decoded, is not held all at once."""
+    table = pa.table({"n": np.zeros(40 * 20_000, np.int64)})
+    path = write(tmp_path / "zeros.parquet", table, rows=20_000)
+    async with aiter(ParquetDataset(path, max_bytes=1 << 20)) as rows:
+        while len(await rows.pull(1 << 14)):
+            pass
+    decoded = [sum(len(b) for blocks in shards for b in blocks) * 8 for shards in hops]
+    assert sum(decoded) == table.nbytes
+    assert max(decoded) <= (1 << 18) + 16_384 * 8  # its share, and a batch

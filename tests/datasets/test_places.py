@@ -1,19 +1,16 @@
 """Shards in stores: S3, HTTP and HTTPS, through faults, changes and dead servers."""
 
 import asyncio
-import io
 import ssl
-import tarfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import trustme
-from obstore.store import MemoryStore
 
 from aioloader import DataLoader
-from aioloader.datasets import Requests, TarDataset, TextDataset
+from aioloader.datasets import Requests, TarDataset
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Piece, Version
@@ -23,11 +20,9 @@ from aioloader.errors import (
     ObjectPermissionError,
 )
 from beside import beside
-from datasets.shards import NAMES, name_of, names, rows, write_tar
+from datasets.shards import NAMES, names, write_tar
+from datasets.tar_archives import Member, archive
 from object_server import Faults, ObjectServer
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 # obstore's own retries off, so that those of the dataset are seen.
 AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
@@ -35,47 +30,19 @@ QUICK = Requests(timeout=0.5, deadline=20, base_delay=0.001)
 
 
 def shards(folder: Path) -> dict[str, bytes]:
-    """Return tar shards by name."""
     write_tar(folder)
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
 
 
 def big_shard(samples: int, size: int) -> bytes:
     """Return a tar of samples of that many bytes, each with its number in it."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for number in range(samples):
-            member = tarfile.TarInfo(f"{number:06}.bin")
-            member.size = size
-            body = number.to_bytes(8, "little") * (size // 8)
-            tar.addfile(member, io.BytesIO(body))
-    return data.getvalue()
-
-
-@pytest.mark.parametrize("kind", ["http", "s3", "options", "memory"])
-async def test_every_way_to_name_a_store(kind: str, tmp_path: Path) -> None:
-    """URLs with braces, listings of a bucket, a store that was made before."""
-    objects = shards(tmp_path)
-    with ObjectServer(objects) as server:
-        s3 = {"endpoint": server.url, "region": "x", "skip_signature": True}
-        if kind == "http":
-            stream = TarDataset(f"{server.url}/{{0..7}}.tar")
-        elif kind == "s3":
-            stream = TarDataset(f"s3://{server.bucket}/*.tar", store_options=s3)
-        elif kind == "options":
-            stream = TarDataset("{0..7}.tar", store=server.url)
-        else:
-            store = MemoryStore()
-            for name, data in objects.items():
-                await store.put_async(f"deep/{name}", data)
-            stream = TarDataset("deep/?.tar", store=store)
-        assert await names(stream) == NAMES
-        sample = await anext(aiter(stream))
-        assert str(sample["__url__"]).endswith("0.tar")
+    return archive(
+        Member(f"{number:06}.bin", number.to_bytes(8, "little") * (size // 8))
+        for number in range(samples)
+    )
 
 
 async def test_https(tmp_path: Path) -> None:
-    """With a certificate that the client is told to trust."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -94,7 +61,6 @@ async def test_https(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hedge", [False, True])
 async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
-    """Every sample exactly once, in order, without help."""
     objects = {f"{at}.tar": big_shard(150, 8000) for at in range(12)}
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
     policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
@@ -119,7 +85,6 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
 
 
 async def test_what_is_not_there_is_told_at_once() -> None:
-    """Without another try."""
     with ObjectServer({}) as server:
         stream = TarDataset("{a,b}.tar", store=server.url)
         iterator = aiter(stream)
@@ -132,28 +97,7 @@ async def test_what_is_not_there_is_told_at_once() -> None:
         assert server.counts("a.tar").requests == 1
 
 
-async def test_missing_shards_can_be_skipped(tmp_path: Path) -> None:
-    """By the loader's policy; they are listed."""
-    objects = shards(tmp_path)
-    del objects["3.tar"]
-    with ObjectServer(objects) as server:
-        stream = TarDataset("{0..7}.tar", store=server.url)
-        loader: Any = DataLoader(stream, 4, on_error="skip", collate_fn=list)
-        batches = await beside(lambda: list(loader))
-    found = [name_of(sample) for batch in batches for sample in batch]
-    assert found == [name for name in NAMES if name not in rows(3)]
-    assert [type(one.error) for one in loader.skipped] == [ObjectNotFoundError]
-
-
-async def test_empty_shards() -> None:
-    """An object without a byte has no samples."""
-    with ObjectServer({"a.txt": b"", "b.txt": b"x"}) as server:
-        stream = TextDataset("{a,b}.txt", store=server.url)
-        assert await names(stream) == ["x"]
-
-
 async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
-    """Bytes are read ahead within ``max_bytes``, over all lanes."""
     body = big_shard(1500, 8000)
     with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
         stream = TarDataset(
@@ -191,7 +135,6 @@ async def test_small_shards_are_requested_far_ahead() -> None:
 
 @pytest.mark.parametrize("first", [50, 1])
 async def test_large_shards_are_begun_one_by_one(first: int) -> None:
-    """What is requested of several stays within the budget, also after a small one."""
     size, each, budget = 100_000, 20, 4 << 20
     shards = {f"{at:02}.tar": big_shard(each, size) for at in range(20)}
     shards["00.tar"] = big_shard(first, size)
@@ -209,7 +152,6 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
 
 
 async def settled() -> None:
-    """Let all tasks go as far as they can."""
     for _ in range(30):
         await asyncio.sleep(0)
 
@@ -220,8 +162,6 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
     asked: list[tuple[int, int]] = []
 
     class Object:
-        """An object of zeros."""
-
         location, block = "x", 0
 
         async def fetch(self, start: int, stop: int, _version: Any) -> Piece:
@@ -253,7 +193,6 @@ async def test_pieces_grow_and_end_where_blocks_do() -> None:
 
 
 async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
-    """A cancellation, even a second one, leaves no thread behind."""
     (tmp_path / "a").write_bytes(b"abc")
     file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
     entered, release = threading.Event(), threading.Event()
@@ -276,14 +215,7 @@ async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
     await file.aclose()
 
 
-async def test_a_refusal_is_a_permission_error(loopback: "Loopback") -> None:
-    """As the store says; without another try."""
+async def test_a_refusal_is_a_permission_error(loopback: Any) -> None:
     with pytest.raises(ObjectPermissionError):
         await names(TarDataset(f"{loopback.url('403')}/a.tar", requests=QUICK))
     assert len(loopback.heads) == 1
-
-
-async def test_a_server_without_ranges(loopback: "Loopback") -> None:
-    """It is read all the same, from the front."""
-    found = await names(TextDataset(f"{loopback.url('norange')}/cats/z.bin"))
-    assert found == ["cats-z" * 5]

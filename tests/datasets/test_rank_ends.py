@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +21,53 @@ from aioloader._pipeline.evened import EvenedQueue
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError, DatasetError
-from datasets.ends import a_store, dist, loader_of, masked, read_all, side_by_side
 from datasets.rank_process import RankProcess, ranks
 from datasets.ranks import lines, numbers
+from datasets.shards import write_lines
 from datasets.test_rank_lists import two
+
+dist: Any = torch.distributed
+
+
+def a_store() -> Any:
+    """Return a store that workers can reach too."""
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False
+    )
+
+
+def loader_of(
+    stream: Any, store: Any, rank: int, ranks: int, **options: Any
+) -> "DataLoader[Any]":
+    asked: Any = {"collate_fn": list, "rank": rank, "world_size": ranks, **options}
+    return DataLoader(stream.agree(store, timeout=30), **asked)
+
+
+def side_by_side(job: Any, ranks: int) -> list[Any]:
+    """Return what a function of the rank gives, called for all ranks at once."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(job, range(ranks)))
+
+
+def read_all(stream: Any, ranks: int, **options: Any) -> list[list[Any]]:
+    store = a_store() if options.get("num_workers") else dist.HashStore()
+
+    def read(rank: int) -> list[Any]:
+        with loader_of(stream, store, rank, ranks, **options) as loader:
+            return list(loader)
+
+    return side_by_side(read, ranks)
+
+
+def masked(batches: list[Any]) -> list[Any]:
+    """Return the samples of padded batches that are no padding."""
+    return [
+        sample
+        for batch, mask in batches
+        for sample, is_kept in zip(batch, mask.tolist(), strict=True)
+        if is_kept
+    ]
+
 
 __all__ = ["two"]
 
@@ -33,7 +78,6 @@ TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
 
 
 def test_a_finite_stream_needs_a_tail() -> None:
-    """At ``iter``, with the numbers and the ways out; also by its own ``shard``."""
     said = r"rank 1 of 3, .* repeat\(\) .* epoch_length\(n\) as .* tail='uneven'"
     part: Any
     for stream, part in (
@@ -51,7 +95,6 @@ def test_a_finite_stream_needs_a_tail() -> None:
 
 
 def test_what_needs_no_tail() -> None:
-    """Endless streams, known lengths, one rank, and what was chosen."""
     for stream, options in (
         (numbers().repeat().shuffle(3).map(abs), {}),
         (numbers().mix(numbers().repeat()), {}),
@@ -66,7 +109,6 @@ def test_what_needs_no_tail() -> None:
 
 @TAILS
 def test_a_tail_needs_a_store(tail: Any) -> None:
-    """It is named, and how to get one."""
     loader: Any = DataLoader(numbers(), rank=0, world_size=2, tail=tail)
     with pytest.raises(ValueError, match=r"initialize torch.*agree\(store\)"):
         iter(loader)
@@ -117,14 +159,12 @@ COUNTS = st.lists(st.integers(0, 25), min_size=2, max_size=4)
 def test_any_layout(
     counts: list[int], size: int, window: int, ahead: int | None
 ) -> None:
-    """Whatever each rank has, all end together; also if batches are read ahead."""
     stream = parts(counts).shuffle(window)
     check_law(stream, len(counts), batch_size=size, prefetch_factor=ahead)
 
 
 @pytest.mark.parametrize("readers", [None, 6])
 def test_shards(readers: int | None, tmp_path: Path) -> None:
-    """Of very different lengths; also if readers take turns."""
     stream = lines(tmp_path, shuffle=True, interleave=3)
     stream = stream if readers is None else stream.readers(readers)
     check_law(stream, 3, batch_size=4)
@@ -139,7 +179,6 @@ def test_steps_after_epoch_length() -> None:
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_workers(fetch: str, in_order: bool, tmp_path: Path) -> None:
-    """The numbers are those of ranks, not of workers."""
     stream = lines(tmp_path, interleave=4)
     options: Any = {"num_workers": 2, "fetch": fetch, "in_order": in_order}
 
@@ -154,7 +193,6 @@ def test_workers(fetch: str, in_order: bool, tmp_path: Path) -> None:
 
 @TAILS
 def test_several_epochs_and_no_keys_left(tail: Any) -> None:
-    """The store of a long run does not grow."""
     store = dist.HashStore()
 
     def read(rank: int) -> list[int]:
@@ -169,7 +207,6 @@ def test_several_epochs_and_no_keys_left(tail: Any) -> None:
 
 
 def test_tasks(tmp_path: Path) -> None:
-    """``async for`` ends where ``for`` does."""
     stream, store = lines(tmp_path), dist.HashStore()
 
     def read(rank: int) -> list[Any]:
@@ -229,7 +266,6 @@ def left(
 
 
 def plain(batches: list[Any]) -> Any:
-    """Return batches without tensors."""
     return [
         (one[0], one[1].tolist()) if isinstance(one, tuple) else one for one in batches
     ]
@@ -238,7 +274,6 @@ def plain(batches: list[Any]) -> Any:
 @TAILS
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 6])
 def test_resume(tail: Any, at: int) -> None:
-    """After any batch, repeated ones included, the rest is the same."""
     options: Any = {"tail": tail, "batch_size": 2}
     stream = parts([5, 12, 7]).shuffle(2)
 
@@ -252,7 +287,6 @@ def test_resume(tail: Any, at: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_resume_on_other_ranks(ranks: int) -> None:
-    """Each sample is delivered once by mask, however many go on."""
     stream = numbers(61).readers(4)
 
     before, states = left(stream, 2, 5, tail="pad", batch_size=4)
@@ -288,7 +322,6 @@ def test_who_has_nothing_to_do_waits_for_others(
 
 
 def test_a_rank_that_leaves() -> None:
-    """The others are told so at once, when they need it."""
     store = dist.HashStore()
 
     def read(rank: int) -> Any:
@@ -301,7 +334,6 @@ def test_a_rank_that_leaves() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rank_that_does_not_come(own: bool) -> None:
-    """The wait is bounded by the stream's timeout or the loader's; it is named."""
     stream = numbers().agree(a_store(), timeout=0.3 if own else 30)
     options: Any = {"timeout": 0 if own else 0.3, "rank": 0, "world_size": 3}
 
@@ -332,8 +364,6 @@ def test_ranks_at_different_places(tail: Any, samples: int) -> None:
 
 
 def test_samples_that_fail_on_one_rank() -> None:
-    """Batches that are all skipped do not count; all end together."""
-
     def odd(number: int) -> int:
         if number % 2 and number > 20:
             raise ValueError(f"no {number}")
@@ -347,8 +377,6 @@ def test_samples_that_fail_on_one_rank() -> None:
 
 
 def test_an_error_of_one_batch() -> None:
-    """It takes a batch's place: whoever continues after it stays in step."""
-
     def broken(number: int) -> int:
         if number == 12:
             raise ValueError("no 12")
@@ -375,16 +403,12 @@ def test_an_error_of_one_batch() -> None:
 
 
 def shards(folder: Path, *lengths: int) -> dict[str, Any]:
-    """Write shards of different lengths, and return the stream of them."""
-    for shard, length in enumerate(lengths):
-        text = "".join(f"{shard}{line:03}\n" for line in range(length))
-        (folder / f"{shard}.txt").write_text(text)
+    write_lines(folder, lengths, "{}{:03}")
     return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
 
 
 @TAILS
 def test_ddp(two: list[RankProcess], tmp_path: Path, tail: str) -> None:
-    """No rank waits in a collective call for one that has ended."""
     stream = shards(tmp_path, 3, 40, 1, 30)
     for _ in range(2):
         for rank in two:
@@ -401,7 +425,6 @@ def test_ddp(two: list[RankProcess], tmp_path: Path, tail: str) -> None:
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """The other one gets an error that names it; it does not wait for ever."""
     stream = shards(tmp_path, 300, 300)
     with ranks() as two:
         for rank in two:

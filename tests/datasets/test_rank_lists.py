@@ -19,13 +19,11 @@ dist: Any = torch.distributed
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[RankProcess]]:
-    """Run two ranks for all tests here."""
     with ranks() as found:
         yield found
 
 
 def table(path: Path, count: int) -> dict[str, Any]:
-    """Write a table, and return the stream of it."""
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("PRAGMA journal_mode=WAL")  # so that readers do not lock it
         db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, name TEXT)")
@@ -40,14 +38,12 @@ def table(path: Path, count: int) -> dict[str, Any]:
 
 
 def insert(path: Path, start: int, stop: int) -> None:
-    """Write rows."""
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         rows = ((number, f"row {number}") for number in range(start, stop))
         db.executemany("INSERT INTO t VALUES (?, ?)", rows)
 
 
 def shards(folder: Path, start: int, stop: int) -> dict[str, Any]:
-    """Write shards of ten lines, and return the stream of all there are."""
     for shard in range(start, stop):
         lines = "".join(f"{shard * 10 + line}\n" for line in range(10))
         (folder / f"{shard:03}.txt").write_text(lines)
@@ -55,7 +51,6 @@ def shards(folder: Path, start: int, stop: int) -> dict[str, Any]:
 
 
 def keys(rows: list[dict[str, Any]]) -> list[int]:
-    """Return the keys of rows."""
     assert all(isinstance(row, dict) for row in rows), "".join(map(str, rows))
     return [row["id"] for row in rows]
 
@@ -74,7 +69,6 @@ def test_a_table_that_changes(two: list[RankProcess], tmp_path: Path) -> None:
 
 
 def test_a_prefix_that_grows(two: list[RankProcess], tmp_path: Path) -> None:
-    """The second rank is told so, with both numbers and digests."""
     stream = shards(tmp_path, 0, 8)
     assert two[0].do(do="open", **stream) == ["0"]
     shards(tmp_path, 8, 9)
@@ -92,7 +86,6 @@ def test_a_prefix_that_grows(two: list[RankProcess], tmp_path: Path) -> None:
 def test_lists_that_differ_from_the_beginning(
     two: list[RankProcess], tmp_path: Path
 ) -> None:
-    """Names that each rank has found itself."""
     shards(tmp_path, 0, 5)
     names = sorted(map(str, tmp_path.glob("*.txt")))
     stream = {"kind": "TextDataset"}
@@ -103,7 +96,6 @@ def test_lists_that_differ_from_the_beginning(
 
 
 def test_both_at_once(two: list[RankProcess], tmp_path: Path) -> None:
-    """Whoever is first, the other one follows."""
     stream = table(tmp_path / "db", 500)
     for rank in two:
         rank.send(do="open", **stream)
@@ -114,7 +106,6 @@ def test_both_at_once(two: list[RankProcess], tmp_path: Path) -> None:
 
 
 def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> None:
-    """It waits for nobody, and may come more often than the others."""
     stream = shards(tmp_path, 0, 4)
     for count in (1, 2):
         assert two[0].do(do="open", **stream) == ["0"]
@@ -142,7 +133,6 @@ def test_in_workers(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
-    """An error that says so, and what to do."""
     stream = shards(tmp_path, 0, 4)
     (tmp_path / "away").mkdir()
     store = {"store": str(tmp_path / "away" / "ranks"), "gone": str(tmp_path / "away")}
@@ -152,7 +142,6 @@ def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
 
 
 async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:
-    """It is refused when the stream is sent to them."""
     stream = TextDataset(str(tmp_path / "*.txt")).shard(0, 2)
     with pytest.raises(pickle.PicklingError, match="HashStore cannot be reached from"):
         pickle.dumps(stream.agree(dist.HashStore()))

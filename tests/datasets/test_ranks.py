@@ -3,23 +3,34 @@
 import asyncio
 import json
 import warnings
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from aioloader.datasets import ShardedStream, ShardFormat, ShardReader, from_iterable
+from aioloader import DataLoader
+from aioloader._order.stream_states import opened, sealed
+from aioloader.datasets import (
+    ShardedStream,
+    ShardFormat,
+    ShardReader,
+    TextDataset,
+    from_iterable,
+)
 from aioloader.datasets._arrow.rows import Rows
+from aioloader.errors import StateMismatchError
+from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
-from datasets.shards import parquet, read, sqlite
+from datasets.shards import check_resumes, parquet, read, sqlite, write_lines
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
 
 
 async def layout(stream: Any, ranks: int) -> list[list[str]]:
-    """Return what stands at each global position."""
     async with Ranks(stream, ranks) as reading:
         found: list[list[str]] = []
         while not all(reading.are_over):
@@ -30,7 +41,6 @@ async def layout(stream: Any, ranks: int) -> list[list[str]]:
 @KINDS
 @SHARED
 async def test_one_order(kind: str, tmp_path: Path) -> None:
-    """Of twelve readers, whoever they are read by; or of twelve ranks."""
     whole = await layout(STREAMS[kind](tmp_path), 12)
     names = list(chain.from_iterable(whole))
     assert len(names) >= 25
@@ -63,7 +73,6 @@ async def test_goes_on_with_other_ranks(
     size: int,
     tmp_path: Path,
 ) -> None:
-    """After each batch, onto others, and once more: nothing is lost or doubled."""
     stream = STREAMS[kind](tmp_path)
     stream = stream if readers is None else stream.readers(readers)
     first, second, third = several
@@ -83,7 +92,6 @@ async def test_goes_on_with_other_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
-    """The others go on; all of them from where they were, merged or not."""
     stream = lines(tmp_path)  # the first rank has far more than others
     async with Ranks(stream, 4) as reading:
         whole = await reading.batches(4 * size)
@@ -105,7 +113,6 @@ async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
 
 
 async def rest_of(stream: Any, size: int) -> list[str]:
-    """Return what one rank still has."""
     async with aiter(stream) as iterator:
         found: list[str] = []
         while len(block := await iterator.pull(size)):
@@ -114,8 +121,6 @@ async def rest_of(stream: Any, size: int) -> list[str]:
 
 
 async def test_samples_one_by_one(tmp_path: Path) -> None:
-    """Holes are passed by; the state is behind each sample, or the end."""
-
     source = lines(tmp_path)  # files that are written again are others to a state
 
     def make() -> Any:
@@ -123,11 +128,7 @@ async def test_samples_one_by_one(tmp_path: Path) -> None:
 
     whole, end = await read(make())
     assert sorted(whole) == sorted(await rest_of(source, 64))
-    for count in range(0, len(whole) + 1, 9):
-        head, state = await read(make(), count)
-        stream = make()
-        stream.load_state_dict(state)
-        assert head + (await read(stream))[0] == whole
+    await check_resumes(make(), whole, range(0, len(whole) + 1, 9))
     assert end["ended"]
     assert all(one["ended"] for one in end["streams"].values())
     stream = make()
@@ -154,7 +155,6 @@ async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
 
 
 async def test_columns_stay_columns(tmp_path: Path) -> None:
-    """What several readers give is one block, of one length and of several."""
     async with aiter(parquet(tmp_path).readers(5)) as iterator:
         blocks = [await iterator.pull(limit) for limit in (7, 1, 12, 9)]
     assert {type(block) for block in blocks} == {Rows}
@@ -166,7 +166,6 @@ async def test_columns_stay_columns(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 async def test_the_cost_of_sharing_is_told() -> None:
-    """Where readers are read twice, and nowhere else."""
     words = r"5 ranks .* at 12 readers, .* made 5 times; with readers\(60\)"
     with pytest.warns(UserWarning, match=words) as caught:
         aiter(numbers().readers(12).shard(0, 5))
@@ -179,7 +178,6 @@ async def test_the_cost_of_sharing_is_told() -> None:
 
 
 async def test_steps_keep_the_readers() -> None:
-    """Chosen before them or behind them; of a mixture, the first one's count."""
     first = [[f"{n}"] for n in range(10)]
     for made in (
         numbers(10).readers(5).map(abs),
@@ -197,7 +195,6 @@ async def test_steps_keep_the_readers() -> None:
 
 
 async def test_too_few_shards_for_readers(tmp_path: Path) -> None:
-    """Both numbers are named."""
     with pytest.raises(ValueError, match=r"13 shards .* but there are 200 readers"):
         await read(lines(tmp_path).readers(200))
 
@@ -225,14 +222,10 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
 
 
 class Empty(ShardReader):
-    """A shard without samples."""
-
     async def pull(self, _limit: int) -> list[Any]:
-        """Return nothing."""
         return []
 
     def position(self) -> dict[str, Any]:
-        """Return the beginning."""
         return {}
 
 
@@ -243,21 +236,17 @@ class Budgets(ShardFormat):
         self.noted: list[int] = []
 
     async def shards(self, _stack: Any, _known: Any = None, /) -> range:
-        """Return their numbers."""
         return range(24)
 
     def summary(self, shards: Any) -> dict[str, Any]:
-        """Return how many there are."""
         return {"count": len(shards)}
 
     def open(self, _shard: Any, _position: Any, budget: int) -> Empty:
-        """Note the budget."""
         self.noted.append(budget)
         return Empty()
 
 
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
-    """Budgets add up to ``max_bytes``, whatever the number of readers."""
     for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
         made_by = Budgets()
         stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
@@ -267,7 +256,6 @@ async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
 
 
 async def test_readers_begin_at_once() -> None:
-    """A rank's readers wait for their first samples together."""
     waiting: set[int] = set()
     release = asyncio.Event()
 
@@ -286,8 +274,6 @@ async def test_failures_of_an_iterable_are_samples() -> None:
     """One reader tells each, as it does when it goes on from behind it."""
 
     class Shaky:
-        """An iterator that goes on after it has failed."""
-
         def __init__(self) -> None:
             self.at = -1
 
@@ -314,8 +300,6 @@ async def test_failures_of_an_iterable_are_samples() -> None:
 
 
 async def test_a_generator_that_fails_ends_all_readers() -> None:
-    """Each tells why, for each has lost samples."""
-
     def broken() -> Any:
         yield from range(5)
         raise OSError("broken")
@@ -326,3 +310,154 @@ async def test_a_generator_that_fails_ends_all_readers() -> None:
         with pytest.raises(OSError, match="broken"):
             await iterator.pull(30)
         await iterator.aclose()
+
+
+# -- states of streams ----------------------------------------------------------------
+
+
+async def states_of(ranks: int, count: int = 2) -> list[Any]:
+    async with Ranks(numbers(), ranks) as reading:
+        await reading.batches(ranks, count)
+        return reading.states()
+
+
+async def test_a_state_that_lacks_a_reader() -> None:
+    states = await states_of(3)
+    for state, rank, ranks, words in (
+        (states[1], 0, 3, r"readers 1 of 3, but rank 0 of 3 also reads 0: .*merge_s"),
+        (states[0], 1, 2, r"readers 0 of 3, but rank 1 of 2 also reads 1, 2"),
+    ):
+        stream = numbers().shard(rank, ranks)
+        stream.load_state_dict(state)
+        for _ in range(2):  # it is not forgotten, and the beginning taken instead
+            with (
+                pytest.raises(StateMismatchError, match=words) as caught,
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")
+                aiter(stream)
+        assert caught.value.expected == [int(one) for one in state["streams"]]
+
+
+def changed(state: Any, **values: Any) -> Any:
+    return sealed({**opened(state), **values})
+
+
+async def test_a_state_between_batches() -> None:
+    state = merge_states(await states_of(4))
+    found: list[Any] = []
+    for rank in range(3):
+        stream = numbers().shard(rank, 3)
+        stream.load_state_dict(state)
+        with pytest.warns(UserWarning, match="3 ranks .* at 4 readers"):
+            found += (await read(stream))[0]
+    assert sorted(found) == sorted((await read(numbers()))[0])[8:]
+
+
+async def test_states_that_do_not_belong_together() -> None:
+    three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
+    for states, words in (
+        (three[:2], r"readers 0, 1 of 3; 2 are missing"),
+        ([*three[:2], later[2]], r"after 15 samples of all ranks, others after 6"),
+        ([*three, four[0]], r"one has readers 3, another one has readers 4"),
+        (
+            [three[0], changed(three[1], epoch=9)],
+            r"has epoch 2, another one has epoch 9",
+        ),
+        (
+            [three[0], {**three[1], "version": 1}],
+            r"of version 1, and this .* version 5: r",
+        ),
+    ):
+        with pytest.raises(StateMismatchError, match=words):
+            merge_states(states)
+    with pytest.raises(ValueError, match="no states"):
+        merge_states([])
+    with pytest.raises(
+        StateMismatchError, match=r"of version 0, and .* version 5"
+    ) as caught:
+        numbers().load_state_dict({"version": 0})
+    assert (caught.value.expected, caught.value.found) == (0, 5)
+
+
+async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
+    write_lines(tmp_path, (9, 2, 9, 2))
+    stream = TextDataset(str(tmp_path / "*"), interleave=4).readers(4)
+    async with Ranks(stream, 2) as reading:
+        found = await reading.batches(4, 2)
+        over = changed(reading.states()[1], ended=True)
+        found += await reading.batches(4, 1)
+        state = merge_states([reading.states()[0], over])
+    async with Ranks(stream, 1, state) as reading:
+        found += await reading.batches(4)
+    assert len({*chain(*found)}) == len([*chain(*found)]) == 9 + 2 + 9 + 2
+
+
+async def test_integers_of_numpy(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(40)))
+    two: Any = np.int64(2)
+    order: Any = {"shuffle": True, "seed": two, "interleave": two}
+    stream: Any = TextDataset([str(tmp_path / "a.txt")] * 4, **order)
+    stream = (
+        stream.skip(two).take(two * 9).shuffle(two, seed=two).batch(two).repeat(two)
+    )
+    stream = stream.mix(stream, seed=two).readers(two).epoch_length(two * 8)
+    stream.set_epoch(two)
+    _, state = await read(stream.shard(two - 1, two), 1)
+    assert json.loads(json.dumps(state)) == state
+    loader: Any = DataLoader(stream, 2, rank=two - 1, world_size=two)
+    async with loader:
+        await anext(aiter(loader))
+        json.dumps(loader.state_dict())
+
+
+async def test_a_rank_that_ended_too_far_on() -> None:
+    """All ended behind the second batch, and one says that it is at the first."""
+    async with Ranks(numbers(4), 2) as reading:
+        first = (await reading.batches(2, 1), reading.states())[1]
+        await reading.batches(2)
+        ended = reading.states()
+    assert merge_states(ended)["position"] == 4
+    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
+        merge_states([first[0], ended[1]])
+
+
+async def test_a_state_is_small_and_of_the_samples_given() -> None:
+    stream = numbers(1000)
+    assert aiter(stream).state_dict()["position"] == 0
+    _, state = await read(stream, 300)
+    # What was read ahead of the position is read again.
+    at = state["streams"]["0"]["state"]
+    assert at["read"] + at["taken"] == 300
+    assert opened(state) == {
+        "version": 5,
+        "stream": {"kind": "iterable", "function": "builtins.range"},
+        "epoch": 1,
+        "begun": 1,
+        "position": 300,
+        "readers": 1,
+        "streams": {"0": {"taken": 300, "state": {**at, "failed": []}}},
+    }
+    stream.load_state_dict(state)
+    assert (await read(stream))[0] == [*range(300, 1000)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rank": 0, "world_size": 1},
+        {"num_workers": 1, "fetch": "workers"},
+        {"num_workers": 1, "fetch": "workers", "persistent_workers": True},
+    ],
+    ids=["alone", "a rank", "a worker", "a worker that stays"],
+)
+async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None:
+    stream = numbers(20)
+    _, state = await read(stream.shard(0, 1), 8)
+    stream.load_state_dict(state)
+    loader: Any = DataLoader(stream, 4, collate_fn=list, **options)
+    for begin in (8, 0, 0):
+        batches: Any = await beside(partial(list, loader))
+        assert [*chain(*batches)] == [*range(begin, 20)]
+    loader.close()

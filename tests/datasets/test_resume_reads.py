@@ -1,8 +1,6 @@
 """What a resumed stream reads again, as ``docs/guides/shards.md`` has it."""
 
 import gzip
-import io
-import tarfile
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -20,6 +17,8 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
+from datasets.shards import bytes_of
+from datasets.tar_archives import Member, archive
 from object_server import ObjectServer
 
 MB = 1 << 20
@@ -33,13 +32,7 @@ def lines(count: int) -> bytes:
 
 
 def tar(count: int) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for number in range(count):
-            member = tarfile.TarInfo(f"{number:05}.bin")
-            member.size = SAMPLE
-            archive.addfile(member, io.BytesIO(b"x" * SAMPLE))
-    return file.getvalue()
+    return archive(Member(f"{n:05}.bin", b"x" * SAMPLE) for n in range(count))
 
 
 def packed(count: int) -> bytes:
@@ -49,28 +42,14 @@ def packed(count: int) -> bytes:
     return gzip.compress(b"".join(rows), 1)
 
 
-def table(count: int) -> pa.Table:
-    return pa.table({"body": [b"x" * SAMPLE] * count})
-
-
-def arrow(count: int, *, is_stream: bool = False) -> bytes:
-    file, rows = io.BytesIO(), table(count)
-    make = pa.ipc.new_stream if is_stream else pa.ipc.new_file
-    with make(file, rows.schema) as writer:
-        writer.write_table(rows, max_chunksize=10)
-    return file.getvalue()
+def arrow(count: int, ending: str = "arrow") -> bytes:
+    return bytes_of(pa.table({"body": [b"x" * SAMPLE] * count}), ending, 10)
 
 
 def parquet(count: int) -> bytes:
     """Four row groups."""
-    file, rows = io.BytesIO(), table(count)
-    plain: Any = {"compression": "none", "use_dictionary": False}
-    pq.write_table(rows, file, row_group_size=len(rows) // 4, **plain)
-    return file.getvalue()
-
-
-def csv(count: int) -> bytes:
-    return b"body\n" + lines(count)
+    table, plain = pa.table({"body": [b"x" * SAMPLE] * count}), {"compression": "none"}
+    return bytes_of(table, "parquet", count // 4, use_dictionary=False, **plain)
 
 
 def read_after_resuming(
@@ -122,7 +101,7 @@ def test_the_row_group() -> None:
     ("stream", "make", "ending"),
     [
         (TextDataset, packed, ".gz"),
-        (ArrowDataset, partial(arrow, is_stream=True), ""),
+        (ArrowDataset, partial(arrow, ending="arrows"), ""),
     ],
     ids=["gzip", "arrow stream"],
 )

@@ -38,7 +38,6 @@ KEY = uuid.UUID(int=7)
 
 
 def numbers(kind: Any) -> st.SearchStrategy[Any]:
-    """Return values of a type of numbers."""
     if pa.types.is_boolean(kind):
         return st.booleans()
     if pa.types.is_floating(kind):
@@ -56,7 +55,6 @@ NUMBERS = st.sampled_from([
 def structs(
     fields: list[tuple[Any, st.SearchStrategy[Any]]],
 ) -> tuple[Any, st.SearchStrategy[Any]]:
-    """Return a type of structs, and values of it."""
     names = [f"f{at}" for at in range(len(fields))]
     kinds, values = zip(*fields, strict=True)
     kind = pa.struct(list(zip(names, kinds, strict=True)))
@@ -65,7 +63,6 @@ def structs(
 
 @st.composite
 def columns(draw: st.DrawFn, depth: int = 0) -> tuple[Any, st.SearchStrategy[Any]]:
-    """Return a type that has a tensor form, or is text, and values of it."""
     if depth < 2 and draw(st.booleans()):
         fields = st.lists(columns(depth + 1), min_size=1, max_size=3)
         return structs(draw(fields))
@@ -89,7 +86,6 @@ def columns(draw: st.DrawFn, depth: int = 0) -> tuple[Any, st.SearchStrategy[Any
 
 @st.composite
 def batches(draw: st.DrawFn) -> pa.RecordBatch:
-    """Return a batch of rows, at least one."""
     length = draw(st.integers(1, 6))
     made = {}
     for name in draw(st.sets(st.sampled_from("abcd"), min_size=1)):
@@ -101,7 +97,6 @@ def batches(draw: st.DrawFn) -> pa.RecordBatch:
 
 @given(batches(), st.data())
 def test_rows_and_columns_collate_alike(batch: pa.RecordBatch, data: Any) -> None:
-    """Cut, picked, joined and pickled, columns give what a list of rows gives."""
     rows = Rows(batch)
     start = data.draw(st.integers(0, len(rows) - 1))
     stop = data.draw(st.integers(start + 1, len(rows)))
@@ -124,7 +119,6 @@ def test_rows_and_columns_collate_alike(batch: pa.RecordBatch, data: Any) -> Non
 
 @pytest.mark.parametrize("width", [*WIDTHS, "bool", "halffloat"])
 def test_numbers_keep_their_width(width: str) -> None:
-    """A row has numpy's scalar, and a batch a tensor of the same type."""
     kind = pa.float16() if width == "halffloat" else pa.type_for_alias(width)
     rows = rows_of(kind, np.array([0, 1, 1], kind.to_pandas_dtype()))
     batch = rows.collate()["x"]
@@ -146,7 +140,6 @@ def test_fixed_lists_and_tensors_keep_their_shape() -> None:
 
 
 def test_encodings_do_not_show() -> None:
-    """Dictionaries, runs and views are what they stand for."""
     plain = pa.array(["a", "b", "b", "a"])
     columns = {
         "dictionary": plain.dictionary_encode(),
@@ -208,7 +201,6 @@ if hasattr(pa, "json_"):  # from 19 on
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_has_no_tensor_form_is_kept(name: str) -> None:
-    """In a row, and in a batch as a list; NULL is None."""
     kind, values, expected = KEPT[name]
     rows = rows_of(kind, values)
     assert [row["x"] for row in rows] == expected
@@ -266,7 +258,6 @@ HOLES: dict[str, tuple[Any, list[Any], int]] = {
 
 @pytest.mark.parametrize("name", HOLES)
 def test_a_null_in_a_tensor_is_an_error_with_its_place(name: str) -> None:
-    """It names the column and the row, and says what to do; rows have None."""
     kind, values, place = HOLES[name]
     rows = rows_of(kind, values)
     found = [row["x"] for row in rows][place]
@@ -282,7 +273,6 @@ def test_a_null_in_a_tensor_is_an_error_with_its_place(name: str) -> None:
 
 
 def test_a_null_in_a_struct_names_the_field() -> None:
-    """And a struct whose fields are kept may have them."""
     kind = pa.struct([("a", pa.int8()), ("b", pa.string())])
     rows = rows_of(kind, [{"a": 1, "b": None}, {"a": None, "b": "t"}])
     assert rows[0] == {"x": {"a": 1, "b": None}}
@@ -292,7 +282,6 @@ def test_a_null_in_a_struct_names_the_field() -> None:
 
 
 def test_nulls_in_one_part_only() -> None:
-    """Parts with and without join, and the place is that in the whole."""
     without, with_null = rows_of(pa.int8(), [1, 2]), rows_of(pa.int8(), [3, None])
     joined = without.joined([with_null])
     assert joined is not None
@@ -307,7 +296,6 @@ def test_nulls_in_one_part_only() -> None:
 
 
 def test_is_a_block() -> None:
-    """``len``, rows, slices, and the words of blocks."""
     rows = Rows(pa.table({"a": range(10), "b": list("abcdefghij")}))
     assert isinstance(rows, Columns)
     assert (len(rows), len(rows[3:5]), len(rows[5:3]), len(rows[20:])) == (10, 2, 0, 0)
@@ -326,7 +314,6 @@ def test_is_a_block() -> None:
 
 
 def test_other_columns_do_not_join() -> None:
-    """Then blocks become lists of rows."""
     one = rows_of(pa.int32(), [1])
     others: list[Any] = [
         rows_of(pa.int64(), [1]),
@@ -342,7 +329,6 @@ def test_other_columns_do_not_join() -> None:
 
 @pytest.mark.parametrize("is_in_parts", [False, True])
 def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
-    """Columns of every type, with NULLs, which a pair and what is in it may be."""
     table = every_type(60)
     pairs = [None if n % 5 == 0 else [n, None if n % 7 == 0 else 1] for n in range(60)]
     table = table.append_column("holes", pa.array(pairs, pa.list_(pa.int16(), 2)))
@@ -357,14 +343,12 @@ def test_woven_blocks_take_turns(*, is_in_parts: bool) -> None:
 
 
 def test_no_or_equal_names_are_an_error() -> None:
-    """A dict could not hold such rows."""
     for table in (pa.table({}), pa.table([[1], [2]], names=["a", "a"])):
         with pytest.raises(ValueError, match="distinct names"):
             Rows(table)
 
 
 def test_a_table_without_rows() -> None:
-    """It joins, and gives nothing."""
     rows = Rows(pa.schema([("a", pa.int8())]).empty_table())
     assert (len(rows), list(rows), len(rows.pick([]))) == (0, [], 0)
     joined = rows.joined([Rows(pa.table({"a": pa.array([1], pa.int8())}))])
@@ -392,7 +376,6 @@ def test_what_arrow_cannot_take_is_picked_row_by_row() -> None:
 
 
 def test_cuts_are_views_and_batches_are_not() -> None:
-    """A batch is writable, and writing it does not change the table."""
     array = np.arange(1000)
     rows = Rows(pa.record_batch({"x": array, "y": pa.array([[1]] * 1000)}))
     column = rows[3:9].parts[0].columns[0]
@@ -407,8 +390,6 @@ def test_cuts_are_views_and_batches_are_not() -> None:
 
 
 def test_batches_keep_nothing_alive() -> None:
-    """When all rows are dropped, so is the table's memory."""
-
     class Memory(np.ndarray[Any, Any]):
         """An array that can be watched."""
 
@@ -427,12 +408,9 @@ def test_batches_keep_nothing_alive() -> None:
 
 
 def test_large_batches_are_written_into_lent_memory() -> None:
-    """One column, in parts or whole; small ones are not."""
     leased: list[int] = []
 
     class Pool(SlotPool):
-        """A pool that is watched."""
-
         def lease(self, nbytes: int) -> Any:
             leased.append(nbytes)
             return super().lease(nbytes)
@@ -458,7 +436,6 @@ LONG: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_pickles_carry_the_cut_only(name: str) -> None:
-    """In band and out of band; what is unpickled is made of the buffers."""
     rows = Rows(pa.record_batch({"x": pa.array(LONG[name](10_000))}))[50:70]
     buffers: list[pickle.PickleBuffer] = []
     header = pickle.dumps(rows, 5, buffer_callback=buffers.append)

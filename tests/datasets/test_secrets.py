@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,9 +36,6 @@ from aioloader.datasets import (
 )
 from aioloader.datasets._stores.redact import carries_secret, redact_url, secret_options
 from aioloader.errors import DatasetError
-
-if TYPE_CHECKING:
-    from datasets.conftest import Loopback
 
 MARKER = "MARKER7secret"
 KEY = base64.b64encode(MARKER.encode()).decode()
@@ -141,7 +138,6 @@ def everything_said(error: BaseException) -> str:
 
 
 def has_canary(text: object) -> str | None:
-    """Return a canary that is in a text, in whatever form."""
     return next((form for form in FORMS if form.lower() in str(text).lower()), None)
 
 
@@ -197,7 +193,6 @@ def pickled(one: Any) -> str:
 
 @pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
 def test_addresses(url: str) -> None:
-    """Of streams, one or several, as what addresses are relative to, of writers."""
     for make in STREAMS:
         check(make(url))
         check(make([url, url]))
@@ -208,7 +203,6 @@ def test_addresses(url: str) -> None:
 
 @pytest.mark.parametrize(("url", "options", "named"), OPTIONS, ids=range(len(OPTIONS)))
 def test_store_options(url: str, options: dict[str, Any], named: str) -> None:
-    """With a store, and with the addresses themselves."""
     check(TarDataset(f"{url}/a.tar", store_options=options))
     check(ParquetDataset("a.parquet", store=url, store_options=options))
     check(ObjectDataset(url, ["k"], store_options=options), named)
@@ -218,7 +212,6 @@ def test_store_options(url: str, options: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize(("make", "named"), STORES, ids=range(len(STORES)))
 def test_given_stores(make: Callable[[], Any], named: str) -> None:
-    """Stores of obstore that hold secrets."""
     check(TarDataset("a.tar", store=make()))
     check(ArrowDataset("a.arrow", store=make()))
     check(ObjectDataset(make(), ["k"]), named)
@@ -226,13 +219,11 @@ def test_given_stores(make: Callable[[], Any], named: str) -> None:
 
 @pytest.mark.parametrize("url", POSTGRES, ids=range(len(POSTGRES)))
 def test_databases(url: str) -> None:
-    """Passwords in every part of a URL that may hold one."""
     check(SQLDataset(url, "t", key="id"))
     check(SQLRows(url, "t", key="id", keys=[1, 2]))
 
 
-async def test_states(tmp_path: Path, loopback: "Loopback") -> None:
-    """What is saved holds neither the address nor what is secret of it."""
+async def test_states(tmp_path: Path, loopback: Any) -> None:
     url = loopback.url("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
     stream = TextDataset(url)
     async with aiter(stream) as iterator:
@@ -263,7 +254,6 @@ async def test_states(tmp_path: Path, loopback: "Loopback") -> None:
     ],
 )
 def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> None:
-    """What names a place, a file or a switch travels."""
     copy = pickle.loads(
         pickle.dumps(ObjectDataset(store, ["k"], store_options=options))
     )
@@ -271,7 +261,6 @@ def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> No
 
 
 async def test_credentials_of_the_environment_stay_there(s3: str) -> None:
-    """They are read where the store is made, and are in no pickle."""
     async with await ObjectDataset.discover(s3) as dataset:
         await dataset[0]
     assert MARKER.encode() not in pickle.dumps(dataset)
@@ -307,7 +296,6 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
 def test_databases_that_are_refused(
     make: Any, url: str, options: dict[str, Any]
 ) -> None:
-    """Wherever the password is."""
     with pytest.raises(
         (TypeError, ValueError), match=None if options else "url"
     ) as said:
@@ -332,7 +320,6 @@ def test_databases_that_are_refused(
     ],
 )
 def test_constructors_that_raise_tell_no_secret(make: Any, url: str) -> None:
-    """In what they raise."""
     url = f"{url}://me:{MARKER}@host/x"
     secret = {"secret_access_key": MARKER}
     wrong: list[tuple[Any, Any]] = [
@@ -386,10 +373,9 @@ async def test_refusals(make: Callable[[], Any], words: str | None) -> None:
 async def test_errors_of_reading(
     what: str,
     kind: str,
-    loopback: "Loopback",
+    loopback: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither message nor notes, nor logs, nor the repr of what failed."""
     caplog.set_level(logging.DEBUG)
     key = "cats/big.bin" if what == "cut" else "no/such"
     url = loopback.url(what, user=f"me:{MARKER}@") + f"/{key}"
@@ -434,7 +420,6 @@ async def test_errors_of_reading(
 
 
 def provide() -> Any:
-    """Fail as a provider of credentials, and tell."""
     raise RuntimeError(MARKER)
 
 
@@ -449,7 +434,6 @@ def provide() -> Any:
 async def test_errors_that_quote(
     serve: Callable[..., ObjectDataset], what: str, options: dict[str, Any]
 ) -> None:
-    """A body that broke off, a server that echoes, a provider that tells."""
     dataset = serve(what, "cats/big.bin", **options)
     with pytest.raises(DatasetError) as caught:
         await dataset[0]
@@ -472,11 +456,9 @@ def test_redacted_urls_have_neither_user_nor_query(user: str, query: str) -> Non
 
 @pytest.mark.parametrize("url", ["/data/x?y", "https://[", "s3://bucket/a"])
 def test_secrets_are_told_from_addresses(url: str) -> None:
-    """A path is no URL; what cannot be parsed may be anything."""
     assert carries_secret(url) is (url == "https://[")
 
 
 def test_options_are_searched_in_depth() -> None:
-    """Names are given with their path."""
     options = {"a": {"b": {"password": 1}, "c": 2}, "Master-Key": b"", "key": 3}
     assert list(secret_options(options)) == ["a.b.password", "Master-Key"]

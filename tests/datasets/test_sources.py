@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import io
 import pickle
 import zlib
 from collections.abc import AsyncIterator
@@ -21,7 +20,6 @@ from fsspec.implementations.local import (  # type: ignore[import-untyped]
 from fsspec.implementations.memory import (  # type: ignore[import-untyped]
     MemoryFileSystem,
 )
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -42,7 +40,15 @@ from aioloader.errors import (
     TruncatedReadError,
 )
 from beside import beside
-from datasets.shards import NAMES, names, read, write_tar, write_text
+from datasets.shards import (
+    NAMES,
+    bytes_of,
+    check_resumes,
+    names,
+    read,
+    write_tar,
+    write_text,
+)
 
 QUICK = Requests(timeout=5, deadline=0.3, base_delay=0.001, max_delay=0.001)
 PATIENT = Requests(base_delay=0.001, max_delay=0.001)
@@ -61,7 +67,6 @@ class Shop(Source):
         self.cut = self.gets = self.lists = self.closed = 0
 
     async def get(self, key: str, start: int, stop: int) -> Piece:
-        """Return a range."""
         self.gets += 1
         await asyncio.sleep(0)
         if self.failures:
@@ -76,7 +81,6 @@ class Shop(Source):
         return Piece(part, Version(len(data), f'"{zlib.crc32(data)}"'))
 
     async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """Yield all keys, whatever the prefix."""
         self.lists += 1
         for key, data in self.objects.items():
             if self.failures:
@@ -84,7 +88,6 @@ class Shop(Source):
             yield key, len(data)
 
     async def aclose(self) -> None:
-        """Count the calls."""
         self.closed += 1
 
 
@@ -96,7 +99,6 @@ def thread() -> None:
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Shop:
-    """Return text and tar shards."""
     write_text(tmp_path)
     write_tar(tmp_path)
     found = {f"train/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
@@ -104,7 +106,6 @@ def shop(tmp_path: Path) -> Shop:
 
 
 def shown(error: BaseException) -> str:
-    """Return what is seen of an error and its causes."""
     link: BaseException | None = error
     said = ""
     while link is not None:
@@ -117,7 +118,6 @@ def shown(error: BaseException) -> str:
 
 
 async def test_patterns_formats_and_lists(shop: Shop) -> None:
-    """Listed, spelled out, packed; keys that the prefix does not cover are left out."""
     assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
     assert await names(TextDataset("train/{0..7}.txt", store=shop)) == NAMES
     assert await names(TarDataset("*/?.tar", store=shop)) == NAMES
@@ -130,21 +130,14 @@ async def test_patterns_formats_and_lists(shop: Shop) -> None:
 
 
 async def test_it_resumes_and_is_cut_for_readers(shop: Shop) -> None:
-    """At any line, in the middle of a big object."""
     stream = TextDataset("big.txt", store=shop)
-    for taken in (1, 777, 29_999):
-        before, state = await read(stream, taken)
-        stream.load_state_dict(state)
-        assert before + (await read(stream))[0] == LINES
-    parts = [
-        await names(TextDataset("big.txt", store=shop).shard(r, 3)) for r in (0, 1, 2)
-    ]
+    await check_resumes(stream, LINES, (1, 777, 29_999))
+    parts = [await names(stream.shard(rank, 3)) for rank in range(3)]
     assert [line for part in parts for line in part] == LINES
     assert min(map(len, parts)) > 5000
 
 
 async def test_objects_are_read_whole(shop: Shop) -> None:
-    """With a size from a listing, without one, and if it has changed since."""
     shop.objects["huge"] = bytes(3_000_000)
     shop.objects["empty"] = b""
     listed = await ObjectDataset.discover(shop)
@@ -157,17 +150,12 @@ async def test_objects_are_read_whole(shop: Shop) -> None:
 
 
 async def test_tables(shop: Shop) -> None:
-    """By ranges, from the end."""
-    file = io.BytesIO()
-    pq.write_table(pa.table({"x": range(1000)}), file, row_group_size=100)
-    shop.objects["t.parquet"] = file.getvalue()
+    shop.objects["t.parquet"] = bytes_of(pa.table({"x": range(1000)}), "parquet", 100)
     rows = [row["x"] async for row in ParquetDataset("t.parquet", store=shop)]
     assert rows == [*range(1000)]
 
 
 async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
-    """A warm epoch asks for versions; without a label nothing is kept, and told."""
-
     def make() -> Any:
         return TextDataset("big.txt", store=shop, cache=tmp_path / "cache")
 
@@ -183,7 +171,6 @@ async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
 
 
 async def test_in_workers(shop: Shop) -> None:
-    """Which get it by pickle."""
     stream = TextDataset("train/*.txt", store=shop)
     assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
     loader: Any = DataLoader(stream, 4, num_workers=1, fetch="workers", collate_fn=list)
@@ -207,8 +194,6 @@ async def test_it_is_closed_after_the_last_iteration(shop: Shop) -> None:
 
 
 class ClientError(Exception):
-    """What an HTTP client raises."""
-
     def __init__(self, status: int) -> None:
         super().__init__(f"{status} for https://me:MARKER@host/x?sig=MARKER")
         self.status = status
@@ -226,7 +211,6 @@ class ClientError(Exception):
     ids=repr,
 )
 async def test_failures_are_retried(shop: Shop, failure: Exception) -> None:
-    """Reads and listings, which begin anew; one that stays is told at the deadline."""
     stream = TextDataset("train/*.txt", store=shop, requests=PATIENT)
     shop.failures = [failure] * 3
     assert await names(stream) == NAMES
@@ -254,7 +238,6 @@ async def test_failures_are_retried(shop: Shop, failure: Exception) -> None:
 async def test_what_waiting_cannot_cure_is_raised_at_once(
     shop: Shop, failure: Exception, kind: type[DatasetError]
 ) -> None:
-    """As the house's errors, which are the builtin ones too."""
     shop.failures = [failure] * 9
     with pytest.raises(kind) as caught:
         await names(TextDataset("big.txt", store=shop))
@@ -264,7 +247,6 @@ async def test_what_waiting_cannot_cure_is_raised_at_once(
 
 @pytest.mark.parametrize("defect", [KeyError("x"), TypeError("x"), ZeroDivisionError()])
 async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
-    """Raised as they are, and not retried."""
     shop.failures = [defect] * 9
     with pytest.raises(type(defect)) as caught:
         await names(TextDataset("big.txt", store=shop))
@@ -272,7 +254,6 @@ async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
 
 
 async def test_wrong_answers_are_told(shop: Shop) -> None:
-    """What is no piece, or more than was requested."""
     for answer in (b"abc", (b"abc", 3), Piece(bytes(1 << 20), Version(1 << 20))):
 
         async def get(*_: Any, said: Any = answer) -> Any:
@@ -284,7 +265,6 @@ async def test_wrong_answers_are_told(shop: Shop) -> None:
 
 
 async def test_cut_answers(shop: Shop) -> None:
-    """Are found, and requested again; those that stay are an error with the numbers."""
     stream = TextDataset("big.txt", store=shop, requests=PATIENT)
     shop.cut = 3
     assert await names(stream) == LINES
@@ -295,7 +275,6 @@ async def test_cut_answers(shop: Shop) -> None:
 
 
 async def test_changed_objects(shop: Shop) -> None:
-    """While they are read, and between a state and its resumption."""
     options: Any = {"store": shop, "max_bytes": 1 << 16}
     async with aiter(TextDataset("big.txt", **options)) as iterator:
         await anext(iterator)
@@ -311,11 +290,7 @@ async def test_changed_objects(shop: Shop) -> None:
 
 
 async def test_without_a_list(shop: Shop) -> None:
-    """Names are spelled out; a pattern says what is missing."""
-
     class Unlisted(Source):
-        """Ranges alone."""
-
         get = shop.get
 
     source = Unlisted()
@@ -325,8 +300,6 @@ async def test_without_a_list(shop: Shop) -> None:
 
 
 async def test_a_list_may_be_a_coroutine(shop: Shop) -> None:
-    """Which returns pairs."""
-
     async def listed(_prefix: str) -> Any:
         return [(key, len(data)) for key, data in shop.objects.items()]
 
@@ -335,7 +308,6 @@ async def test_a_list_may_be_a_coroutine(shop: Shop) -> None:
 
 
 def test_options_are_for_urls(shop: Shop) -> None:
-    """As for every store that was made before."""
     with pytest.raises(TypeError, match=r"region: .* pass them to Shop\(\)"):
         TextDataset("x", store=shop, store_options={"region": "x"})
     with pytest.raises(TypeError, match="Source as store="):
@@ -347,7 +319,6 @@ def test_options_are_for_urls(shop: Shop) -> None:
 
 @pytest.fixture(params=["memory", "local", "folder"])
 def system(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Any:
-    """Return a file system with the objects, and the path of their folder in it."""
     inner: Any = LocalFileSystem()
     root = f"{tmp_path}/files"
     if request.param == "memory":
@@ -364,13 +335,9 @@ def system(request: pytest.FixtureRequest, shop: Shop, tmp_path: Path) -> Any:
 
 
 async def test_file_systems(system: Any, shop: Shop) -> None:
-    """Listed, spelled out, resumed, whole, and missing."""
     store, root = system
     assert await names(TextDataset(f"{root}train/*.txt", store=store)) == NAMES
-    stream = TextDataset(f"{root}big.txt", store=store)
-    before, state = await read(stream, 777)
-    stream.load_state_dict(state)
-    assert before + (await read(stream))[0] == LINES
+    await check_resumes(TextDataset(f"{root}big.txt", store=store), LINES, [777])
     objects = await ObjectDataset.discover(store, prefix=f"{root}train")
     keys = [key.removeprefix(root) for key in objects.keys]
     assert keys == sorted(key for key in shop.objects if "train" in key)
@@ -383,7 +350,6 @@ async def test_file_systems(system: Any, shop: Shop) -> None:
 
 
 async def test_a_file_that_changes_in_a_file_system(system: Any) -> None:
-    """Is noticed by its time."""
     store, root = system
     options: Any = {"store": store, "max_bytes": 1 << 16}
     async with aiter(TextDataset(f"{root}big.txt", **options)) as iterator:
@@ -394,7 +360,6 @@ async def test_a_file_that_changes_in_a_file_system(system: Any) -> None:
 
 
 def test_secrets_of_a_file_system_are_hidden() -> None:
-    """In no repr and no pickle but the one for workers."""
     store = fsspec.filesystem("memory", token="MARKER", skip_instance_cache=True)
     stream = TextDataset("a.txt", store=store)
     assert "MARKER" not in repr(stream)

@@ -15,14 +15,11 @@ from aioloader.datasets.sql import SQLRows
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from aioloader.protocols import Kind, batch_getter, kind_of, reads_async
 from beside import beside
-from datasets.pg import Database, database, postgresql, server, sqlite
+from datasets.pg import Database
 from datasets.sql_reads import listed
-
-__all__ = ["database", "postgresql", "server", "sqlite"]
 
 
 async def test_keys_are_sorted_integers(database: Database) -> None:
-    """An array; its length is the dataset's."""
     database.fill("t", 5000, key="n * 3 - 6000")
     async with listed(database) as rows:
         assert rows.keys.dtype == np.int64  # type: ignore[union-attr]
@@ -31,7 +28,6 @@ async def test_keys_are_sorted_integers(database: Database) -> None:
 
 
 async def test_rows_by_index(database: Database) -> None:
-    """One at a time, and counted from the end; numpy's integers are indices too."""
     database.fill("t", 10, key="n * 10")
     async with listed(database) as rows:
         assert await rows[3] == {"id": 30, "value": 1.5, "name": "row 3"}
@@ -45,7 +41,6 @@ async def test_rows_by_index(database: Database) -> None:
 
 
 async def test_rows_of_a_batch(database: Database) -> None:
-    """In the order asked; one that comes twice is two dicts."""
     database.fill("t", 3000)
     async with listed(database, columns=["name", "value"]) as rows:
         indices = [2999, 0, 17, 0, *range(100, 2100)]
@@ -58,7 +53,6 @@ async def test_rows_of_a_batch(database: Database) -> None:
 
 
 async def test_one_query_for_a_batch(postgresql: Database) -> None:
-    """Whatever its size."""
     postgresql.fill("t", 100)
     asked: list[str] = []
 
@@ -86,7 +80,6 @@ async def test_one_query_for_a_batch(postgresql: Database) -> None:
 async def test_keys_of_other_types(
     postgresql: Database, kind: str, expression: str
 ) -> None:
-    """They are listed in the database's order, and asked for as they came."""
     postgresql.run(
         f"CREATE TABLE t (id {kind} PRIMARY KEY, n INT)",
         f"INSERT INTO t SELECT {expression}, n FROM generate_series(0, 99) AS n",
@@ -99,7 +92,6 @@ async def test_keys_of_other_types(
 
 
 async def test_keys_of_text_and_bytes_in_sqlite(sqlite: Database) -> None:
-    """Those too."""
     sqlite.run("CREATE TABLE t (id TEXT PRIMARY KEY, b BLOB UNIQUE)")
     sqlite.run("INSERT INTO t VALUES ('b', x'00'), ('a''\"', x''), ('é', x'ff00')")
     for key, keys in (("id", ["a'\"", "b", "é"]), ("b", [b"", b"\0", b"\xff\0"])):
@@ -119,7 +111,6 @@ async def test_keys_of_text_and_bytes_in_sqlite(sqlite: Database) -> None:
 async def test_keys_that_come_twice(
     database: Database, kind: str, values: str, twice: str
 ) -> None:
-    """One of the rows could not be read."""
     database.run(f"CREATE TABLE t (id {kind})", f"INSERT INTO t VALUES {values}")
     words = f"list the keys of table 't' of .*: key 'id' is not unique: {twice} appears"
     with pytest.raises(DatasetError, match=words):
@@ -141,7 +132,6 @@ async def test_keys_that_are_equal_in_their_collation(sqlite: Database) -> None:
 
 
 async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
-    """Nothing is listed; a row that is not there is an error that names it."""
     database.fill("t", 10)
     async with SQLRows(database.url, "t", key="id", keys=[7, 3, 99, 3, 77]) as rows:
         assert len(rows) == 5
@@ -154,7 +144,6 @@ async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
 
 
 async def test_rows_are_read_as_they_are(database: Database) -> None:
-    """There is no snapshot; NULLs are None."""
     database.fill("t", 3)
     async with listed(database) as rows:
         await beside(
@@ -168,7 +157,6 @@ async def test_rows_are_read_as_they_are(database: Database) -> None:
 
 
 async def test_rows_without_a_key_are_left_out(database: Database) -> None:
-    """A NULL cannot be asked for."""
     database.run("CREATE TABLE t (id INTEGER UNIQUE, n INTEGER)")
     database.run("INSERT INTO t VALUES (NULL, 1), (5, 2), (NULL, 3)")
     async with listed(database) as rows:
@@ -182,7 +170,6 @@ async def test_rows_without_a_key_are_left_out(database: Database) -> None:
 
 
 def test_a_loader_asks_by_the_batch() -> None:
-    """It is map-style and async, and its batches are asked for whole."""
     rows = SQLRows("sqlite:///x.db", "t", key="id", keys=range(3))
     assert kind_of(rows) is Kind.MAP
     assert reads_async(rows)
@@ -193,7 +180,6 @@ def test_a_loader_asks_by_the_batch() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
-    """In this process and in workers, each with connections of its own."""
     database.fill("t", 100)
     rows = SQLRows(
         database.url, "t", key="id", columns=["id", "value"], keys=range(100)
@@ -208,7 +194,6 @@ async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
 
 
 async def test_the_pool_of_a_service(postgresql: Database) -> None:
-    """On the service's loop; it stays open."""
     postgresql.fill("t", 50)
     async with asyncpg.create_pool(postgresql.url, min_size=3, max_size=3) as pool:
         rows = await SQLRows.discover(pool, "t", key="id", columns=["id"])
@@ -223,7 +208,6 @@ async def test_the_pool_of_a_service(postgresql: Database) -> None:
 
 
 async def test_a_pool_on_another_loop(postgresql: Database) -> None:
-    """The error says what to do, where asyncpg's would not."""
     postgresql.fill("t", 50)
     async with asyncpg.create_pool(postgresql.url, min_size=1) as pool:
         rows = SQLRows(pool, "t", key="id", keys=range(50))
@@ -233,7 +217,6 @@ async def test_a_pool_on_another_loop(postgresql: Database) -> None:
 
 
 async def test_several_loops_at_once(database: Database) -> None:
-    """Each has connections of its own, and closes them."""
     database.fill("t", 200)
     rows = SQLRows(database.url, "t", key="id", keys=range(200))
     found: list[list[Any]] = []
@@ -255,7 +238,6 @@ async def test_several_loops_at_once(database: Database) -> None:
 
 
 async def test_enters_nest_and_it_reads_after_the_last_exit(database: Database) -> None:
-    """As other datasets; then it has to be closed again."""
     database.fill("t", 3)
     rows = SQLRows(database.url, "t", key="id", keys=range(3))
     async with rows:
@@ -266,18 +248,7 @@ async def test_enters_nest_and_it_reads_after_the_last_exit(database: Database) 
     await rows.aclose()
 
 
-async def test_it_travels(database: Database) -> None:
-    """With its keys, without its connections."""
-    database.fill("t", 30)
-    async with listed(database) as rows:
-        copy = pickle.loads(pickle.dumps(rows))
-    assert repr(copy) == repr(rows)
-    async with copy:
-        assert (await copy[7])["name"] == "row 7"
-
-
 async def test_cancelled_reads_leave_nothing(database: Database) -> None:
-    """Before, at and after their first step."""
     database.fill("t", 500)
     async with listed(database, connections=2) as rows:
         for turns in range(6):
@@ -291,6 +262,5 @@ async def test_cancelled_reads_leave_nothing(database: Database) -> None:
 
 
 def test_listing_blocks_when_asked_to(database: Database) -> None:
-    """Without a running loop, the class itself lists."""
     database.fill("t", 20)
     assert [*SQLRows(database.url, "t", key="id").keys] == [*range(20)]

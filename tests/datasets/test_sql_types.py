@@ -2,6 +2,7 @@
 
 import datetime as dt
 import decimal
+import pickle
 import uuid
 import zoneinfo
 from contextlib import AsyncExitStack
@@ -10,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aioloader import DataLoader
+from aioloader.datasets import SQLDataset, SQLRows
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.errors import DatasetError
-from datasets.pg import Database, database, postgresql, server, sqlite
-from datasets.sql_reads import opened, rest_of, resumed, rows_of
-
-__all__ = ["database", "postgresql", "server", "sqlite"]
+from datasets.pg import Database
+from datasets.sql_reads import listed, opened, rest_of, resumed, rows_of
 
 # Loaded before a loop runs: Arrow would read a file when the first time is shown.
 UTC = zoneinfo.ZoneInfo("UTC")
@@ -86,7 +87,6 @@ async def test_types_of_postgresql(postgresql: Database) -> None:
 
 
 async def test_types_of_sqlite(sqlite: Database) -> None:
-    """Those of the values; NULLs in between."""
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
         "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
@@ -136,7 +136,6 @@ async def test_long_runs_of_nulls(
 
 
 async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
-    """A range with NULLs only has the columns that the others have."""
     database.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL, y TEXT)")
     database.run(
         "INSERT INTO t VALUES (1, 0.5, 'a'), (2, NULL, NULL), (3, 1, 'b'), (4, 7, '')"
@@ -161,7 +160,6 @@ async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
 async def test_a_column_that_changes_its_type(
     sqlite: Database, kind: str, late: str, words: str
 ) -> None:
-    """SQLite lets it; what came before is delivered, and the error says where."""
     sqlite.fill("n", 5000)
     sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
     sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, 7) FROM n")
@@ -178,7 +176,6 @@ async def test_a_column_that_changes_its_type(
 
 
 async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
-    """In a column of no type; each as SQLite writes it, wherever it stands."""
     sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
     sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
     rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
@@ -199,42 +196,41 @@ async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
 # -- keys that cannot be one ------------------------------------------------------
 
 
-async def test_a_key_may_not_be_null(database: Database) -> None:
-    """Such rows would be in no range."""
-    database.run("CREATE TABLE t (id INTEGER UNIQUE)")
-    database.run("INSERT INTO t VALUES (1), (NULL)")
-    with pytest.raises(ValueError, match=r"table 't' of .*: key 'id' is NULL in some"):
-        await rows_of(SQLFormat(database.url, "t", key="id"))
+NULL_KEY = r"table 't' of .*: key 'id' is NULL in some"
+NO_KEYS = [
+    # Such rows would be in no range.
+    ("sqlite", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
+    ("postgresql", "INTEGER UNIQUE", "(1), (NULL)", NULL_KEY),
+    *(
+        ("postgresql", kind, "(NULL)", "cannot be a key; use bpchar, bytea, date")
+        for kind in ("float8", "numeric", "json", "bool", "int4[]")
+    ),
+    # A driver takes it for some day, out of order.
+    ("postgresql", "date", "('2020-01-01'), ('infinity')", "is infinite in some rows"),
+    # SQLite sorts them by type first, and they could not be told apart in Arrow.
+    *(
+        ("sqlite", "UNIQUE", values, "must be integer, all text or all blob")
+        for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')")
+    ),
+    # Numbers are sorted as one: it is found when it is read.
+    ("sqlite", "UNIQUE", "(1), (1.5), (2)", "column 'id' is int64 .* and double later"),
+]
 
 
-@pytest.mark.parametrize("kind", ["float8", "numeric", "json", "bool", "int4[]"])
-async def test_types_that_can_be_no_key(postgresql: Database, kind: str) -> None:
-    """The error tells which can."""
-    postgresql.run(f"CREATE TABLE t (id {kind})")
-    with pytest.raises(
-        ValueError, match="which cannot be a key; use bpchar, bytea, date"
-    ):
-        await rows_of(SQLFormat(postgresql.url, "t", key="id"))
-
-
-@pytest.mark.parametrize("values", ["(1), ('x')", "(1.5), (2)", "('a'), (x'00')"])
-async def test_keys_of_several_types(sqlite: Database, values: str) -> None:
-    """SQLite sorts them by type first, and they could not be told apart in Arrow."""
-    sqlite.run("CREATE TABLE t (id UNIQUE)", f"INSERT INTO t VALUES {values}")
-    with pytest.raises(ValueError, match="must be integer, all text or all blob"):
-        await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-
-
-async def test_a_key_in_the_middle_of_another_type(sqlite: Database) -> None:
-    """Numbers are sorted as one: it is found when it is read."""
-    sqlite.run("CREATE TABLE t (id UNIQUE)", "INSERT INTO t VALUES (1), (1.5), (2)")
-    with pytest.raises(DatasetError, match=r"column 'id' is int64 .* and double later"):
-        await rows_of(SQLFormat(sqlite.url, "t", key="id", partitions=1))
+@pytest.mark.parametrize(("base", "kind", "values", "words"), NO_KEYS, ids=str)
+async def test_what_can_be_no_key(
+    base: str, kind: str, values: str, words: str, request: Any, server: Any
+) -> None:
+    database = request.getfixturevalue(base)
+    database.run(f"CREATE TABLE t (id {kind})", f"INSERT INTO t VALUES {values}")
+    options: Any = {"partitions": 1} if "later" in words else {"infinity": "null"}
+    made = SQLFormat(database.url, "t", key="id", **options)
+    with pytest.raises((ValueError, DatasetError), match=words):
+        await rows_of(made)
 
 
 @pytest.mark.parametrize("twice", [0, 1, 63, 64, 998, 1998])
 async def test_keys_must_be_unique(database: Database, twice: int) -> None:
-    """A key that comes twice is named, wherever it stands."""
     database.fill("n", 2000)
     database.run("CREATE TABLE t (id INTEGER, x TEXT)")
     one = f"CASE WHEN id > {twice} THEN 1 ELSE 0 END"
@@ -246,7 +242,6 @@ async def test_keys_must_be_unique(database: Database, twice: int) -> None:
 
 
 async def test_going_on_at_a_key_that_comes_twice(database: Database) -> None:
-    """The second row is not passed over in silence."""
     database.run("CREATE TABLE t (id TEXT)")
     database.run("INSERT INTO t VALUES ('a'), ('b'), ('b'), ('c')")
     made = SQLFormat(database.url, "t", key="id", partitions=1)
@@ -273,9 +268,143 @@ async def test_a_collation_that_equates_texts(sqlite: Database, collation: str) 
 
 
 async def test_keys_in_a_collation_of_postgresql(postgresql: Database) -> None:
-    """One that tells all texts apart is no obstacle."""
     postgresql.run('CREATE TABLE t (id TEXT COLLATE "POSIX")')
     postgresql.run("INSERT INTO t VALUES ('A'), ('a'), ('b')")
     query = "SELECT id FROM t WHERE id <> $1"
     made = SQLFormat(postgresql.url, query, key="id", parameters=["x"], partitions=1)
     assert len(await resumed(made, 0, 1)) == 3
+
+
+# -- postgreSQL's exact numbers and infinite dates ------------------------------------
+
+# More digits than a float has; NaN, which Arrow's decimals have not.
+EXACT = ["12345678901234567890.123456789", "0.1", "NaN", "9007199254740993", "1e-40"]
+INFINITE = [
+    ("date", "'infinity'"),
+    ("timestamptz", "'-infinity'"),
+    ("date[]", "'{2020-01-01,NULL,infinity}'"),
+    pytest.param("date", "'-infinity'", marks=pytest.mark.fuzz),
+    pytest.param("timestamp", "'infinity'", marks=pytest.mark.fuzz),
+    pytest.param("timestamp[]", "'{-infinity}'", marks=pytest.mark.fuzz),
+]
+
+
+def fill_exact(database: Database) -> None:
+    rows = ", ".join(
+        f"({n}, '{text}', '{{{text},NULL}}', '92233720368547758.07')"
+        for n, text in enumerate(EXACT)
+    )
+    database.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, x numeric, xs numeric[], m money)",
+        f"INSERT INTO t VALUES {rows}, ({len(EXACT)}, NULL, NULL, NULL)",
+    )
+
+
+async def values_of(database: Database, kind: str, **options: Any) -> list[Any]:
+    if kind == "keys":
+        async with listed(database, **options) as rows:
+            return await rows.__getitems__(range(len(rows)))
+    query = "SELECT * FROM t WHERE id >= $1" if kind == "query" else "t"
+    parameters = (0,) if kind == "query" else ()
+    made = SQLFormat(
+        database.url, query, key="id", parameters=parameters, partitions=2, **options
+    )
+    return await rows_of(made)
+
+
+WAYS = pytest.mark.parametrize("kind", ["ranges", "query", "keys"])
+
+
+@WAYS
+async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) -> None:
+    fill_exact(postgresql)
+    rows = await values_of(postgresql, kind)
+    expected = [str(decimal.Decimal(text)) for text in EXACT]
+    assert [str(row["x"]) for row in rows] == [*expected, "None"]
+    assert [str(row["xs"][0]) for row in rows[:-1]] == expected
+    assert rows[0]["xs"][1] is None
+    assert rows[0]["m"] == decimal.Decimal("92233720368547758.07")
+
+
+@WAYS
+async def test_exact_numbers_as_floats(postgresql: Database, kind: str) -> None:
+    fill_exact(postgresql)
+    rows = await values_of(postgresql, kind, numeric="float")
+    found = [row["x"] for row in rows[:-1]]
+    np.testing.assert_array_equal(found, [float(text) for text in EXACT])
+    assert float(rows[1]["xs"][0]) == 0.1
+    assert float(rows[0]["m"]) == 92233720368547758.07
+
+
+async def test_batches_of_exact_numbers(postgresql: Database) -> None:
+    fill_exact(postgresql)
+    stream = SQLDataset(postgresql.url, "t", key="id", columns=["x"], partitions=1)
+    loader: Any = DataLoader(stream.shuffle(9), 9)
+    (batch,) = [batch async for batch in loader]
+    assert sorted(map(str, batch["x"])) == sorted(
+        [*map(str, map(decimal.Decimal, EXACT)), "None"]
+    )
+    async with opened(SQLFormat(postgresql.url, "t", key="id")) as readers:
+        block = await readers[0].pull(9)
+        assert [*map(str, pickle.loads(pickle.dumps(block)))] == [*map(str, block)]
+
+
+@pytest.mark.one_loop
+@WAYS
+@pytest.mark.parametrize(("type_", "value"), INFINITE)
+async def test_an_infinite_date_is_an_error(
+    postgresql: Database, kind: str, type_: str, value: str
+) -> None:
+    postgresql.run(
+        f"CREATE TABLE t (id INT PRIMARY KEY, n INT, d {type_})",
+        f"INSERT INTO t VALUES (6, 60, NULL), (7, 70, {value}), (8, 80, NULL)",
+    )
+    words = r"row of .* with id = 7 has an infinite date in column 'd'.*infinity='null'"
+    with pytest.raises(DatasetError, match=words):
+        for row in await values_of(postgresql, kind):
+            if hasattr(row, "error"):
+                raise row.error
+    rows = await values_of(postgresql, kind, infinity="null")
+    assert [row["n"] for row in rows] == [60, 70, 80]
+    found = rows[1]["d"]
+    if isinstance(found, list):
+        assert found[-1] is None
+        assert found[:-1] in ([], [dt.date(2020, 1, 1), None])
+    else:
+        assert found is None
+
+
+async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) -> None:
+    postgresql.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, d date, other timestamp)",
+        "INSERT INTO t SELECT n, '9999-12-31', 'infinity' FROM generate_series(0, 9) n",
+        "UPDATE t SET other = NULL WHERE id <> 5",
+    )
+    made = SQLFormat(postgresql.url, "t", key="id", partitions=1)
+    async with opened(made) as readers:
+        rows: list[Any] = await rest_of(readers[0])
+    assert "id = 5 has an infinite date in column 'other'" in str(rows[5].error)
+    assert [row["id"] for row in rows[:5] + rows[6:]] == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert rows[0]["d"] == dt.date(9999, 12, 31)
+    stream = SQLDataset(postgresql.url, "t", key="id")
+    loader: Any = DataLoader(stream.map(lambda row: row["id"]), 3, on_error="skip")
+    found = [n async for batch in loader for n in batch.tolist()]
+    assert sorted(found) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+
+
+async def test_ranges_of_infinite_dates(postgresql: Database) -> None:
+    postgresql.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, d daterange)",
+        "INSERT INTO t VALUES (1, '[2020-01-01,infinity]')",
+    )
+    (row,) = await values_of(postgresql, "ranges")
+    assert row["d"] == "[2020-01-01,infinity]"
+    with pytest.raises(DatasetError, match="id = 1 has an infinite date"):
+        await values_of(postgresql, "keys")
+
+
+def test_other_words_are_an_error() -> None:
+    with pytest.raises(ValueError, match="numeric must be 'decimal' or 'float', got 1"):
+        SQLRows("sqlite:///x", "t", key="id", keys=(), numeric=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="infinity must be 'error' or 'null', got 'x'"):
+        SQLDataset("sqlite:///x", "t", key="id", infinity="x")  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aioloader.datasets import TarDataset
-from datasets.pg import server
 from datasets.shards import (
     NAMES,
     Make,
@@ -23,33 +22,26 @@ from datasets.shards import (
 from datasets.test_places import QUICK, shards
 from object_server import Faults, ObjectServer
 
-__all__ = ["server"]
-
 # For all: a server is no leak of the test that is its first.
 pytestmark = [pytest.mark.usefixtures("server"), pytest.mark.slow]
 
 
 class Watched(Coroutine[Any, Any, Any]):
-    """A coroutine that tells of its suspensions."""
-
     def __init__(self, inner: Coroutine[Any, Any, Any], tell: Callable[[], None]):
         self._inner = inner
         self._tell = tell
 
     def send(self, value: Any) -> Any:
-        """Go on, and tell if that is not to the end."""
         yielded = self._inner.send(value)
         self._tell()
         return yielded
 
     def throw(self, *error: Any) -> Any:
-        """Go on with an error, and tell if that is not to the end."""
         yielded = self._inner.throw(*error)
         self._tell()
         return yielded
 
     def close(self) -> None:
-        """End it."""
         self._inner.close()
 
     def __await__(self) -> Any:
@@ -65,7 +57,6 @@ class Cancelling:
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, None]) -> bool:
-        """Run it; tell whether it was cancelled."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(self._make)
         try:
@@ -101,7 +92,6 @@ class Reader:
         self.state: Any = self.iterator.state_dict()
 
     async def read(self) -> None:
-        """Read to the end."""
         with contextlib.suppress(StopAsyncIteration):
             while len(block := await self.iterator.pull(64)):
                 for one in block:
@@ -110,7 +100,6 @@ class Reader:
 
 
 async def check(make: Callable[[], Any], every: int = 1) -> None:
-    """Cancel at each suspension; it can be closed, and the rest be read by another."""
     whole = await rest_of(make(), None)
     assert sorted(whole) == sorted(NAMES)
     rests: dict[str, list[str]] = {}
@@ -130,7 +119,6 @@ async def check(make: Callable[[], Any], every: int = 1) -> None:
 
 
 async def rest_of(stream: Any, state: Any) -> list[str]:
-    """Return the names of what is behind a state."""
     if state is not None:
         stream.load_state_dict(state)
     async with aiter(stream) as iterator:
@@ -141,23 +129,19 @@ async def rest_of(stream: Any, state: Any) -> list[str]:
 
 
 async def later(sample: Any) -> str:
-    """Return its name, a little later."""
     await asyncio.sleep(0)
     return name_of(sample)
 
 
 def bare(stream: Any) -> Any:
-    """Return what the reader itself waits for."""
     return stream
 
 
 def with_steps(stream: Any) -> Any:
-    """Return what is read by tasks of its own."""
     return stream.map(later, concurrency=30).shuffle(30).batch(20)
 
 
 def with_readers(stream: Any) -> Any:
-    """Return what several readers read in turns."""
     return stream.shuffle(9).readers(3)
 
 
@@ -169,7 +153,6 @@ STEPS = pytest.mark.parametrize("steps", [bare, with_steps, with_readers])
 async def test_of_files(
     make: Make, steps: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """Lines, row groups and ranges of rows, three at once."""
     stream = make(tmp_path, interleave=3)
     # A range of rows opens a file anew: not at each await.
     await check(lambda: steps(stream), every=3 if make is sqlite else 1)
@@ -184,7 +167,6 @@ async def test_of_a_database(steps: Callable[[Any], Any], tmp_path: Path) -> Non
 
 @STEPS
 async def test_of_a_store(steps: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Where some requests fail, and are sent again."""
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05)
     with ObjectServer(shards(tmp_path), faults=faults) as served:
         stream: Any = TarDataset(
@@ -202,7 +184,6 @@ async def test_of_a_store(steps: Callable[[Any], Any], tmp_path: Path) -> None:
 async def test_going_on_after_a_cancelled_step(
     turns: int, steps: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """Nothing is lost or doubled; the state is that behind what was returned."""
     stream = json_lines(tmp_path, interleave=3)
     whole = await rest_of(steps(stream), None)
     found: list[str] = []

@@ -18,48 +18,38 @@ from aioloader import DataLoader
 from aioloader.datasets import SQLDataset, TarDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import StateMismatchError
-from beside import beside
 from datasets.ranks import merge_states
 from datasets.shards import parquet, read, text
 
 
 def numbers(count: int = 40) -> Iterator[int]:
-    """Yield some numbers."""
     yield from range(count)
 
 
 class Called:
-    """A callable with a state."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __call__(self, value: int) -> int:
-        """Return the sum."""
         return value + self.number
 
     def method(self, value: int) -> int:
-        """Return the value."""
         return value
 
 
 async def plus(value: int) -> int:
-    """Return the next one."""
     return value + 1
 
 
 def double(number: int) -> int:
-    """Double a number."""
     return 2 * number
 
 
 async def triple(value: Any) -> Any:
-    """Repeat it."""
     return 3 * value
 
 
 def test_names_of_functions_are_stable() -> None:
-    """Also of what has no name: without addresses and values."""
     here = __name__
     for function, name in (
         (numbers, f"{here}.numbers"),
@@ -76,7 +66,6 @@ def test_names_of_functions_are_stable() -> None:
 
 
 def test_a_description_has_all_that_determines_the_samples() -> None:
-    """And it is ready for JSON."""
     lines = TextDataset("s3://b/*.txt", shuffle=True, seed=3, interleave=2)
     tar = TarDataset("https://user:secret@host/a.tar?sig=secret", max_bytes=9)
     stream = (
@@ -115,7 +104,6 @@ def test_a_description_has_all_that_determines_the_samples() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_values_of_queries() -> None:
-    """A value is not shown, but another one makes a difference."""
     pytest.importorskip("adbc_driver_sqlite")
     one, other = (
         SQLDataset(
@@ -152,12 +140,10 @@ def test_another_process_says_the_same() -> None:
 
 
 async def state_of(stream: Any, count: int = 5) -> Any:
-    """Return the state after some samples, through JSON."""
     return (await read(stream, count))[1]
 
 
 def chains(folder: Path) -> list[Any]:
-    """Return streams of which each is another one."""
     lines, table = text(folder), parquet(folder)
     options: list[dict[str, Any]] = [
         {"shuffle": True},
@@ -196,7 +182,6 @@ def chains(folder: Path) -> list[Any]:
 
 
 async def test_no_state_fits_another_stream(tmp_path: Path) -> None:
-    """Not one of all pairs; its own fits."""
     streams = chains(tmp_path)
     states = [await state_of(stream) for stream in streams]
     for (one, stream), (other, state) in itertools.product(
@@ -212,7 +197,6 @@ async def test_no_state_fits_another_stream(tmp_path: Path) -> None:
 
 
 async def test_what_differs_is_named() -> None:
-    """The step, its parameter and both values; or both chains."""
     first = from_iterable(numbers)
     chain = first.shuffle(4).batch(2)
     for saved, loaded, words in (
@@ -241,7 +225,6 @@ async def test_what_differs_is_named() -> None:
 
 
 async def test_a_function_of_another_name_is_a_warning() -> None:
-    """It may have been renamed."""
     state = await state_of(from_iterable(range(40)).map(double))
     stream = from_iterable(range(40)).map(str)
     with pytest.warns(UserWarning, match=r"function of map was '.*double', and is 'b"):
@@ -250,7 +233,6 @@ async def test_a_function_of_another_name_is_a_warning() -> None:
 
 
 async def test_the_data_may_move_and_be_read_otherwise(tmp_path: Path) -> None:
-    """Directory, cache, budget and concurrency are not of the chain."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     text(tmp_path / "a"), text(tmp_path / "b")
@@ -266,7 +248,6 @@ async def test_the_data_may_move_and_be_read_otherwise(tmp_path: Path) -> None:
 
 
 async def test_other_shards_are_refused(tmp_path: Path) -> None:
-    """The names are known once they are listed."""
     lines = text(tmp_path)
     state = await state_of(lines)
     (tmp_path / "more.txt").write_text("more\n")
@@ -277,27 +258,19 @@ async def test_other_shards_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "fetch": "workers"}])
-async def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
-    """Not when it begins."""
+def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
     first = from_iterable(numbers)
     loader: Any = DataLoader(first.shuffle(4), 5, collate_fn=list, **options)
     other: Any = DataLoader(first.shuffle(8), 5, collate_fn=list, **options)
-
-    def begin() -> Any:
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-        loader.close()
-        return state
-
-    state = json.loads(json.dumps(await beside(begin)))
+    with loader:
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state_dict()))
     for strict in (True, False):
         with pytest.raises(StateMismatchError, match="shuffle was 4, and is 8"):
             other.load_state_dict(state, strict=strict)
 
 
 async def test_states_of_different_streams_are_not_merged() -> None:
-    """They are not of one run."""
     states = [
         await state_of(from_iterable(numbers).take(count).shard(rank, 2))
         for rank, count in enumerate((8, 9))

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -19,26 +17,19 @@ from aioloader.datasets._streams.cursors import Reading
 from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.rank_process import RankProcess
 from datasets.ranks import Ranks, lines
 from datasets.shards import parquet, read
-from datasets.test_rank_lists import two
-
-__all__ = ["two"]
 
 
 def numbers(count: int = 10) -> Any:
-    """Return the first numbers."""
     return from_iterable(range(count))
 
 
 async def items(stream: Any) -> list[Any]:
-    """Return all samples."""
     return (await read(stream))[0]
 
 
 async def test_repeat() -> None:
-    """So many times; each time shuffled differently, the first time as ever."""
     assert await items(numbers(3).repeat(2)) == [0, 1, 2] * 2
     assert await items(numbers(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
     shuffled = await items(numbers(20).shuffle(20).repeat(3))
@@ -49,7 +40,6 @@ async def test_repeat() -> None:
 
 
 async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
-    """They are listed once."""
     found = await items(lines(tmp_path, shuffle=True).repeat(2))
     half = len(found) // 2
     assert sorted(found[:half]) == sorted(found[half:])
@@ -57,7 +47,6 @@ async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
 
 
 async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
-    """Before the cancellation goes on."""
     closed: list[int] = []
     is_closing = asyncio.Event()
 
@@ -118,8 +107,6 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
 
 
 async def test_nothing_is_not_repeated() -> None:
-    """Neither an empty stream, nor one whose samples all fail."""
-
     def refuse(number: int) -> int:
         raise OSError(f"cannot read {number}")
 
@@ -140,37 +127,11 @@ async def test_a_rank_without_samples_is_an_error() -> None:
         await items(part)
 
 
-EPOCHS: dict[str, Callable[[Path], Any]] = {
-    "shorter": lambda _: numbers().epoch_length(7),
-    "longer": lambda _: numbers().shuffle(4).epoch_length(33),
-    "shards": lambda folder: lines(folder, shuffle=True, interleave=4).epoch_length(
-        200
-    ),
-    "steps": lambda _: numbers().epoch_length(33).map(float).shuffle(5),
-    "times": lambda _: numbers().repeat(3).batch(4),
-    "mix": lambda _: numbers().repeat().mix(numbers(3).repeat()).epoch_length(41),
-    "mixed ends": lambda _: numbers().epoch_length(12).mix(numbers(3), numbers(5)),
-}
-
-
-@pytest.mark.parametrize("kind", EPOCHS)
-async def test_resumes_anywhere(kind: str, tmp_path: Path) -> None:
-    """Amid a pass, and between two."""
-    stream = EPOCHS[kind](tmp_path)
-    stream.set_epoch(1)
-    whole = await items(stream)
-    for at in range(0, len(whole) + 1, 1 + len(whole) // 12):
-        before, state = await read(stream, at)
-        stream.load_state_dict(json.loads(json.dumps(state)))
-        assert before + await items(stream) == whole
-
-
 @pytest.mark.parametrize("readers", [None, 4])
 @pytest.mark.parametrize("world_size", [1, 2])
 async def test_ranks_have_equal_parts(
     world_size: int, readers: int | None, tmp_path: Path
 ) -> None:
-    """Of uneven shards; also where each is resumed."""
     stream = lines(tmp_path, shuffle=True, interleave=6).epoch_length(150)
     stream = stream if readers is None else stream.readers(readers)
     async with Ranks(stream, world_size) as reading:
@@ -183,7 +144,6 @@ async def test_ranks_have_equal_parts(
 
 
 def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
-    """Return the batches of each rank."""
     found = []
     for rank in range(world_size):
         loader: Any = DataLoader(stream, rank=rank, world_size=world_size, **options)
@@ -199,8 +159,7 @@ def _listed(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
-async def test_tails(count: int, workers: int) -> None:
-    """All ranks have as many batches; what is added is masked, what is over is left."""
+def test_tails(count: int, workers: int) -> None:
     options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
 
     def found(tail: Any) -> Any:
@@ -208,7 +167,7 @@ async def test_tails(count: int, workers: int) -> None:
         return loaders(stream, 2, batch_size=2, tail=tail, **options)
 
     for tail in ("wrap", None, "drop", "pad"):
-        both = await beside(partial(found, tail))
+        both = found(tail)
         sizes = [[len(b[0] if tail == "pad" else b) for b in rank] for rank in both]
         assert sizes[0] == sizes[1]
         unit = 2 * max(1, workers)
@@ -219,226 +178,128 @@ async def test_tails(count: int, workers: int) -> None:
         if tail == "pad":
             masks = [kept for rank in both for _, mask in rank for kept in mask]
             assert sum(masks) == count
-    uneven = await beside(partial(found, "uneven"))
-    assert sum(len(batch) for rank in uneven for batch in rank) == count
+    assert sum(len(batch) for rank in found("uneven") for batch in rank) == count
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_a_mask_marks_padding_only(world_size: int) -> None:
+def test_a_mask_marks_padding_only(world_size: int) -> None:
     """Also where readers take turns: a turn that stays empty is no padding."""
-
-    def found() -> Any:
-        stream = numbers(40).readers(6).epoch_length(13)
-        return loaders(stream, world_size, batch_size=2, tail="pad")
-
-    batches = [batch for rank in await beside(found) for batch in rank]
-    assert sum(kept for _, mask in batches for kept in mask) == 13
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 6])
-async def test_a_mask_on_other_ranks(world_size: int) -> None:
-    """A resumed epoch masks its padding, however many ranks had begun it."""
     stream = numbers(40).readers(6).epoch_length(13)
+    found = loaders(stream, world_size, batch_size=2, tail="pad")
+    assert sum(kept for rank in found for _, mask in rank for kept in mask) == 13
 
-    def make(rank: int, world_size: int) -> Any:
-        size = 6 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, tail="pad")
 
-    def check() -> None:
-        states = []
-        for rank in range(3):
-            with make(rank, 3) as loader:
-                next(iter(loader))
-                states.append(loader.state_dict())
-        found = 6  # of the first batches
-        for rank in range(world_size):
-            with make(rank, world_size) as loader:
-                loader.load_state_dict(merge_states(states))
-                found += sum(int(mask.sum()) for _, mask in loader)
-        assert found == 13
+def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any:
+    """Return the loader of one rank, of global batches of a size."""
+    asked: Any = {"rank": rank, "world_size": ranks, "tail": "pad", **options}
+    return DataLoader(stream, size // ranks, **asked)
 
-    await beside(check)
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
+@pytest.mark.parametrize(("first", "second"), [(3, 1), (3, 2), (3, 6), (1, 2)])
+def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
+    """What it marks is padding, at the end, however many ranks had begun the epoch."""
+    stream = numbers(40).readers(6).epoch_length(13)
+    states, found = [], []
+    for rank in range(first):
+        with padded(stream, 6, rank, first, **options) as loader:
+            found += _listed(next(iter(loader)))[0]
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank in range(second):
+        with padded(stream, 6, rank, second, **options) as loader:
+            loader.load_state_dict(merge_states(states))
+            for samples, mask in map(_listed, loader):
+                found += [*compress(samples, mask)]
+    assert sorted(found) == [*range(13)]
 
 
 @pytest.mark.parametrize(
     ("batch_size", "workers"),
     [(1, 0), (3, 0), (3, 2), pytest.param(1, 2, marks=pytest.mark.fuzz)],
 )
-async def test_failed_samples_do_not_count(
+def test_failed_samples_do_not_count(
     batch_size: int, workers: int, tmp_path: Path
 ) -> None:
-    """All ranks have as many batches, all full, where some skip more than others."""
     for shard in range(4):
         text = [f"{shard}{n:02}" if n % 9 < 4 * shard else "{" for n in range(40)]
         (tmp_path / f"{shard}.jsonl").write_text("\n".join(["1", *text]))
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=4).epoch_length(72)
     options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
     options |= {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
-
-    def check() -> None:
-        both = loaders(stream, 2, **options)
-        assert [len(rank) for rank in both] == [36 // batch_size] * 2
-        assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
-        for at in range(0, len(both[0]), 5):
-            for rank in range(2):
-                asked = {**options, "rank": rank}
-                first: Any = DataLoader(stream, world_size=2, **asked)
-                with first:
-                    iterator = iter(first)
-                    before = [_listed(next(iterator)) for _ in range(at)]
-                    state = json.loads(json.dumps(first.state_dict()))
-                again: Any = DataLoader(stream, world_size=2, **asked)
-                with again:
-                    again.load_state_dict(state)
-                    rest = [_listed(batch) for batch in again]
-                assert before + rest == both[rank]
-
-    await beside(check)
+    both = loaders(stream, 2, **options)
+    assert [len(rank) for rank in both] == [36 // batch_size] * 2
+    assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
+    for at in range(0, len(both[0]), 5):
+        for rank in range(2):
+            asked = {**options, "rank": rank}
+            first: Any = DataLoader(stream, world_size=2, **asked)
+            with first:
+                iterator = iter(first)
+                before = [_listed(next(iterator)) for _ in range(at)]
+                state = json.loads(json.dumps(first.state_dict()))
+            again: Any = DataLoader(stream, world_size=2, **asked)
+            with again:
+                again.load_state_dict(state)
+                rest = [_listed(batch) for batch in again]
+            assert before + rest == both[rank]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-async def test_states_of_ranks_that_skip_differently(
-    world_size: int, tmp_path: Path
-) -> None:
-    """They are of one moment, and any number of ranks can load them."""
+def test_states_of_ranks_that_skip_differently(world_size: int, tmp_path: Path) -> None:
     for shard in range(2):
         text = "\n".join(f"{shard + 1}{n:02}" for n in range(40))
         (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=2).epoch_length(20)
-
-    def make(rank: int, world_size: int) -> Any:
-        options: Any = {"on_error": "skip", "tail": "pad"}
-        size = 8 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
-
-    def check() -> None:
-        states, found = [], Counter[int]()
-        for rank in range(2):
-            with make(rank, 2) as loader:
-                found.update(_listed(next(iter(loader)))[0])
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        for rank in range(world_size):
-            with make(rank, world_size) as loader:
-                loader.load_state_dict(merge_states(states))
-                for samples, mask in map(_listed, loader):
-                    assert mask == [True] * len(samples)
-                    found.update(samples)
-        assert found == Counter([*range(100, 110), *range(200, 210)])
-
-    await beside(check)
+    states, found = [], Counter[int]()
+    for rank in range(2):
+        with padded(stream, 8, rank, 2, on_error="skip") as loader:
+            found.update(_listed(next(iter(loader)))[0])
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    for rank in range(world_size):
+        with padded(stream, 8, rank, world_size, on_error="skip") as loader:
+            loader.load_state_dict(merge_states(states))
+            for samples, mask in map(_listed, loader):
+                assert mask == [True] * len(samples)
+                found.update(samples)
+    assert found == Counter([*range(100, 110), *range(200, 210)])
 
 
-async def test_masks_on_another_number_of_ranks() -> None:
-    """What they mark as padding is at the end of the epoch."""
-    stream = numbers(40).readers(2).epoch_length(13)
-
-    def make(rank: int, world_size: int) -> Any:
-        options: Any = {"on_error": "skip", "tail": "pad"}
-        size = 4 // world_size
-        return DataLoader(stream, size, rank=rank, world_size=world_size, **options)
-
-    def check() -> None:
-        with make(0, 1) as loader:
-            found = _listed(next(iter(loader)))[0]
-            state = json.loads(json.dumps(loader.state_dict()))
-        for rank in range(2):
-            with make(rank, 2) as loader:
-                loader.load_state_dict(state)
-                for samples, mask in map(_listed, loader):
-                    found += [*compress(samples, mask)]
-        assert sorted(found) == [*range(13)]
-
-    await beside(check)
-
-
-async def test_a_state_is_bound_to_its_tail() -> None:
-    """For ranks' parts would have other lengths."""
-
+def test_a_state_is_bound_to_its_tail() -> None:
     def make(tail: Any) -> Any:
         stream = numbers(40).readers(2).epoch_length(21)
         return DataLoader(stream, 2, rank=0, world_size=2, tail=tail)
 
-    def check() -> None:
-        saved = []
-        for tail in (None, "drop"):
-            with make(tail) as loader:
-                next(iter(loader))
-                saved.append(json.loads(json.dumps(loader.state_dict())))
-        wrapped, dropped = saved
-        said = "saved with tail='drop', but the loader has tail='wrap'"
-        with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
-            loader.load_state_dict(dropped)
-        with make("wrap") as loader:
-            loader.load_state_dict(wrapped)
-
-    await beside(check)
+    saved = []
+    for tail in (None, "drop"):
+        with make(tail) as loader:
+            next(iter(loader))
+            saved.append(json.loads(json.dumps(loader.state_dict())))
+    wrapped, dropped = saved
+    said = "saved with tail='drop', but the loader has tail='wrap'"
+    with make("wrap") as loader, pytest.raises(StateMismatchError, match=said):
+        loader.load_state_dict(dropped)
+    with make("wrap") as loader:
+        loader.load_state_dict(wrapped)
 
 
 async def test_which_lengths_are_known() -> None:
-    """Of an epoch of a given length, unless a later step changes the number."""
     assert numbers().epoch_length(4).shuffle(2).map(str).total() == 4
     assert numbers().epoch_length(4).decode().total() == 4
     assert numbers().epoch_length(4).filter(bool).total() is None
 
 
-async def test_an_epoch_of_several_lengths_of_the_stream() -> None:
-    """Each sample as often as any other, but for the last pass."""
-    found = Counter(await items(numbers().shuffle(3).epoch_length(25)))
-    assert set(found.values()) == {2, 3}
-
-
-async def test_columns_and_masks(tmp_path: Path) -> None:
-    """A table's batch is padded like others."""
-    stream = parquet(tmp_path).epoch_length(9)
-
-    def found() -> Any:
-        made = []
-        for rank in range(2):
-            loader: Any = DataLoader(
-                stream, 4, rank=rank, world_size=2, tail="pad", collate_fn=len
-            )
-            with loader:
-                made.append([(size, mask.tolist()) for size, mask in loader])
-        return made
-
-    assert await beside(found) == [
+def test_columns_and_masks(tmp_path: Path) -> None:
+    stream, found = parquet(tmp_path).epoch_length(9), []
+    for rank in range(2):
+        with padded(stream, 8, rank, 2, collate_fn=len) as loader:
+            found.append([(size, mask.tolist()) for size, mask in loader])
+    assert found == [
         [(4, [True] * 4), (1, [True])],
         [(4, [True] * 4), (1, [False])],
     ]
 
 
-# -- in real processes ---------------------------------------------------------------
-
-
-def uneven(folder: Path) -> dict[str, Any]:
-    """Write shards of very different lengths."""
-    for shard, length in enumerate((3, 40, 1, 30)):
-        text = "".join(f"{shard}{line:02}\n" for line in range(length))
-        (folder / f"{shard}.txt").write_text(text)
-    return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
-
-
-@pytest.mark.parametrize("tail", ["wrap", "drop", "pad"])
-def test_ddp_over_uneven_shards(
-    two: list[RankProcess], tmp_path: Path, tail: str
-) -> None:
-    """Both ranks take as many steps, so that neither waits for the other for ever."""
-    stream = uneven(tmp_path)
-    for rank in two:
-        rank.send(
-            do="steps", batch_size=4, epoch_length=41, interleave=4, tail=tail, **stream
-        )
-    found = [rank.answer() for rank in two]
-    assert all(isinstance(answer, list) for answer in found), found
-    sizes = [[len(numbers) for numbers, _ in answer] for answer in found]
-    last = [] if tail == "drop" else [1]
-    assert sizes == [[4] * 5 + last] * 2
-    if tail == "pad":
-        assert [answer[-1][1] for answer in found] == [[True], [False]]
-
-
 async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
-    """However often a stream begins again."""
     path = tmp_path / "a.txt"
     await asyncio.to_thread(path.write_text, "x\n")
     stream = TextDataset([str(path)] * 3, shuffle=True)

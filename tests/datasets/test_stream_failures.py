@@ -21,26 +21,21 @@ from beside import beside
 
 
 def refused() -> Any:
-    """Fail to open."""
     raise OSError("cannot connect")
 
 
 def broken() -> Iterator[int]:
-    """Fail before the first sample."""
     yield from range(0)
     raise OSError("cannot connect")
 
 
 async def broken_async() -> AsyncIterator[int]:
-    """Fail before the first sample."""
     for number in range(0):
         yield number
     raise OSError("cannot connect")
 
 
 class Stuck:
-    """Its iterator raises the same, for ever."""
-
     def __iter__(self) -> Any:
         return self
 
@@ -49,8 +44,6 @@ class Stuck:
 
 
 class StuckAsync:
-    """The same for a loop."""
-
     def __aiter__(self) -> Any:
         return self
 
@@ -59,14 +52,12 @@ class StuckAsync:
 
 
 def unlucky(number: int) -> int:
-    """Refuse every fourth number."""
     if number % 4 == 0:
         raise ValueError(f"no {number}")
     return number
 
 
 def refuse(number: int) -> int:
-    """Refuse every number."""
     raise OSError(f"cannot connect for {number}")
 
 
@@ -86,7 +77,6 @@ DEAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", DEAD)
 async def test_it_ends_with_its_error(name: str) -> None:
-    """Neither an endless epoch, nor an empty one."""
     loader: Any = DataLoader(DEAD[name](), 4, collate_fn=list, on_error="skip")
     with pytest.raises(OSError, match="cannot connect"):
         await beside(lambda: list(loader))
@@ -94,7 +84,6 @@ async def test_it_ends_with_its_error(name: str) -> None:
 
 @pytest.mark.parametrize("fetch", ["workers", "loader"])
 async def test_in_workers(fetch: Any) -> None:
-    """There too."""
     loader: Any = DataLoader(
         from_iterable(Stuck), 4, on_error="skip", num_workers=1, fetch=fetch
     )
@@ -103,8 +92,6 @@ async def test_in_workers(fetch: Any) -> None:
 
 
 async def test_samples_before_the_error_are_given() -> None:
-    """Then comes the error, and then the end."""
-
     def some() -> Iterator[int]:
         yield from range(5)
         raise OSError("lost")
@@ -117,14 +104,12 @@ async def test_samples_before_the_error_are_given() -> None:
 
 
 def missing(folder: Path, *names: str) -> Any:
-    """Return lines of two shards that exist, and of others that do not."""
     for name in ("0.txt", "1.txt"):
         (folder / name).write_text("a\nb\n")
     return TextDataset([str(folder / name) for name in names])
 
 
 async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
-    """One of several is skipped; all of them are the stream."""
     skip: Any = {"on_error": "skip", "collate_fn": list}
     loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **skip)
     assert await beside(lambda: list(loader)) == [["a", "b"]]
@@ -136,7 +121,6 @@ async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
 
 
 async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
-    """The other rank has others."""
     for rank, expected in ((0, [["a", "b"]]), (1, [])):
         loader: Any = DataLoader(
             missing(tmp_path, "0.txt", "7.txt"),
@@ -154,8 +138,6 @@ async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) -> None:
-    """Twenty-five of a hundred fail."""
-
     def loader(limit: float) -> Any:
         options: Any = {"num_workers": workers} | ({"fetch": fetch} if workers else {})
         stream = from_iterable(range(100)).map(unlucky)
@@ -167,7 +149,6 @@ async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) 
 
 
 async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
-    """Not of the batch that they did not fill."""
     stream = from_iterable(range(8)).map(unlucky)
     loader: Any = DataLoader(stream, 1000, on_error=Skip(at_most=0.1))
     with pytest.raises(FailureBudgetError, match="2 of 8 samples failed"):
@@ -175,22 +156,17 @@ async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
 
 
 class Stops:
-    """A parser of lines that raises at the end."""
-
     def __init__(self, kind: type[BaseException], offset: int) -> None:
         self.offset, self.is_over = offset, False
         self._kind, self._lines = kind, list[bytes]()
 
     def feed(self, piece: Any) -> None:
-        """Take whole lines."""
         self._lines += bytes(piece).splitlines()
 
     def end(self) -> None:
-        """Raise, as ``next`` does without a default."""
         raise self._kind("the parser's")
 
     def take(self, limit: int) -> list[Any]:
-        """Return lines."""
         taken, self._lines = self._lines[:limit], self._lines[limit:]
         self.offset += sum(len(line) + 1 for line in taken)
         return taken
@@ -201,7 +177,6 @@ class Stops:
 def test_a_parser_that_raises(
     kind: type[BaseException], place: str, tmp_path: Path
 ) -> None:
-    """The samples before come first, and then the error; nothing waits forever."""
     (tmp_path / "a").write_bytes(b"one\ntwo\n")
     store = MemoryStore()
     store.put("a", b"one\ntwo\n")

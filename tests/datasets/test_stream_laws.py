@@ -11,7 +11,6 @@ from aioloader import DataLoader
 from aioloader.datasets._streams.shards import summary_of
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.pg import server
 from datasets.shards import (
     EVERY,
     FILES_OF_TABLES,
@@ -27,8 +26,6 @@ from datasets.shards import (
     text,
 )
 
-__all__ = ["server"]
-
 # For all: a server is no leak of the test that is its first.
 pytestmark = pytest.mark.usefixtures("server")
 MAKES = pytest.mark.parametrize("make", EVERY, ids=lambda make: make.__name__)
@@ -40,7 +37,6 @@ SHARDS = pytest.mark.parametrize("make", SHARDED, ids=lambda make: make.__name__
 
 @MAKES
 async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
-    """Without interleaving: shard by shard; and again in the next epoch."""
     stream = make(tmp_path)
     for _ in range(2):
         assert await names(stream) == NAMES
@@ -51,7 +47,6 @@ async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
 async def test_ranks_share(
     make: Make, world_size: int, interleave: int, tmp_path: Path
 ) -> None:
-    """Each sample goes to one rank, whatever the counts."""
     stream = make(tmp_path, shuffle=True, interleave=interleave)
     found: list[str] = []
     for rank in range(world_size):
@@ -62,7 +57,6 @@ async def test_ranks_share(
 @MAKES
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> None:
-    """With ``fetch="workers"`` each worker reads its part; else the loader reads."""
     stream = make(tmp_path, interleave=3)
     for fetch in ("loader", "workers"):
         loader: Any = DataLoader(
@@ -77,7 +71,6 @@ async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> No
 async def test_the_order_is_a_function_of_seed_and_epoch(
     make: Make, tmp_path: Path
 ) -> None:
-    """The same for the same; another one for another, of the same samples."""
     (tmp_path / "again").mkdir()
     stream = make(tmp_path, shuffle=True, seed=1, interleave=3)
     again = make(tmp_path / "again", shuffle=True, seed=1, interleave=3)
@@ -92,7 +85,6 @@ async def test_the_order_is_a_function_of_seed_and_epoch(
 @MAKES
 @pytest.mark.parametrize("interleave", [1, 3])
 async def test_resumes_anywhere(make: Make, interleave: int, tmp_path: Path) -> None:
-    """Stop behind some sample; what a new stream then gives is the rest."""
     stream = make(tmp_path, shuffle=True, interleave=interleave)
     stream.set_epoch(5)
     whole = await names(stream)
@@ -107,7 +99,6 @@ async def test_resumes_anywhere(make: Make, interleave: int, tmp_path: Path) -> 
 
 @MAKES
 async def test_a_loaded_state_is_for_one_epoch(make: Make, tmp_path: Path) -> None:
-    """Behind it comes the next epoch, whole."""
     stream = make(tmp_path, shuffle=True)
     _, state = await read(stream, 10)
     again = pickle.loads(pickle.dumps(stream))
@@ -118,7 +109,6 @@ async def test_a_loaded_state_is_for_one_epoch(make: Make, tmp_path: Path) -> No
 
 @MAKES
 async def test_as_they_come(make: Make, tmp_path: Path) -> None:
-    """Every sample once, in some order."""
     stream = make(tmp_path, interleave=5, deterministic=False)
     assert sorted(await names(stream)) == sorted(NAMES)
     head, state = await read(stream, 20)
@@ -132,7 +122,6 @@ async def test_as_they_come(make: Make, tmp_path: Path) -> None:
 async def test_leaving_early_leaves_nothing(
     make: Make, count: int, tmp_path: Path
 ) -> None:
-    """Closed before, at and amid the samples; a second close is harmless."""
     iterator = aiter(make(tmp_path, interleave=2))
     for _ in range(count):
         await anext(iterator)
@@ -144,7 +133,6 @@ async def test_leaving_early_leaves_nothing(
 
 @MAKES
 def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> None:
-    """``break`` drops the iterator, and with it what is read ahead."""
     for batch in DataLoader(make(tmp_path, interleave=2), 4, collate_fn=list):
         assert len(batch) == 4
         break
@@ -152,7 +140,6 @@ def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> Non
 
 @SHARDS
 async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
-    """They are cut; or the numbers are told, and what to do."""
     parts = [make(tmp_path).shard(rank, 11) for rank in range(11)]
     if make in {text, json_lines}:
         assert [name for part in parts for name in await names(part)] == NAMES
@@ -163,7 +150,6 @@ async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
 
 @FILES
 async def test_shards_may_move(make: Make, tmp_path: Path) -> None:
-    """All of them, to another directory; they are the same ones there."""
     (tmp_path / "there").mkdir()
     head, state = await read(make(tmp_path), 21)
     moved = make(tmp_path / "there")
@@ -173,7 +159,6 @@ async def test_shards_may_move(make: Make, tmp_path: Path) -> None:
 
 @FILES
 async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
-    """Both counts are named; as many of other names are not taken for the same."""
     stream = make(tmp_path)
     _, state = await read(stream, 3)
     known = source_state(state)["shards"]
@@ -212,16 +197,5 @@ async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
     ],
 )
 def test_names_of_shards(one: list[str], other: list[str], are_same: bool) -> None:
-    """They count from where all are, and without what is secret or passes."""
     assert (summary_of(one) == summary_of(other)) == are_same
     assert summary_of(one)["count"] == len(one)
-
-
-@SHARDS
-@pytest.mark.parametrize("option", ["interleave", "max_bytes"])
-def test_wrong_arguments(make: Make, option: str, tmp_path: Path) -> None:
-    """They are told at once."""
-    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
-        make(tmp_path, **{option: 0})
-    with pytest.raises(ValueError, match=r"rank must be in range\(2\), got 2"):
-        make(tmp_path).shard(2, 2)

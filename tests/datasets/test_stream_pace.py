@@ -17,7 +17,6 @@ from datasets.test_interleave import Memory
 
 
 def numbers(count: int = 40) -> Any:
-    """Return a stream of the first numbers."""
     return from_iterable(range(count))
 
 
@@ -48,8 +47,6 @@ async def test_an_async_map_refills_as_calls_end() -> None:
 
 
 async def test_an_async_map_tells_an_error_after_the_samples_before_it() -> None:
-    """What was read before the upstream broke is given first."""
-
     def broken() -> Iterator[int]:
         yield from range(5)
         raise OSError("lost")
@@ -67,27 +64,8 @@ async def test_an_async_map_tells_an_error_after_the_samples_before_it() -> None
     await iterator.aclose()
 
 
-async def test_states_while_an_async_map_reads_ahead() -> None:
-    """Each is that of the samples given, whatever is under way."""
-
-    async def same(number: int) -> int:
-        await asyncio.sleep(0)
-        return number
-
-    stream = numbers(50).batch(1).map(same, concurrency=3)
-    iterator = aiter(stream)
-    given = 0
-    while block := await iterator.pull(2):
-        given += len(block)
-        await asyncio.sleep(0)
-        stream.load_state_dict(iterator.state_dict())
-        assert (await read(stream, 1))[0] == ([[given]] if given < 50 else [])
-    await iterator.aclose()
-
-
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Return how many places of permutations were looked up, by thread."""
     found: dict[int, int] = {}
     take = ShuffledIndices.take
 
@@ -101,7 +79,6 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -> None:
-    """Of shards, and of windows."""
     here = threading.get_ident()
     made = Memory(list)
     made.made = [[shard] for shard in range(5000)]
@@ -128,8 +105,6 @@ async def test_a_window_is_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Counting:
-    """Counts the tasks that a loop makes."""
-
     def __init__(self) -> None:
         self.tasks = 0
 
@@ -148,7 +123,6 @@ class Counting:
 
 
 async def test_no_task_for_each_sample(tmp_path: Path) -> None:
-    """One for many; the state is that of the sample given, all the same."""
     (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(3000)))
     stream = TextDataset(str(tmp_path / "a.txt"))
     for made in (stream, stream.mix(stream.take(500)), stream.readers(1)):
@@ -163,7 +137,6 @@ async def test_no_task_for_each_sample(tmp_path: Path) -> None:
 
 
 async def test_no_sample_waits_for_another_one() -> None:
-    """Of an iterable that waits: what came is given at once."""
     more = asyncio.Event()
 
     async def live() -> AsyncIterator[int]:
@@ -182,7 +155,6 @@ async def test_no_sample_waits_for_another_one() -> None:
 
 @pytest.mark.parametrize("until", ["all", "first"])
 async def test_mix_at_any_size_of_pull(until: Any, tmp_path: Path) -> None:
-    """One order, and exact states, whatever is drawn at once and whichever ends."""
     table = parquet(tmp_path)
     streams = [
         numbers(90).mix(numbers(7), numbers(30), weights=[5, 1, 1], until=until),

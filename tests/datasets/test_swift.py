@@ -3,11 +3,19 @@
 import asyncio
 import gc
 import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeAlias
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import obstore
 import pytest
+from obstore.store import S3Store
 
 from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, TarDataset
@@ -15,17 +23,65 @@ from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.conftest import CONTENTS, wait_until_hung_up
 from datasets.shards import NAMES, name_of, names, read, write_tar
-from datasets.swift import (  # noqa: F401  (a fixture too)
-    ACCESS_KEY,
-    BUCKET,
-    PAGE,
-    SECRET,
-    STRANGER,
-    Swift,
-    swift,
-)
 from datasets.test_places import big_shard
 from datasets.test_secrets import everything_said
+
+ACCESS_KEY, STRANGER = "test:owner", "test:stranger"
+SECRET = "MARKER7secret"
+REGION = "us-east-1"
+BUCKET = "bucket"
+# Less than there are objects: a listing takes several pages.
+PAGE = 5
+
+
+class Swift:
+    """A server with one bucket, which is the owner's; the stranger has no rights."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="aioloader-swift-")
+        script = Path(__file__).with_name("swift_server.py")
+        users = [f"{ACCESS_KEY}={SECRET}=.admin", f"{STRANGER}={SECRET}="]
+        self._process = subprocess.Popen(
+            # -P: the modules beside the script are not for it
+            [sys.executable, "-P", script, self._folder, REGION, str(PAGE), *users],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a signal for the tests is not for it
+        )
+        assert self._process.stdout is not None
+        with self._process.stdout as said:
+            line = said.readline()
+        if not line:
+            self.close()
+            raise RuntimeError("Swift did not start; what it said is on stderr")
+        self.port = int(line)
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        url = obstore.sign(self.store(), "PUT", "", timedelta(minutes=1))
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
+
+    def options(self, key: str = ACCESS_KEY, secret: str = SECRET) -> dict[str, Any]:
+        return {
+            "endpoint": self.endpoint,
+            "region": REGION,
+            "access_key_id": key,
+            "secret_access_key": secret,
+        }
+
+    def store(self) -> S3Store:
+        client: Any = {"allow_http": True}
+        return S3Store(BUCKET, client_options=client, **self.options())
+
+    def close(self) -> None:
+        self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of one that did not start
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[Swift]:
+    served = Swift()
+    yield served
+    served.close()
+
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +91,6 @@ Use: TypeAlias = Callable[[str], Awaitable[None]]
 
 @pytest.fixture(scope="session")
 def filled(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> Swift:
-    """Fill the bucket: objects of all kinds of names, and tar shards."""
     folder = tmp_path_factory.mktemp("shards")
     write_tar(folder)
     objects = {f"train/{key}": body for key, body in CONTENTS.items()}
@@ -49,7 +104,6 @@ def filled(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> Swift:
 
 @pytest.fixture
 def bucket(filled: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Give the URL of the bucket; the owner's credentials are in the environment."""
     for name, value in filled.options().items():
         monkeypatch.setenv(f"AWS_{name}".upper(), value)
     yield f"s3://{BUCKET}"
@@ -58,7 +112,6 @@ def bucket(filled: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 async def test_objects(bucket: str) -> None:
-    """Listed in pages, and read by their ranges, whatever the names."""
     async with await ObjectDataset.discover(bucket, prefix="train") as found:
         assert list(found.keys) == sorted(f"train/{key}" for key in CONTENTS)
         bodies = await asyncio.gather(*(found[i] for i in range(len(found))))
@@ -68,7 +121,6 @@ async def test_objects(bucket: str) -> None:
 
 
 async def test_shards(bucket: str) -> None:
-    """Each sample of a pattern, once, in order; also on from the middle."""
     stream = TarDataset(f"{bucket}/tar/*.tar")
     assert await names(stream) == NAMES
     some, state = await read(stream, 20)
@@ -85,23 +137,19 @@ async def test_one_shard_in_many_ranges(bucket: str) -> None:
 
 
 async def read_object(url: str) -> None:
-    """Read an object whose key is given."""
     async with ObjectDataset(url, ["train/cats/z.bin"]) as made:
         await made[0]
 
 
 async def list_objects(url: str) -> None:
-    """List the bucket."""
     await ObjectDataset.discover(url, prefix="train")
 
 
 async def read_shard(url: str) -> None:
-    """Read a shard whose address is given."""
     await read(TarDataset(f"{url}/tar/0.tar"))
 
 
 async def list_shards(url: str) -> None:
-    """List shards by a pattern."""
     await read(TarDataset(f"{url}/tar/*.tar"))
 
 
@@ -132,7 +180,6 @@ async def test_refusals(
     value: str,
     code: str,
 ) -> None:
-    """Each is a permission error that names the place, and tells no credentials."""
     monkeypatch.setenv(variable, value)
     with pytest.raises(
         ObjectPermissionError, match=f"HTTP 403 Forbidden, {code}; che"
@@ -151,7 +198,6 @@ async def test_refusals(
 async def test_options_go_before_the_environment(
     filled: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same dataset reads or is refused, by its options; it shows none of them."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
     keys = ["train/cats/z.bin"]
     async with ObjectDataset(bucket, keys, store_options=filled.options()) as dataset:
@@ -180,14 +226,12 @@ async def test_options_go_before_the_environment(
 
 @pytest.mark.parametrize(("use", "place"), USES)
 async def test_a_missing_bucket(bucket: str, use: Use, place: str) -> None:
-    """A right signature for what is not there gives an error of its own."""
     with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket") as c:
         await use("s3://nothing")
     assert c.value.location == f"s3://nothing/{place}"
 
 
 async def test_a_missing_key(bucket: str) -> None:
-    """An object, a shard, and a pattern that nothing matches."""
     async with ObjectDataset(bucket, ["train/none"]) as dataset:
         with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchKey"):
             await dataset[0]

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import compute as pc
 from pyarrow import feather
+from pyarrow import parquet as pq
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._arrow import ipc
@@ -36,8 +37,7 @@ from datasets.tables import (
     read_all,
     read_shard,
     shards,
-    write_arrow,
-    write_parquet,
+    write,
 )
 
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
@@ -45,13 +45,7 @@ KINDS = pytest.mark.parametrize("kind", ["parquet", "arrow", "arrows"])
 NUMBERED = pa.table({"n": range(50), "text": [f"{n}" for n in range(50)]})
 
 
-def write(path: Path, table: pa.Table) -> str:
-    """Write parts of 20 rows."""
-    return (write_parquet if path.suffix == ".parquet" else write_arrow)(path, table)
-
-
 def made(path: Any, *, is_remote: bool = False, **options: Any) -> Format:
-    """Return the format of a file, or of several of one kind."""
     first = path if isinstance(path, str) else path[0]
     kind = ParquetFormat if first.endswith(".parquet") else ArrowFormat
     return kind(path, Local(is_remote=is_remote), **options)
@@ -63,7 +57,6 @@ def made(path: Any, *, is_remote: bool = False, **options: Any) -> Format:
 async def test_reads_what_pyarrow_reads(
     kind: str, is_remote: bool, budget: int, tmp_path: Path
 ) -> None:
-    """Every type, whatever the budget and the limit."""
     path = write(tmp_path / f"a.{kind}", every_type())
     form = made(path, is_remote=is_remote)
     parts = {"parquet": [[0], [1], [2]], "arrow": [[0, 3]], "arrows": [[0, 0]]}
@@ -76,7 +69,6 @@ async def test_reads_what_pyarrow_reads(
 @PLACES
 @KINDS
 async def test_begins_at_every_row(kind: str, is_remote: bool, tmp_path: Path) -> None:
-    """And at the end, where nothing is left; not after it."""
     path = write(tmp_path / f"a.{kind}", NUMBERED)
     form = made(path, is_remote=is_remote)
     shard = (await shards(form))[0]
@@ -91,7 +83,6 @@ async def test_begins_at_every_row(kind: str, is_remote: bool, tmp_path: Path) -
 
 @KINDS
 async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
-    """Blocks are columns, which collate to tensors; the format can be pickled."""
     path = write(tmp_path / f"a.{kind}", NUMBERED)
     form = made(path, columns=["text", "n"])
     found = await shards(form)
@@ -108,15 +99,17 @@ async def test_rows_come_in_columns(kind: str, tmp_path: Path) -> None:
 @PLACES
 @KINDS
 async def test_columns_and_nulls(kind: str, is_remote: bool, tmp_path: Path) -> None:
-    """Columns are chosen and ordered, and NULLs replaced; a struct comes whole."""
-    path = write(tmp_path / f"a.{kind}", every_type())
+    table = every_type().append_column("struct.a", pa.array(range(50)))
+    path = write(tmp_path / f"a.{kind}", table)
     nulls = {"float64": -1, "text": "?", "category": "none"}
-    names = ["struct", "category", "text", "float64"]
+    names = ["struct", "category", "struct.a", "text", "float64"]
     form = made(path, is_remote=is_remote, columns=names, nulls=nulls)
-    table = every_type().select(names).to_pylist()
-    for row in table:
+    expected = table.select(names).to_pylist()
+    for row in expected:
         row |= {name: one for name, one in nulls.items() if row[name] is None}
-    assert plain(await read_all(form)) == table
+    rows = await read_all(form)
+    assert plain(rows) == expected
+    assert list(rows[0]) == names
 
 
 @PLACES
@@ -139,7 +132,6 @@ async def test_wide_tables(kind: str, is_remote: bool, tmp_path: Path) -> None:
 async def test_missing_and_other_columns_are_named(
     columns: Any, message: str, kind: str, tmp_path: Path
 ) -> None:
-    """Before anything is read; and when a file has changed meanwhile."""
     paths = [write(tmp_path / f"{name}.{kind}", NUMBERED) for name in "ab"]
     form = made(paths)
     found = await shards(form)
@@ -158,7 +150,6 @@ async def test_missing_and_other_columns_are_named(
 @PLACES
 @KINDS
 async def test_cut_files_are_errors(kind: str, is_remote: bool, tmp_path: Path) -> None:
-    """Wherever they are cut, between two messages of a stream too."""
     whole = contents(write(tmp_path / f"a.{kind}", NUMBERED))
     path = tmp_path / f"cut.{kind}"
     for length in [*range(0, len(whole), 61), len(whole) - 1, len(whole) - 8]:
@@ -182,10 +173,8 @@ async def test_flipped_bits_are_errors_or_harmless(
     rng = random.Random(1)
     table = NUMBERED if kind == "parquet" else every_type()
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        whole = contents(write_parquet(path, NUMBERED, data_page_version=version))
-    else:
-        whole = contents(write_arrow(path, table))
+    options: Any = {"data_page_version": version} if kind == "parquet" else {}
+    whole = contents(write(path, table, **options))
     errors = 0
     for _ in range(50):
         put(path, whole)
@@ -200,7 +189,6 @@ async def test_flipped_bits_are_errors_or_harmless(
 
 @KINDS
 async def test_text_that_is_none_costs_its_row_alone(kind: str, tmp_path: Path) -> None:
-    """The rows beside it are read, and NULLs in them replaced."""
     texts = pa.array([b"good", b"\xff\xfe", None, b"also"]).view(pa.string())
     path = write(tmp_path / f"a.{kind}", pa.table({"n": range(4), "text": texts}))
     form = made(path, nulls={"text": "-"})
@@ -216,7 +204,6 @@ async def test_text_that_is_none_costs_its_row_alone(kind: str, tmp_path: Path) 
 
 @KINDS
 async def test_a_failed_reader_fails_again(kind: str, tmp_path: Path) -> None:
-    """It does not look as if the shard had ended."""
     path = write(tmp_path / f"a.{kind}", NUMBERED)
     form = made(path)
     (shard, *_) = await shards(form)
@@ -253,7 +240,6 @@ FOREIGN = {
 async def test_other_files_are_errors(
     kind: str, is_remote: bool, tmp_path: Path
 ) -> None:
-    """They say what was found."""
     path = tmp_path / f"x.{kind}"
     for data, message in FOREIGN[kind]:
         put(path, data)
@@ -269,7 +255,6 @@ IPC = pytest.mark.parametrize("kind", ["arrow", "arrows"])
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each record batch a shard."""
     monkeypatch.setattr(ipc, "_SHARD", 1)
 
 
@@ -278,7 +263,6 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_reads_feather(
     is_remote: bool, codec: str, tmp_path: Path, small_shards: None
 ) -> None:
-    """Compressed or not; dictionaries are read for each shard."""
     path, table = str(tmp_path / "a.feather"), every_type()
     feather.write_feather(table, path, codec, chunksize=20)
     names = ["category", "text", "int8"]
@@ -290,8 +274,7 @@ async def test_reads_feather(
 async def test_small_batches_are_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to so many bytes; a larger one is alone."""
-    path = write_arrow(tmp_path / "a.arrow", NUMBERED, rows=10)
+    path = write(tmp_path / "a.arrow", NUMBERED, rows=10)
     made = ArrowFormat(path, Local())
     assert await shards(made) == [[path, 0, 5]]
     monkeypatch.setattr(ipc, "_SHARD", 1000)
@@ -301,26 +284,27 @@ async def test_small_batches_are_read_together(
     assert [row["n"] for row in rows] == list(range(20, 40))
 
 
-@IPC
+@KINDS
 async def test_nothing_in_it(kind: str, tmp_path: Path) -> None:
-    """No record batches, or one without rows."""
-    for name, rows in (("none", NUMBERED.slice(0, 0)), ("some", NUMBERED)):
-        write_arrow(tmp_path / f"{name}.{kind}", rows)
-    with pa.ipc.new_file(tmp_path / "empty.arrow", NUMBERED.schema) as writer:
+    """No row groups and no record batches, or one without rows."""
+    make: Any = {"parquet": pq.ParquetWriter, "arrow": pa.ipc.new_file}
+    make = make.get(kind, pa.ipc.new_stream)
+    paths = [str(tmp_path / f"{name}.{kind}") for name in ("none", "empty", "some")]
+    make(paths[0], NUMBERED.schema).close()
+    with make(paths[1], NUMBERED.schema) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist([], NUMBERED.schema))
-    names = (f"none.{kind}", "empty.arrow", f"some.{kind}")
+    write(Path(paths[2]), NUMBERED)
     for is_remote in (False, True):
-        made = ArrowFormat(
-            [str(tmp_path / name) for name in names], Local(is_remote=is_remote)
-        )
-        assert len(await read_all(made)) == 50
+        form = made(paths, is_remote=is_remote)
+        assert [row["n"] for row in await read_all(form)] == [*range(50)]
+        found = [shard[0] for shard in await shards(form)]
+        assert kind != "parquet" or paths[0] not in found
 
 
 async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
-    """And the end of the file, once for shards that follow each other."""
     values = np.random.default_rng(0).random((8, 100_000))
     table = pa.table({"x": values.ravel()})
-    path = write_arrow(tmp_path / "a.arrow", table, rows=100_000)
+    path = write(tmp_path / "a.arrow", table, rows=100_000)
     local = Local(is_remote=True)
     made = ArrowFormat(path, local)
     found = await shards(made)
@@ -337,8 +321,7 @@ async def test_only_wanted_batches_are_requested(tmp_path: Path) -> None:
 async def test_damage_names_its_place(
     kind: str, tmp_path: Path, small_shards: None
 ) -> None:
-    """Offsets that lead out of the text, say."""
-    path = write_arrow(tmp_path / f"a.{kind}", NUMBERED)
+    path = write(tmp_path / f"a.{kind}", NUMBERED)
     whole = contents(path)
     offsets = struct.pack("<20i", *range(0, 40, 2))  # of the texts "20" to "39"
     put(path, whole.replace(offsets, offsets[:-4] + struct.pack("<i", 1 << 30)))
@@ -352,9 +335,8 @@ async def test_damage_names_its_place(
 
 
 async def test_batches_outside_of_the_file_are_an_error(tmp_path: Path) -> None:
-    """A footer with offsets that lead nowhere."""
     path = tmp_path / "a.arrow"
-    whole = contents(write_arrow(path, NUMBERED))
+    whole = contents(write(path, NUMBERED))
     with pa.ipc.open_file(path) as reader:
         assert reader.num_record_batches == 3
     # The blocks: offset, length of metadata, padding, length of body.
@@ -377,9 +359,8 @@ def _is_block(fields: tuple[bytes, ...], whole: bytes) -> bool:
 
 
 async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
-    """Two streams in one file, say: not half of it is read in silence."""
     path = tmp_path / "a.arrows"
-    whole = contents(write_arrow(path, NUMBERED))
+    whole = contents(write(path, NUMBERED))
     put(path, whole + whole)
     for is_remote in (False, True):
         found = await outcome(path, Local(is_remote=is_remote))
@@ -388,9 +369,8 @@ async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
 
 
 async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
-    """With fewer batches, or a stream where there was a file."""
-    path = write_arrow(tmp_path / "a.arrow", NUMBERED)
-    stream = contents(write_arrow(tmp_path / "a.arrows", NUMBERED))
+    path = write(tmp_path / "a.arrow", NUMBERED)
+    stream = contents(write(tmp_path / "a.arrows", NUMBERED))
     with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
         await read_shard(ArrowFormat(path, Local()), (path, 2, 4))
     put(path, stream)
@@ -404,27 +384,21 @@ async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
 
 
 def parquet(folder: Path, **options: Any) -> Any:
-    """Return three row groups."""
-    path = write_parquet(folder / "a.parquet", NUMBERED)
+    path = write(folder / "a.parquet", NUMBERED)
     return ParquetFormat(path, Local(is_remote=True), **options)
 
 
 def arrow(folder: Path, **options: Any) -> Any:
-    """Return seven record batches, which are one shard."""
-    with pa.ipc.new_file(str(folder / "a.arrow"), NUMBERED.schema) as file:
-        file.write_table(NUMBERED, max_chunksize=8)
-    return ArrowFormat(str(folder / "a.arrow"), Local(), **options)
+    return ArrowFormat(write(folder / "a.arrow", NUMBERED, 8), Local(), **options)
 
 
 def lines(folder: Path, **options: Any) -> Any:
-    """Return a file."""
     text = "n,text\n" + "".join(f"{n},{n}\n" for n in range(50))
     put(folder / "a.csv", text.encode())
     return CSVFormat(str(folder / "a.csv"), Local(), dialect=Dialect(), **options)
 
 
 def memory(_folder: Path, **options: Any) -> Any:
-    """Return a table."""
     return MemoryFormat(NUMBERED, Wanted(**options))
 
 
@@ -434,7 +408,6 @@ EVERY = pytest.mark.parametrize("make", [parquet, arrow, lines, memory])
 @EVERY
 @pytest.mark.parametrize("filters", [None, pc.field("n") < 33], ids=["all", "some"])
 async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -> None:
-    """Whatever their number, from every row on."""
     made = make(tmp_path, filters=filters)
     found = await shards(made)
     stop = 50 if filters is None else 33
@@ -451,7 +424,6 @@ async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -
 
 
 async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
-    """Not even if it is all."""
     made = parquet(tmp_path, filters=pc.field("n") >= 40)
     cuts = await made.cut(await shards(made), 5)
     assert [shard[2] for shard in cuts] == [0, 1, 2, 3, 4]  # each reader has some
@@ -461,10 +433,7 @@ async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_cut(tmp_path: Path) -> None:
-    """An error that says what to do."""
-    with pa.ipc.new_stream(str(tmp_path / "a.arrows"), NUMBERED.schema) as file:
-        file.write_table(NUMBERED)
-    stream = ArrowFormat(str(tmp_path / "a.arrows"), Local())
+    stream = ArrowFormat(write(tmp_path / "a.arrows", NUMBERED), Local())
     with pytest.raises(ValueError, match=r"'a\.arrows' is a stream.*as an Arrow file"):
         await stream.cut(await shards(stream), 2)
     put(tmp_path / "a.csv.gz", gzip.compress(b"n\n1\n2\n"))

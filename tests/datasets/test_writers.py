@@ -1,17 +1,24 @@
 """What is written is read: by this package, by others, whole shards only."""
 
 import asyncio
+import contextlib
 import gc
+import itertools
+import json
 import os
 import shutil
 import tarfile
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
 import obstore
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import webdataset as wds
@@ -19,7 +26,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import LocalStore, MemoryStore
 
-from aioloader.datasets import TarDataset, TarWriter, write_parquet
+from aioloader.datasets import (
+    ParquetDataset,
+    ParquetWriter,
+    TarDataset,
+    TarWriter,
+    from_iterable,
+    write_parquet,
+)
+from aioloader.datasets._write import sinks
 from aioloader.errors import DatasetError, StateMismatchError
 from datasets.pictures import pixels
 from datasets.test_secrets import MARKER, everything_said
@@ -43,7 +58,6 @@ async def write(
 
 
 async def labels(destination: Any) -> list[int]:
-    """Read the labels of all shards."""
     stream = TarDataset("shard-*.tar", store=destination).decode()
     return [sample["cls"] async for sample in stream]
 
@@ -55,7 +69,6 @@ async def test_shards_are_read(
     request: pytest.FixtureRequest,
     s3_port: int,  # the server is no leak of the test that is its first
 ) -> None:
-    """From a directory and from stores; a writer that comes later goes on."""
     destination: Any = {"folder": tmp_path / "new", "memory": MemoryStore()}.get(kind)
     if kind == "plain":  # it has no conditional writes
         destination = LocalStore(tmp_path)
@@ -73,7 +86,6 @@ async def test_shards_are_read(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_reads_them(tmp_path: Path) -> None:
-    """The same keys and members, pictures and arrays too."""
     picture, array = pixels(1, 3), np.arange(6).reshape(2, 3)
     sample = {"__key__": "a/b", "png": picture, "npy": array, "json": [1], "cls": 3}
 
@@ -143,7 +155,6 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
 async def test_a_sample_that_is_refused(
     sample: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """Is not written, and does no harm to the others."""
     async with TarWriter(tmp_path) as writer:
         await writer.write({"__key__": "k", "cls": 0})
         with pytest.raises((TypeError, ValueError), match=words):
@@ -154,7 +165,6 @@ async def test_a_sample_that_is_refused(
 
 
 async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
-    """Neither while it is written nor after an error, which leaves no rest."""
     with pytest.raises(ZeroDivisionError):
         async with TarWriter(tmp_path, shard_samples=2) as writer:
             for _ in range(5):
@@ -174,7 +184,6 @@ async def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
 
 
 def members_of(folder: Path) -> list[int]:
-    """Return how many members each tar of a directory has."""
     counts = []
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
@@ -185,7 +194,6 @@ def members_of(folder: Path) -> list[int]:
 @pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
-    """After any step of the loop: what comes next makes each sample, once."""
     for steps in range(0, 90, 6):
         destination: Any = tmp_path / f"{steps}" if kind == "folder" else MemoryStore()
         task = asyncio.create_task(write(destination))
@@ -198,7 +206,6 @@ async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_fails(tmp_path: Path) -> None:
-    """The error passes; the writer is over, and says so; another one goes on."""
     folder = tmp_path / "gone"
     writer = TarWriter(folder, shard_samples=6)
     with pytest.raises(FileNotFoundError):
@@ -238,21 +245,18 @@ async def test_an_upload_that_is_given_up(how: str, s3: str, s3_port: int) -> No
 
 
 def uploads_of(port: int) -> bytes:
-    """Return what the store says of uploads that are not completed."""
     with urlopen(f"http://127.0.0.1:{port}/bucket?uploads") as answer:
         body: bytes = answer.read()
     return body
 
 
 def keys_of(prefix: str, ending: str) -> list[str]:
-    """Return what lies in the bucket."""
     store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
     keys = [meta["path"] for page in obstore.list(store, prefix) for meta in page]
     return [key for key in keys if key.endswith(ending)]
 
 
 async def test_a_store_that_refuses(unused_port: int) -> None:
-    """The house error, with its address; neither it nor the writer shows a secret."""
     url = f"http://user:{MARKER}@127.0.0.1:{unused_port}/x?sig={MARKER}"
     options = {"retry_config": {"max_retries": 0}}
     writer = TarWriter(url, store_options=options)
@@ -285,7 +289,6 @@ async def test_a_store_that_refuses(unused_port: int) -> None:
     ],
 )
 async def test_a_place_that_was_changed(spoil: Any, words: str, tmp_path: Path) -> None:
-    """Is not written to: readers would get samples twice, or not at all."""
     await write(tmp_path)
     await asyncio.to_thread(spoil, tmp_path)
     with pytest.raises(StateMismatchError, match=words):
@@ -293,7 +296,6 @@ async def test_a_place_that_was_changed(spoil: Any, words: str, tmp_path: Path) 
 
 
 async def test_what_samples_are_made_of(tmp_path: Path) -> None:
-    """Other metadata, or another format, is another dataset."""
     await write(tmp_path, until=8, metadata={"seed": 1})
     with pytest.raises(StateMismatchError, match="another metadata") as raised:
         await write(tmp_path, metadata={"seed": 2})
@@ -318,7 +320,6 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.one_loop
 async def test_memory_is_bounded(tmp_path: Path) -> None:
-    """However large the shard: some megabytes."""
     body = bytes(1 << 20)
     async with TarWriter(tmp_path) as writer:
         await writer.write({"bin": body})
@@ -333,7 +334,6 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
-    """Whenever they are written, and whether at once or not."""
     await write(tmp_path / "a")
     await write(tmp_path / "b", until=12)
     await write(tmp_path / "b")
@@ -357,7 +357,6 @@ async def test_each_shard_has_its_index(tmp_path: Path) -> None:
 
 
 async def test_writes_at_once(tmp_path: Path) -> None:
-    """Of several tasks: each is written once, in the order of the calls."""
     async with TarWriter(tmp_path, shard_samples=6) as writer:
         jobs = (
             writer.write({"cls": n, "json": [n] if n % 3 else n, "bin": bytes(1 << 18)})
@@ -365,3 +364,229 @@ async def test_writes_at_once(tmp_path: Path) -> None:
         )
         await asyncio.gather(*jobs)
     assert await labels(tmp_path) == list(range(COUNT))
+
+
+# -- two writers at one place ---------------------------------------------------------
+
+
+async def test_two_writers_at_once(tmp_path: Path) -> None:
+    first = TarWriter(tmp_path, shard_samples=2)
+    with pytest.raises(StateMismatchError, match="another writer has written"):
+        async with first:
+            await first.write(SAMPLES[0])
+            await write(tmp_path)
+            await first.write(SAMPLES[1])
+    assert await labels(tmp_path) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+async def test_two_writers_in_the_same_moment(
+    kind: str,
+    is_resumed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    s3_port: int,
+) -> None:
+    """One of them succeeds, also if both have seen the same manifest."""
+    destination: Any = MemoryStore()
+    if kind == "s3":
+        loop = request.node.callspec.id
+        destination = request.getfixturevalue("s3") + f"-meeting-{loop}"
+    if is_resumed:
+        await write(destination, until=6)
+    barrier, version = asyncio.Barrier(2), sinks.StoreSink._version
+    calls, is_one_over = itertools.count(), asyncio.Event()
+
+    async def both_have_seen(sink: Any, file: str) -> Any:
+        found = await version(sink, file)
+        # One after the other: the test's server compares and writes in two steps.
+        if next(calls) < 2 and await barrier.wait():
+            await is_one_over.wait()
+        return found
+
+    async def run(job: Any) -> None:
+        try:
+            await job
+        finally:
+            is_one_over.set()
+
+    pair: list[Any] = [TarWriter(destination, shard_samples=6) for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        if is_resumed:
+            for writer in pair:
+                await stack.enter_async_context(writer)
+                for sample in SAMPLES[6:11]:
+                    await writer.write(sample)
+            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
+            jobs: list[Any] = [writer.write(SAMPLES[11]) for writer in pair]
+        else:
+            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
+            jobs = [stack.enter_async_context(writer) for writer in pair]
+        ended = await asyncio.gather(*map(run, jobs), return_exceptions=True)
+        lost = [one for one in ended if isinstance(one, BaseException)]
+        assert [type(one) for one in lost] == [StateMismatchError]
+        assert "run one writer at a time, or give each a different name" in str(lost[0])
+
+
+@pytest.mark.parametrize("before", [None, b"old"])
+def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
+    if before is not None:
+        (tmp_path / "list.json").write_bytes(before)
+    sink = sinks.FolderSink(str(tmp_path))
+    barrier = threading.Barrier(8)
+
+    def swap(number: int) -> bool:
+        barrier.wait(10)
+        return asyncio.run(sink.swap("list.json", before, b"%d" % number))
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(swap, range(8)))
+    assert sum(done) == 1
+    assert (tmp_path / "list.json").read_bytes() == b"%d" % done.index(True)
+
+
+async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
+    first, second = (TarWriter(tmp_path, shard_bytes=size) for size in (3_000, 6_000))
+    rows = [{"bin": bytes(512) + bytes([at])} for at in range(9)]
+    async with contextlib.AsyncExitStack() as stack:
+        for writer in (first, second):
+            await stack.enter_async_context(writer)
+        for writer in (first, second):
+            await writer.write(rows[0])
+            await writer._send()
+        for row in rows[1:3]:
+            await first.write(row)
+        index = tmp_path / "shard-000000.tar.idx"
+        before = await asyncio.to_thread(index.read_bytes)
+        assert first.shards
+        with pytest.raises(StateMismatchError, match="another writer has written"):
+            for row in rows[1:]:
+                await second.write(row)
+    stream = TarDataset(f"{tmp_path}/*.tar")
+    assert [sample["bin"] async for sample in stream] == [
+        one["bin"] for one in rows[:3]
+    ]
+    assert await asyncio.to_thread(index.read_bytes) == before
+    assert not await asyncio.to_thread(lambda: [*tmp_path.glob(".*")])
+
+
+# -- rows that are written to Parquet are read ----------------------------------------
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": number,
+            "text": f"ü{number}" if number % 3 else None,
+            "data": bytes([number % 256]) * 40,
+            "vector": torch.full((3,), float(number)),
+        }
+        for number in range(count)
+    ]
+
+
+async def test_parquet_is_read(tmp_path: Path) -> None:
+    options: Any = {"shard_bytes": 9_000, "row_group_bytes": 2_000}
+    shards = await write_parquet(rows(300), tmp_path, compression="none", **options)
+    assert len(shards) > 2
+    ids = [row["id"] async for row in ParquetDataset(f"{tmp_path}/part-*.parquet")]
+    assert ids == list(range(300))
+    tables = [pq.read_table(tmp_path / shard) for shard in shards]
+    table = pa.concat_tables(tables)  # one schema
+    assert table["text"].to_pylist()[:3] == [None, "ü1", "ü2"]
+    assert table["vector"].to_pylist()[2] == [2.0, 2.0, 2.0]
+    assert pq.ParquetFile(tmp_path / shards[0]).num_row_groups > 2
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "async", "stream", "function"])
+async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
+    every = [{"id": number} for number in range(20)]
+    asked: list[int] = []
+
+    async def stream() -> Any:
+        for row in every:
+            yield row
+
+    def function(first: int) -> Any:
+        asked.append(first)
+        return every[first:]
+
+    given: Any = {
+        "list": every,
+        "generator": (row for row in every),
+        "async": stream(),
+        "stream": from_iterable(every),
+        "function": function,
+    }
+    await write_parquet(every[:7], tmp_path)
+    await write_parquet(given[kind], tmp_path)
+    stream_ = ParquetDataset(f"{tmp_path}/*.parquet")
+    assert [row["id"] async for row in stream_] == list(range(20))
+    assert asked == ([7] if kind == "function" else [])
+    with pytest.raises(ValueError, match=r"20 rows are in .* there are 15 fewer"):
+        await write_parquet(every[:5], tmp_path)
+
+
+async def test_the_schema_stays(tmp_path: Path) -> None:
+    await write_parquet([{"a": 1, "b": "x"}], tmp_path)
+    with pytest.raises(ValueError, match=r"column 'a' cannot be .* int64: .*'z'"):
+        await write_parquet([{}, {"a": "z"}], tmp_path)
+    with pytest.raises(ValueError, match="row 1 has columns that the schema lacks: c"):
+        await write_parquet([{}, {"c": 1}], tmp_path)
+    with pytest.raises(StateMismatchError, match="another schema"):
+        await write_parquet([], tmp_path, schema=pa.schema({"a": pa.int8()}))
+    with pytest.raises(TypeError, match="row 1 must be a dict of columns, got int"):
+        await write_parquet([{}, 3], tmp_path)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="column 'x' cannot be written as one type"):
+        await write_parquet([{"x": 1}, {"x": b""}], tmp_path / "new")
+    await write_parquet([{}, {"b": "y"}], tmp_path)
+    table = pq.read_table(tmp_path / "part-000001.parquet")
+    assert table.to_pylist() == [{"a": None, "b": "y"}]
+
+
+async def test_columns_of_later_rows(tmp_path: Path) -> None:
+    """Those of all rows of the first row group, not of the first row only."""
+    schema = pa.schema({"a": pa.int16(), "b": pa.list_(pa.float32())})
+    await write_parquet([{"a": 1}, {"b": "x"}], tmp_path / "found")
+    (found,) = (tmp_path / "found").glob("*.parquet")
+    assert pq.read_table(found).to_pylist() == [
+        {"a": 1, "b": None},
+        {"a": None, "b": "x"},
+    ]
+    given: list[Any] = [{"a": 1}, {"b": np.ones(2, np.float32)}]
+    await write_parquet(given, tmp_path / "given", schema=schema)
+    (found,) = (tmp_path / "given").glob("*.parquet")
+    assert pq.read_schema(found).equals(schema)
+
+
+async def test_rows_are_copied(tmp_path: Path) -> None:
+    array, tensor, several = np.zeros((2, 2)), torch.zeros(2), [0]
+    async with ParquetWriter(tmp_path) as writer:
+        for number in range(3):
+            array[:], tensor[:], several[0] = number, number, number
+            await writer.write({"a": array, "t": tensor, "l": several})
+    rows = pq.read_table(tmp_path / "part-000000.parquet").to_pylist()
+    assert rows == [
+        {"a": [[n, n], [n, n]], "t": [n, n], "l": [n]} for n in (0.0, 1.0, 2.0)
+    ]
+
+
+async def test_parquet_that_ends_early(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    async def failing() -> Any:
+        try:
+            for number in range(5):
+                yield {"id": number}
+            raise ZeroDivisionError
+        finally:
+            closed.append("closed")
+
+    with pytest.raises(ZeroDivisionError):
+        await write_parquet(failing(), tmp_path, shard_samples=2)
+    assert closed == ["closed"]
+    manifest = json.loads((tmp_path / "part-shards.json").read_text())
+    assert [entry["samples"] for entry in manifest["shards"]] == [2, 2]
+    async with ParquetWriter(tmp_path) as writer:
+        assert writer.next_sample == 4

@@ -2,26 +2,25 @@
 
 import asyncio
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
 
+from aioloader import datasets
 from aioloader.datasets import *  # noqa: F403  (for the calls below)
 from aioloader.datasets import (
-    ArrowDataset,
-    CSVDataset,
-    JSONLinesDataset,
     ObjectDataset,
-    ParquetDataset,
     ParquetWriter,
     Requests,
     TarDataset,
     TextDataset,
+    from_iterable,
 )
 from aioloader.datasets._options import OrderOptions, StoreOptions, StreamOptions
 from aioloader.datasets.sharded import ShardedStream, StoredStream
@@ -31,6 +30,12 @@ NOWHERE = "http://no.such.host.invalid/a"
 ROWS, SERVER = "sqlite:////no/such/file", "postgresql://h/d"
 QUICK = Requests(timeout=2, deadline=0.1, base_delay=0.001)
 ONCE: dict[str, Any] = {"retry_config": {"max_retries": 0}}
+MIXED, NAN = from_iterable([1]), math.nan
+
+
+async def one_by_one() -> AsyncIterator[int]:
+    yield 1
+
 
 # A call, and the error that it gives.
 WRONG = {
@@ -47,7 +52,10 @@ WRONG = {
     "TarDataset('a', cache_bytes=0)": "ValueError: cache_bytes must be at least 1, g",
     "TarDataset('a', seed='x')": "TypeError: seed must be an integer",
     "TextDataset('a', interleave='x')": "TypeError: interleave must be an int.*got str",
+    "TextDataset('a', interleave=0)": "ValueError: interleave must be at least 1, got",
     "TextDataset('a', max_bytes=None)": "TypeError: max_bytes must be .*got NoneType",
+    "TextDataset('a', max_bytes=0)": "ValueError: max_bytes must be at least 1, got 0",
+    "TextDataset('a').shard(2, 2)": r"ValueError: rank must be in range\(2\), got 2",
     "JSONLinesDataset('a', max_sample_bytes=0)": (
         "ValueError: max_sample_bytes must be at least 1, got 0"
     ),
@@ -149,9 +157,28 @@ WRONG = {
     "Requests(timeout=0)": "ValueError: timeout and deadline must be above 0, got 0 an",
     "Requests(deadline=-1)": "ValueError: timeout and .* above 0, got 30.0 and -1",
     "Requests(base_delay=-1)": "ValueError: delays must not .*, got base_delay=-1, max",
+    "CSVDataset('a', delimiter='ab')": "ValueError: delimiter must be one char.*'ab'",
+    "CSVDataset('a', quote_char='ab')": "ValueError: quote_char must be one .*'ab'",
+    "CSVDataset('a', escape_char='ab')": "ValueError: escape_char must be one .*'ab'",
+    "CSVDataset('a', column_types={'a': 'integer'})": "ValueError: column_types=.*'int",
+    "CSVDataset('a', column_names='ab')": "TypeError: column_names must be a list",
+    "from_iterable([]).shuffle(0)": "ValueError: size must be at least 1, got 0",
+    "from_iterable([]).batch(0)": "ValueError: size must be at least 1, got 0",
+    "from_iterable([]).take(-1)": "ValueError: count must be at least 0, got -1",
+    "from_iterable([]).map(abs, concurrency=0)": "ValueError: concurrency must be at",
+    "from_iterable([]).mix(MIXED, weights=[1])": "ValueError: weights must be 2 posit",
+    "from_iterable([]).mix(MIXED, weights=[1, 0])": "ValueError: weights must be 2 p",
+    "from_iterable([]).mix(MIXED, weights=[1, NAN])": "ValueError: weights must be 2",
+    "from_iterable([]).mix(MIXED.shard(0, 2))": r"ValueError: shard\(\) applies to the",
+    "from_iterable([]).mix(MIXED.readers(2))": r"ValueError: readers\(\) applies to",
+    "from_iterable([]).mix(until='last')": "ValueError: until must be 'all' or 'first'",
+    "from_iterable(iter([1]))": "TypeError: .*read only once",
+    "from_async_iterable(one_by_one())": "TypeError: .*read only once",
+    "iter(from_iterable([]))": "TypeError: .*not iterable",
     # Unknown options, of whatever is made and by whichever constructor; the nearest of
     # its own and of those it shares.
     "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
+    "CSVDataset('a', delimeter=';')": "TypeError: CSVDataset.*did you mean 'delimiter'",
     "TextDataset('a', encodng=1)": "TypeError: TextDataset.*did you mean 'encoding'",
     "JSONLinesDataset('a', sample_bytes=1)": "TypeError: .*mean 'max_sample_bytes'",
     "ParquetDataset('a', null=1)": "TypeError: ParquetDataset.*did you mean 'nulls'",
@@ -172,7 +199,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("call", "error"), WRONG.items(), ids=WRONG)
 def test_in_the_constructor(call: str, error: str) -> None:
-    """By the name of the argument, with what was given and what to give."""
     with pytest.raises((LookupError, TypeError, ValueError)) as raised:
         eval(call)
     assert re.match(error, f"{type(raised.value).__name__}: {raised.value}")
@@ -180,15 +206,7 @@ def test_in_the_constructor(call: str, error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        ArrowDataset,
-        CSVDataset,
-        JSONLinesDataset,
-        ParquetDataset,
-        TarDataset,
-        TextDataset,
-    ],
+    "kind", ["Arrow", "CSV", "JSONLines", "Parquet", "Tar", "Text"]
 )
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -204,17 +222,14 @@ def test_in_the_constructor(call: str, error: str) -> None:
     ],
 )
 def test_unknown_options_of_streams(
-    make: Callable[..., Any], options: dict[str, Any], words: str
+    kind: str, options: dict[str, Any], words: str
 ) -> None:
-    """In the constructor, by the name of what was to be made."""
-    name = make.__name__
+    name = f"{kind}Dataset"
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
-        make("a", **options)
+        getattr(datasets, name)("a", **options)
 
 
 def test_a_subclass_adds_its_own() -> None:
-    """A class of a user passes keywords on, and its own are known by name."""
-
     class Mine(TarDataset):
         def __init__(self, *, quality: int = 1, **options: Any) -> None:
             super().__init__("a", **options)
@@ -247,7 +262,6 @@ def test_typed_options_are_those_of_the_constructors(
 
 
 def test_wrapped_constructors_keep_their_signatures() -> None:
-    """For editors, and for those who ask."""
     for make, names in (
         (TextDataset, ["addresses", "encoding", "max_sample_bytes", "options"]),
         (ParquetWriter, ["destination", "name", "schema", "compression"]),
@@ -264,13 +278,11 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> dict[st
 
 
 async def first(stream: Any) -> Any:
-    """Return the first sample."""
     async with aiter(stream) as iterator:
         return await anext(iterator)
 
 
 async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
-    """What to set, not only that a connection was refused."""
     words = "there are no credentials: set the environment variables, or pass store_opt"
     stream = TarDataset("s3://b/a.tar", store_options=no_credentials, requests=QUICK)
     with pytest.raises(DatasetError, match=words):
@@ -311,7 +323,6 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
 async def test_at_the_first_read(
     call: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only the store knows; and no wrong call is made again and again."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     async with asyncio.timeout(20):
         with pytest.raises((DatasetError, ValueError), match=words):
@@ -319,7 +330,6 @@ async def test_at_the_first_read(
 
 
 async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
-    """A listing that has one says so, at once."""
     (tmp_path / "a\nb").touch()
     words = "cannot list .*control character, and is UTF-8: rename such objects"
     with pytest.raises(DatasetError, match=words):
@@ -337,6 +347,8 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
         ("obstore.store", "TextDataset('a', store='https://h')", "objects"),
         ("obstore.store", "ObjectDataset('memory:///', ['k'])", "objects"),
         ("pyarrow", "ParquetDataset('a')", "arrow"),
+        ("pyarrow", "ArrowDataset('a')", "arrow"),
+        ("pyarrow", "CSVDataset('a')", "arrow"),
         ("adbc_driver_sqlite.dbapi", "SQLDataset(ROWS, 't', key='k')", "sql"),
         ("adbc_driver_postgresql.dbapi", "SQLDataset(SERVER, 't', key='k')", "sql"),
         ("asyncpg", "SQLRows(SERVER, 't', key='k', keys=[])", "sql"),
@@ -345,7 +357,6 @@ async def test_names_that_obstore_cannot_read(tmp_path: Path) -> None:
 def test_missing_extras(
     module: str, call: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the constructor, with the command that installs it."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf'pip install "aioloader\[{extra}\]"'):
         eval(call)
@@ -354,7 +365,6 @@ def test_missing_extras(
 async def test_missing_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a shard needs it."""
     (tmp_path / "a.txt.zst").touch()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\]"'):

@@ -34,17 +34,14 @@ def upper(sample: Any) -> str:
 
 
 async def awaited(sample: Any) -> str:
-    """Return the same on the loop."""
     return upper(sample)
 
 
 def is_kept(sample: Any) -> bool:
-    """Drop a third of the samples."""
     return sum(map(ord, upper(sample))) % 3 > 0
 
 
 def refused(sample: Any) -> Any:
-    """Fail for some samples."""
     if sum(map(ord, upper(sample))) % 7 == 3:
         raise ValueError(f"no {upper(sample)}")
     return sample
@@ -101,7 +98,6 @@ class Chain:
     steps: tuple[tuple[str, Any], ...]
 
     def stream(self) -> Any:
-        """Return the stream."""
         make = next(one for one in MAKES if one.__name__ == self.make)
         stream = made(make, self.options)
         for name, argument in self.steps:
@@ -119,7 +115,6 @@ class Chain:
 
 @st.composite
 def chains(draw: st.DrawFn, *, most: int = 3, without: tuple[str, ...] = ()) -> Chain:
-    """Draw a chain of at most ``most`` steps, and sometimes ``epoch_length``."""
     make = draw(st.sampled_from(MAKES))
     options: dict[str, Any] = {}
     if make in _SHUFFLED:

@@ -6,13 +6,15 @@ Global batch k is the same set of samples on any number of ranks, resumed on oth
 import itertools
 import json
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
+from aioloader.errors import StateMismatchError
 from laws.chains import Chain, chains
 from laws.test_resume import collated
 
@@ -20,22 +22,27 @@ pytestmark = [
     pytest.mark.law,
     pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 GLOBAL = 12
 READERS = 4
 
 
-def loaders(chain: Chain, ranks: int, state: Any = None) -> list[DataLoader[Any]]:
-    """Return the loaders of all ranks, at a state."""
+def loaders(
+    chain: Chain, ranks: int, state: Any = None, *, workers: int | None = None
+) -> list[DataLoader[Any]]:
+    """Return the loaders of all ranks, at a state; each worker is a reader, if any."""
+    options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
     made = [
         DataLoader(
-            chain.stream().readers(READERS),
+            chain.stream().readers(READERS) if workers is None else chain.stream(),
             GLOBAL // ranks,
             rank=rank,
             world_size=ranks,
             tail="uneven",
             on_error="skip",
             collate_fn=collated,
+            **options,
         )
         for rank in range(ranks)
     ]
@@ -46,7 +53,6 @@ def loaders(chain: Chain, ranks: int, state: Any = None) -> list[DataLoader[Any]
 
 
 def steps(loaders: list[DataLoader[Any]], count: int | None = None) -> list[Any]:
-    """Take ``count`` steps, or all: return the global batches."""
     parts = [list(itertools.islice(loader, count)) for loader in loaders]
     found = [
         sorted(itertools.chain.from_iterable(filter(None, batches)))
@@ -58,7 +64,6 @@ def steps(loaders: list[DataLoader[Any]], count: int | None = None) -> list[Any]
 
 
 def saved(loaders: list[DataLoader[Any]], count: int) -> tuple[list[Any], Any]:
-    """Take ``count`` steps; return the global batches, and one state of all ranks."""
     iterators = [iter(loader) for loader in loaders]
     found = [
         sorted(itertools.chain.from_iterable(next(one, ()) for one in iterators))
@@ -89,7 +94,6 @@ RANKS = st.sampled_from([1, 2, 3, 4, 6])
 def test_any_chain(
     chain: Chain, first: int, second: int, third: int, k: int, more: int
 ) -> None:
-    """Three numbers of ranks take turns."""
     whole = whole_of(chain)
     k = min(k, len(whole))
     found, state = saved(loaders(chain, first), k)
@@ -102,6 +106,52 @@ def test_any_chain(
 
 @given(chains(without=("fail",)), RANKS)
 def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
-    """As many times as on one rank."""
     whole = Counter(itertools.chain.from_iterable(whole_of(chain)))
     assert Counter(itertools.chain.from_iterable(steps(loaders(chain, ranks)))) == whole
+
+
+# -- where workers read: each is a reader, and their number may change ----------------
+
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3))  # of ranks, and their workers
+
+
+def rest(made: list[DataLoader[Any]]) -> Counter[str]:
+    return Counter(sample for loader in made for batch in loader for sample in batch)
+
+
+# What these do depends on how many readers there are.
+_OF_READERS = ("skip", "take", "batch", "mix")
+
+
+@given(chains(without=_OF_READERS), LAYOUTS, LAYOUTS, st.integers(0, 3))
+@settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
+def test_any_number_of_workers(
+    chain: Chain, first: tuple[int, int], second: tuple[int, int], rounds: int
+) -> None:
+    """Saved where all workers have delivered as much, resumed in another layout."""
+    whole = rest(loaders(chain, first[0], workers=first[1]))
+    found: Counter[str] = Counter()
+    begun = loaders(chain, first[0], workers=first[1])
+    with ExitStack() as stack:
+        made = [stack.enter_context(loader) for loader in begun]
+        iterators = [iter(loader) for loader in made]
+        for _ in range(rounds * max(1, first[1])):
+            batches = [next(one, None) for one in iterators]
+            if not any(batches):
+                assert found == whole or chain.has_length
+                return  # the states are those of the next epoch
+            for batch in filter(None, batches):
+                found.update(batch)
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in made]
+    again = loaders(chain, second[0], workers=second[1])
+    try:
+        state = merge_states(states)
+        for loader in again:
+            loader.load_state_dict(state)
+    except StateMismatchError:  # some workers had ended, and others took more turns
+        assert first[1] > 1
+        assert '"ended": true' in json.dumps(states)
+        return
+    found += rest(again)
+    # Which samples an epoch of a given length repeats, readers decide.
+    assert found.total() == whole.total() if chain.has_length else found == whole

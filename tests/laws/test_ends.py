@@ -6,7 +6,6 @@ Whole samples come, in order; then there is an error, or they are all.
 import bz2
 import functools
 import gzip
-import io
 import itertools
 import json
 import os
@@ -23,7 +22,6 @@ import pytest
 import zstandard
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -36,7 +34,7 @@ from aioloader.datasets import (
     TextDataset,
 )
 from aioloader.errors import DatasetError, TruncatedReadError
-from datasets.shards import name_of, sqlite
+from datasets.shards import bytes_of, name_of, sqlite
 from datasets.tar_archives import Member, archive
 
 pytestmark = pytest.mark.law
@@ -48,16 +46,7 @@ LINES = "".join(f"{row}\n" for row in ROWS).encode()
 BATCHES = -(-len(ROWS) // 3)
 
 
-def table(write: Any, **options: Any) -> bytes:
-    """Return the rows in a file of Arrow or Parquet."""
-    out = io.BytesIO()
-    with write(out, TABLE.schema) as file:
-        file.write_table(TABLE, **options)
-    return out.getvalue()
-
-
 def shard_of_mds() -> bytes:
-    """Return a shard as MosaicML's writer makes it."""
     samples = [struct.pack("<I", len(row)) + row.encode() for row in ROWS]
     first = 4 + 4 * (len(samples) + 1)
     offsets = itertools.accumulate(map(len, samples), initial=first)
@@ -67,7 +56,6 @@ def shard_of_mds() -> bytes:
 
 
 def mds(path: str, packed: Any = None, **options: Any) -> MDSDataset:
-    """Write an index, and return the dataset of a shard."""
     entry = {
         "format": "mds", "version": 2, "samples": len(ROWS), "compression": packed,
         "column_names": ["name"], "column_encodings": ["str"], "column_sizes": [None],
@@ -103,9 +91,9 @@ def marked() -> dict[str, tuple[Callable[..., Any], bytes]]:
     shard = shard_of_mds()
     return found | {
         "tar": bare["tar"],
-        "parquet": (ParquetDataset, table(pq.ParquetWriter, row_group_size=9)),
-        "arrow": (ArrowDataset, table(pa.ipc.new_file, max_chunksize=9)),
-        "arrows": (ArrowDataset, table(pa.ipc.new_stream, max_chunksize=9)),
+        "parquet": (ParquetDataset, bytes_of(TABLE, "parquet", 9)),
+        "arrow": (ArrowDataset, bytes_of(TABLE, "arrow", 9)),
+        "arrows": (ArrowDataset, bytes_of(TABLE, "arrows", 9)),
         "mds": (mds, shard),
         "mds.gz": (functools.partial(mds, packed="gz"), gzip.compress(shard)),
         "mds.zst": (functools.partial(mds, packed="zstd"), zstandard.compress(shard)),
@@ -139,7 +127,6 @@ CHANGES: dict[str, Callable[[bytes, float], bytes]] = {
 
 @contextmanager
 def shard_of(form: str) -> Iterator[tuple[Path, bytes, Callable[..., Any]]]:
-    """Write a shard; yield its path, its bytes, and what makes a loader."""
     make, body = EVERY[form]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a.{form}".replace("arrows", "arrow")
@@ -154,7 +141,6 @@ def shard_of(form: str) -> Iterator[tuple[Path, bytes, Callable[..., Any]]]:
 
 
 def collated(samples: list[Any]) -> list[str]:
-    """Return the names of samples."""
     return [name_of(sample) for sample in samples]
 
 
@@ -169,18 +155,15 @@ def read_on(batches: Any, found: list[str]) -> DatasetError | None:
 
 
 def check(found: list[str], error: DatasetError | None) -> None:
-    """Check that nothing is missing, or an error says so."""
     assert found == ROWS[: len(found)]
     assert error is not None or found == ROWS
 
 
-@given(
-    st.sampled_from([*MARKED]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(MODES),
-)
-def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
-    """Of a format that shows the end; a tar's padding may be missing."""
+CUTS = st.sampled_from([*MARKED]), st.floats(0, 1, exclude_max=True)
+
+
+def check_cut(form: str, where: float, mode: dict[str, Any]) -> None:
+    """Check a format that shows the end; a tar's padding may be missing."""
     with shard_of(form) as (path, body, loader):
         put(path, body[: int(where * len(body))])
         found: list[str] = []
@@ -189,17 +172,33 @@ def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
         assert isinstance(error, TruncatedReadError | None)
 
 
-@given(
+@given(*CUTS, st.sampled_from(MODES))
+def test_any_cut(form: str, where: float, mode: dict[str, Any]) -> None:
+    check_cut(form, where, mode)
+
+
+@given(*CUTS, st.sampled_from(["loader", "workers"]))
+@settings(
+    max_examples=settings().max_examples // 30,
+    phases=[Phase.generate],  # making it smaller would take minutes
+)
+def test_any_cut_in_workers(form: str, where: float, fetch: str) -> None:
+    check_cut(form, where, {"num_workers": 1, "fetch": fetch})
+
+
+CHANGED = given(
     st.sampled_from([*EVERY]),
     st.integers(1, BATCHES - 1),
     st.sampled_from([*CHANGES]),
     st.floats(0, 1, exclude_max=True),
     st.sampled_from(MODES),
 )
+
+
+@CHANGED
 def test_any_change_while_it_is_read(
     form: str, k: int, change: str, where: float, mode: dict[str, Any]
 ) -> None:
-    """Only what was read before is delivered."""
     with shard_of(form) as (path, body, loader):
         batches = iter(loader(**mode))
         found = [name for _ in range(k) for name in next(batches)]
@@ -207,13 +206,7 @@ def test_any_change_while_it_is_read(
         check(found, read_on(batches, found))
 
 
-@given(
-    st.sampled_from([*EVERY]),
-    st.integers(1, BATCHES - 1),
-    st.sampled_from([*CHANGES]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(MODES),
-)
+@CHANGED
 def test_any_change_before_a_resume(
     form: str, k: int, change: str, where: float, mode: dict[str, Any]
 ) -> None:
@@ -234,29 +227,9 @@ def test_any_change_before_a_resume(
         assert rest == []
 
 
-@given(
-    st.sampled_from([*MARKED]),
-    st.floats(0, 1, exclude_max=True),
-    st.sampled_from(["loader", "workers"]),
-)
-@settings(
-    max_examples=settings().max_examples // 30,
-    phases=[Phase.generate],  # making it smaller would take minutes
-)
-def test_any_cut_in_workers(form: str, where: float, fetch: Any) -> None:
-    """The same with processes."""
-    with shard_of(form) as (path, body, loader):
-        put(path, body[: int(where * len(body))])
-        found: list[str] = []
-        error = read_on(loader(num_workers=1, fetch=fetch), found)
-        check(found, error)
-        assert isinstance(error, TruncatedReadError | None)
-
-
 @given(st.floats(0, 1, exclude_max=True))
 @settings(max_examples=settings().max_examples // 4)
 def test_any_cut_of_a_database(where: float) -> None:
-    """SQLite counts its pages."""
     with tempfile.TemporaryDirectory() as folder:
         stream = sqlite(Path(folder))
         path = Path(folder) / "a.db"

@@ -20,7 +20,6 @@ pytestmark = [
 
 
 def collated(samples: Any) -> Any:
-    """Return the names of the samples of a batch, or of a single one."""
     if not isinstance(samples, list):
         return upper(samples)
     return [upper(sample) for sample in samples]
@@ -28,7 +27,6 @@ def collated(samples: Any) -> Any:
 
 @st.composite
 def loading(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
-    """Draw the arguments of a loader, and after how many batches to stop."""
     size = draw(st.sampled_from([None, 1, 2, 3, 7, 20]))
     options = {"batch_size": size, "on_error": "skip", "collate_fn": collated}
     if size is not None:
@@ -40,7 +38,6 @@ def loading(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
 
 @given(chains(), loading())
 def test_in_this_process(chain: Chain, drawn: tuple[dict[str, Any], int]) -> None:
-    """Stopped anywhere, twice, with what follows."""
     options, k = drawn
     assert_resumes_exactly(lambda: DataLoader(chain.stream(), **options), stops=[k])
 
@@ -50,7 +47,6 @@ def test_in_this_process(chain: Chain, drawn: tuple[dict[str, Any], int]) -> Non
 async def test_for_tasks(
     chain: Chain, drawn: tuple[dict[str, Any], int], loop: Any
 ) -> None:
-    """The same by ``async for``, on a private loop and on the caller's."""
     options, k = drawn
     await assert_resumes_exactly_async(
         lambda: DataLoader(chain.stream(), loop=loop, **options), stops=[k]

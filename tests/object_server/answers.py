@@ -49,8 +49,6 @@ class Shelf:
     def __init__(
         self, objects: Mapping[str, Buffer], make: Make | None, sizes: Mapping[str, int]
     ) -> None:
-        if (make is None) != (not sizes):
-            raise ValueError("make and sizes go together: sizes has the size by name")
         self._make = make
         self._sizes = dict(sizes)
         self._began = time.time()
@@ -80,13 +78,6 @@ class Shelf:
             self._stored[name] = Stored(
                 len(whole), etag, time.time(), lambda start, stop: view[start:stop]
             )
-            self._sorted = None
-
-    def remove(self, name: str) -> None:
-        """Remove ``name``."""
-        with self._lock:
-            self._stored.pop(name, None)
-            self._sizes.pop(name, None)
             self._sorted = None
 
     def names(self) -> list[str]:
@@ -163,7 +154,6 @@ class Answer:
     has_body: bool = True
 
     def head(self) -> bytes:
-        """Return the bytes before the body."""
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
         lines.append(f"Content-Length: {self.stop - self.start}")
         lines += [f"{name}: {value}" for name, value in self.fields.items()]

@@ -157,9 +157,6 @@ class ObjectServer:
         bytes_per_second: float | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        if not isinstance(ssl_context, ssl.SSLContext | None):
-            kind = type(ssl_context).__name__
-            raise TypeError(f"ssl_context must be an ssl.SSLContext, got {kind}")
         self.faults: Faults = faults or Faults()
         self.latency = latency
         self.bytes_per_second = bytes_per_second
@@ -177,10 +174,6 @@ class ObjectServer:
     def replace(self, name: str, data: Buffer) -> None:
         """Replace ``name`` by ``data``; answers in progress continue."""
         self._shelf.replace(name, data)
-
-    def remove(self, name: str) -> None:
-        """Remove ``name``: it is answered with status 404 from now on."""
-        self._shelf.remove(name)
 
     def counts(self, name: str | None = None) -> Counts:
         """Return a copy of the counts for one name, or for all.
@@ -335,9 +328,6 @@ class ObjectServer:
                 await self._send(talk, request, self._error(request, fault))
             case "lying":
                 await self._send(talk, request, replace(honest, stop=cut))
-            case "slow":
-                speed = self.faults.slow_bytes_per_second
-                await self._send(talk, request, honest, bytes_per_second=speed)
             case "hangs":
                 await talk.reader.read()
                 return False
@@ -355,21 +345,13 @@ class ObjectServer:
         has_body = request.method != "HEAD"
         if fault.where < 0.5:
             return failure(500, "InternalError", has_body=has_body)
-        after = self.faults.retry_after
-        fields = {} if after is None else {"Retry-After": str(after)}
-        return failure(503, "SlowDown", fields, has_body=has_body)
+        return failure(503, "SlowDown", has_body=has_body)
 
     async def _send(
-        self,
-        talk: _Talk,
-        request: Request,
-        reply: Answer,
-        *,
-        stop: int | None = None,
-        bytes_per_second: float | None = None,
+        self, talk: _Talk, request: Request, reply: Answer, stop: int | None = None
     ) -> None:
         """Send the head of ``reply``, and its body up to ``stop``."""
-        speed = bytes_per_second or self.bytes_per_second
+        speed = self.bytes_per_second
         talk.writer.write(reply.head())
         piece = max(1, min(_PIECE, int(speed / _STEPS))) if speed else _PIECE
         end = reply.stop if stop is None else stop

@@ -15,19 +15,15 @@ class Counts:
         requests: Requests read.
         bytes: Bytes of bodies sent.
         in_flight: Requests being answered now.
-        peak: The highest number at once.
     """
 
     requests: int = 0
     bytes: int = 0
     in_flight: int = 0
-    peak: int = 0
 
     def enter(self) -> None:
-        """Count one more request."""
         self.requests += 1
         self.in_flight += 1
-        self.peak = max(self.peak, self.in_flight)
 
 
 class Tally:
@@ -77,14 +73,12 @@ class Tally:
                 self._changed.notify_all()
 
     def add_bytes(self, name: str, amount: int) -> None:
-        """Count bytes of a body."""
         with self._changed:
             self._total.bytes += amount
             self._by_name[name].bytes += amount
             self._changed.notify_all()
 
     def add_fault(self, kind: str) -> None:
-        """Count a fault."""
         with self._changed:
             self._faults[kind] += 1
             self._changed.notify_all()
