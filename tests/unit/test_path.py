@@ -16,7 +16,7 @@ LIMITS = {
     "for": (125, 25),
     "for, two workers": (273, 48),
     "async for, async dataset": (275, 40),
-    "async for, tar": (482, 69),
+    "async for, tar": (410, 62),
 }
 
 

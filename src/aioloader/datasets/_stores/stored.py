@@ -90,7 +90,6 @@ class StoredObject:
 
     @property
     def location(self) -> str:
-        """Its redacted address."""
         return self._store.locate(self._key)
 
     def whole(self, size: int) -> "Awaitable[Bytes | bytes | memoryview]":
@@ -182,7 +181,6 @@ class StoredObject:
         return await self._client.tries.make(attempt, self._store, self._key)
 
     async def _get(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, checked."""
         ranged, store, key = self._client.ranged, self._store, self._key
         name = hash((store, key))
         try:
