@@ -52,7 +52,7 @@ class FileBytes:
         self._path, self._known = path, known
         self._at, self._stop = start, sys.maxsize if stop is None else stop
         # Besides the buffer, the parsed data needs room.
-        self.at_once = max(SMALLEST, min(_FILE_PIECES, budget // 2))
+        self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None

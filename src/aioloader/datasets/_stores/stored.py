@@ -55,7 +55,7 @@ class Client:
 
     def __init__(self, policy: Requests) -> None:
         self.listings: dict[tuple[Address | None, str], Listing] = {}
-        self.tries = Tries(policy)
+        self.tries: Tries = Tries(policy)
         self.users = 0
         self.ranged: set[int] = set()
 
