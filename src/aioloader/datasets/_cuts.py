@@ -14,9 +14,8 @@ from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 from aioloader.datasets._stores.addresses import Address
-from aioloader.datasets._stores.bytes import Bytes
 from aioloader.datasets._stores.failures import NoRangesError
-from aioloader.datasets._stores.places import Places, each
+from aioloader.datasets._stores.places import Bytes, Places, each
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Version
 
@@ -40,22 +39,12 @@ class CannotCutError(Exception):
 
 
 class Cuts(Protocol):
-    """Finds where the shards of one format can be cut."""
+    """Finds where the shards of one format can be cut, or raises a CannotCutError."""
 
     async def __call__(
         self, places: Places, address: Address, size: int, count: int
     ) -> Sequence[int]:
-        """Return where all parts but the first start: in order, without duplicates.
-
-        Args:
-            places: Opens addresses.
-            address: The shard.
-            size: Its length, in bytes.
-            count: Number of parts of about the same size.
-
-        Raises:
-            CannotCutError: If it cannot be cut.
-        """
+        """Return where all but the first of ``count`` even parts start, in order."""
 
 
 async def cut_shards(
@@ -72,7 +61,7 @@ async def cut_shards(
 
     async def cut(at: int) -> list[Part]:
         shard, version, inner = shards[at], versions[at], list[int]()
-        if unpacker_of(places.name(shard)):
+        if unpacker_of(places.label(shard)):
             reasons[at] = "is compressed: unpack or split it"
         elif numbers[at] > 1:
             try:
@@ -112,7 +101,6 @@ async def _version(places: Places, shard: Address) -> Version:
 
 
 def checksum_of(parts: Sequence[Part]) -> str:
-    """Return a checksum of the cuts."""
     text = ";".join(f"{part.start}-{part.stop}" for part in parts)
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -173,7 +161,6 @@ def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
 
 
 async def read_whole(source: Bytes) -> bytes:
-    """Read and close."""
     parts: list[bytes] = []
     try:
         while data := bytes(await source.read()):

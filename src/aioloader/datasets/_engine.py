@@ -36,7 +36,7 @@ from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._stores.versions import Known, Version
+from aioloader.datasets._stores.versions import NOTHING, Known, Version
 from aioloader.datasets._streams.shards import (
     Parser,
     Position,
@@ -127,15 +127,12 @@ class Feed(io.RawIOBase):
         return max(0, missing)
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True: it knows its offset, and can skip bytes."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Skip bytes."""
         if whence == io.SEEK_CUR:
             offset += self.at
         if whence == io.SEEK_END or offset < self.at:
@@ -256,15 +253,15 @@ class ByteReader(Reader):
         self, places: Places, part: Part, kind: Kind, position: Position, budget: int
     ) -> None:
         address, start, stop, version = part
-        start = position.get("byte", start)
-        if unpacker := unpacker_of(places.name(address)):
+        start, location = position.get("byte", start), places.label(address)
+        if unpacker := unpacker_of(location):
             start, stop = 0, None
-        super().__init__(places.label(address), start, position.get("sample", 0))
-        known = Known.of(position, version)
+        super().__init__(location, start, position.get("sample", 0))
+        known = Known.of(position, version) if position or version else NOTHING
         self._source = source = places.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
-        self._kind, self._feed = kind, Feed(self.location, start, is_part=is_part)
-        self._unpacking = unpacker and unpacker(self.location)
+        self._kind, self._feed = kind, Feed(location, start, is_part=is_part)
+        self._unpacking = unpacker and unpacker(location)
         self._is_quick = kind.is_quick and unpacker is None
         self._steps = self.generator = kind.steps(self._feed)
         self._next: Any = start  # the mark before the next block
@@ -275,25 +272,20 @@ class ByteReader(Reader):
         self._fetching: concurrent.futures.Future[Buffer] | None = None
 
     def begin(self) -> None:
-        """Request the first bytes."""
         self._source.begin()
 
     def position(self) -> Position:
-        """Return the position of the next sample."""
         count = self.taken if self._unpacking is None else self.passed
         return {"byte": self.mark, "sample": count + self.skip}
 
     def version(self) -> tuple[str, Version] | None:
-        """Return the address and version of the stored shard."""
         version = self._source.version
         return None if version is None else (self.location, version)
 
     def bytes_ahead(self) -> int | None:
-        """Return the number of bytes requested and not yet used."""
         return self._source.bytes_ahead()
 
     def is_draining(self) -> bool:
-        """Return whether all bytes were requested."""
         return self._source.is_draining()
 
     # -- steps ----------------------------------------------------------------------
@@ -304,15 +296,16 @@ class ByteReader(Reader):
         None if a thread must do it: from the first time on that samples are large, or
         bytes of a file are missing. Other tasks of the loop get a turn before it.
         """
-        source, read = self._source, self._take_piece
+        source, is_costly = self._source, False
+        read: Callable[[], Buffer | None] = self._take_piece
         if not self._is_quick or self._is_hungry:
             return None
         if isinstance(source, FileBytes):
             await source.open()
-            read = source.read_cached
+            read = functools.partial(source.read_here, is_cached=True)
+            is_costly = self._kind.copies
         await asyncio.sleep(0)
-        made = self._gathered(_HERE, read, _TURN)
-        is_costly = self._kind.copies and isinstance(source, FileBytes)
+        made = self.gather(self._blocks(_HERE, read, _TURN))
         self._is_quick = self._is_hungry or (bool(made) and not is_costly)
         return made if made or self.is_over else None
 
@@ -323,15 +316,16 @@ class ByteReader(Reader):
             if self.thread is None:
                 await self._start_thread()
             # One step, which is limited in bytes and time where it reads.
-            args = 0, lambda: None, 0.0
-            return await in_thread(self._gathered, *args, executor=self.thread)
+            blocks = self._blocks(0, lambda: None, 0.0)
+            return await in_thread(self.gather, blocks, executor=self.thread)
         if isinstance(source, FileBytes):
-            return await source.use(functools.partial(self._gathered, source.at_once))
+            most = source.at_once
+            return await source.use(lambda read: self.gather(self._blocks(most, read)))
         if self._is_hungry:
             self._piece, self._is_hungry = await source.read(), False
             if self._is_quick:
                 return []
-        return await in_thread(self._gathered, sys.maxsize, self._take_piece)
+        return await in_thread(self.gather, self._blocks(sys.maxsize, self._take_piece))
 
     async def interrupt(self) -> None:
         """End the wait of a generator for bytes."""
@@ -339,16 +333,18 @@ class ByteReader(Reader):
             self._fetching.cancel()
 
     async def release(self) -> None:
-        """Close the source."""
         await self._source.aclose()
 
     async def _start_thread(self) -> None:
-        """Start the thread of a generator that waits."""
         loop = asyncio.get_running_loop()
         read: Callable[[], Buffer] = functools.partial(self._fetch, loop)
         if isinstance(self._source, FileBytes):
-            read = await self._source.use(lambda read: read)
-        self._feed.wait = lambda: self._unpacked(read) or b""
+            await self._source.open()
+            read = self._source.read_here
+        if self._unpacking is None:
+            self._feed.wait = read
+        else:
+            self._feed.wait = lambda: self._unpacked(read) or b""
         self.own_thread()
 
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> Buffer:
@@ -366,9 +362,6 @@ class ByteReader(Reader):
         self._is_hungry = piece is None
         return piece
 
-    def _gathered(self, *args: Any) -> Made:
-        return self.gather(self._blocks(*args))
-
     def _blocks(
         self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
     ) -> Iterator[tuple[Any, list[Any]]]:
@@ -384,8 +377,9 @@ class ByteReader(Reader):
         stop = time.thread_time() + seconds
         while count < limit:
             if self._asks:
-                is_enough = most <= 0 and (not count or stop == math.inf)
-                piece = None if is_enough else self._unpacked(read)
+                if most <= 0 and (not count or stop == math.inf):
+                    return
+                piece = self._unpacked(read) if self._unpacking else read()
                 if piece is None:
                     return
                 feed.give(piece)
@@ -410,8 +404,7 @@ class ByteReader(Reader):
 
     def _unpacked(self, read: Callable[[], Buffer | None]) -> Buffer | None:
         """Return the next piece, unpacked; None if ``read`` has none."""
-        if self._unpacking is None:
-            return read()
+        assert self._unpacking is not None
         packed: Buffer | None = None
         try:
             while (piece := self._unpacking.send(packed)) is None:
@@ -442,7 +435,6 @@ class ByteFormat(StoredFormat):
         self._cuts = cuts
 
     def cached(self, cache: CacheDir) -> Self:
-        """Return the same format, with shards read through a cache."""
         clone = copy.copy(self)
         clone.places = self.places.cached(cache)
         return clone
@@ -450,7 +442,6 @@ class ByteFormat(StoredFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
-        """Return the addresses, in order."""
         stack.push_async_callback(self.places.aclose)
         return await self.places.expand(self._addresses)
 
@@ -465,7 +456,6 @@ class ByteFormat(StoredFormat):
         return await cut_shards(self.places, shards, count, self._cuts)
 
     async def sizes(self, shards: Sequence[Any], *, must: bool) -> Sequence[int] | None:
-        """Return the lengths of the shards, in bytes, if all are known."""
         if isinstance(shards[0], Part):
             return [part.stop - part.start for part in shards]
         return await self.places.sizes(shards, must=must)
@@ -478,6 +468,5 @@ class ByteFormat(StoredFormat):
         return {**names, "cuts": checksum_of(shards)}
 
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
-        """Return a reader of one shard."""
         part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
         return ByteReader(self.places, part, self._kind, position, budget)

@@ -64,11 +64,13 @@ class StreamOptions(StoreOptions, OrderOptions, total=False):
     """Keywords of every stream whose shards are in a store or on disk."""
 
 
-def check_at_least(value: int, least: int, name: str) -> None:
-    """Raise a TypeError or a ValueError unless ``value`` is an integer, and enough."""
+def check_at_least(value: int, least: int, name: str) -> int:
+    """Return an integer; raise a TypeError or a ValueError unless it is enough."""
     check_is(value, SupportsIndex, name, "an integer")
-    if operator.index(value) < least:
+    number = operator.index(value)
+    if number < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    return number
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:

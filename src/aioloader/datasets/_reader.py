@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from aioloader._order.blocks import Block
 from aioloader._order.raising import raisable
@@ -30,33 +30,24 @@ class Reader(ShardReader):
 
     Args:
         location: Redacted address of the shard.
-        mark: The mark before the first block.
-        skip: Samples to drop first.
-
-    Attributes:
-        location: As above.
-        is_ahead: Whether the next step runs while the blocks of one are passed on.
-        mark: The mark before the current block.
-        taken: Samples of that block that were passed on or dropped,
-        passed: and of all blocks.
+        mark: The mark before the first block; then that before the current one.
         skip: Samples that are still to be dropped.
-        is_over: No other step will follow; a step that runs should end.
-        generator: Makes the samples; closed in the thread that runs it.
-        thread: That thread, if it is the reader's own; None: any of the loop's.
     """
 
-    is_ahead: ClassVar[bool] = False
+    is_ahead = False  # whether the next step runs while the blocks of one are passed on
     location: str
     mark: Any
     skip: int
-    taken: int
-    passed: int
-    is_over: bool
+    taken: int  # samples of the current block that were passed on or dropped
+    passed: int  # and of all blocks
+    is_over: bool  # no other step will follow; one that runs should end
 
     def __init__(self, location: str, mark: Any, skip: int = 0) -> None:
         self.location, self.mark, self.skip = location, mark, skip
         self.taken = self.passed = 0
         self.is_over = False
+        # What makes the samples is closed in the thread that runs it: the reader's own,
+        # or any of the loop's.
         self.generator: Generator[Any, Any, Any] | None = None
         self.thread: ThreadPoolExecutor | None = None
         self._block: Block = []
@@ -75,7 +66,7 @@ class Reader(ShardReader):
         return None
 
     async def interrupt(self) -> None:
-        """End what a step in a thread waits for."""
+        """End what a step in a thread of its own waits for."""
 
     async def release(self) -> None:
         """Release what is open; nothing runs any more."""
@@ -167,7 +158,8 @@ class Reader(ShardReader):
         making, self._making = self._making, None
         thread, self.thread = self.thread, None
         try:
-            await self.interrupt()
+            if thread is not None:
+                await self.interrupt()
             if making is not None:
                 making.cancel()
                 await asyncio.wait([making])

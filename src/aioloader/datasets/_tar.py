@@ -228,6 +228,7 @@ class _Archive:
 
     def read(self) -> Steps:
         error: DatasetError | None = None
+        yield None  # the first piece, so that its first member takes the fast path too
         try:
             yield from self._read_members()
         except DamageError as damage:

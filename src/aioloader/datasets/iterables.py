@@ -16,7 +16,6 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -62,7 +61,7 @@ def from_iterable(source: Source) -> Stream[Any]:
         TypeError: If it is an iterator, which can be read only once.
     """
     _check_is_no_iterator(source, "from_iterable", Iterator)
-    return _Iterable(source, _SyncCursor)
+    return _Iterable(source, is_async=False)
 
 
 def from_async_iterable(source: AsyncSource) -> Stream[Any]:
@@ -76,7 +75,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
         TypeError: If it is an async iterator, which can be read only once.
     """
     _check_is_no_iterator(source, "from_async_iterable", AsyncIterator)
-    return _Iterable(source, _AsyncCursor)
+    return _Iterable(source, is_async=True)
 
 
 def _check_is_no_iterator(source: object, name: str, kind: type) -> None:
@@ -90,14 +89,13 @@ def _check_is_no_iterator(source: object, name: str, kind: type) -> None:
 class _Iterable(Stream[Any]):
     """A stream of the samples of a plain or async iterable."""
 
-    def __init__(self, source: Any, cursor: "type[_Cursor]") -> None:
+    def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
-        self._source = source
-        self._cursor = cursor
+        self._source, self._is_async = source, is_async
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over this reader's samples."""
-        return self._cursor(self._source, reading, state)
+        return _Cursor(self._source, reading, state, is_async=self._is_async)
 
     def reread(self) -> list[str]:
         """Return the name of the source, unless its epochs can be repeated."""
@@ -124,17 +122,17 @@ class _Iterable(Stream[Any]):
 
 
 class _Cursor(Replayed):
-    """Selects this reader's samples, and counts the samples read.
+    """Selects this reader's samples of a source, and counts the samples read.
 
-    Args:
-        source: The user's source.
-        reading: The epoch, and this reader's number.
-        state: How many samples were read before.
+    A plain iterable is read in one thread, because some iterables need that.
     """
 
-    def __init__(self, source: Any, reading: Reading, state: State) -> None:
+    def __init__(
+        self, source: Any, reading: Reading, state: State, *, is_async: bool
+    ) -> None:
         super().__init__(state)
-        self._source = source
+        self._source, self._is_async = source, is_async
+        self._thread: ThreadPoolExecutor | None = None
         self._epoch = reading.epoch
         self._share = reading.share
         self._start: int = state.get("read", 0)
@@ -146,7 +144,12 @@ class _Cursor(Replayed):
 
     async def _next(self, count: int) -> tuple[list[Any], bool]:
         """Return the next samples of all readers, and whether it has ended."""
-        raise NotImplementedError
+        if self._is_async:
+            return self._begin(aiter) or await read_block_async(self._iterator, count)
+        found: tuple[list[Any], bool] = await self._in_thread(
+            lambda: self._begin(iter) or read_block(self._iterator, count)
+        )
+        return found
 
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
@@ -194,57 +197,31 @@ class _Cursor(Replayed):
             set_epoch(self._epoch)
         return made
 
-
-class _SyncCursor(_Cursor):
-    """Reads a plain iterable in one thread, because some iterables need that."""
-
-    _thread: ThreadPoolExecutor | None = None
-
-    async def _next(self, count: int) -> tuple[list[Any], bool]:
-        self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
-        found: tuple[list[Any], bool]
-        found = await self._in_thread(partial(self._next_here, count))
-        return found
-
-    def _next_here(self, count: int) -> tuple[list[Any], bool]:
+    def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
+        """Begin at the first call; return what ends it if that fails."""
         try:
             if self._iterator is None:
-                self._iterator = iter(self._opened())
+                self._iterator = begin(self._opened())
         except BaseException as error:  # noqa: BLE001  (raised at the end)
             return [failed(error)], True
-        return read_block(self._iterator, count)
+        return None
+
+    async def _in_thread(self, job: Callable[[], Any]) -> Any:
+        self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     async def _close(self) -> None:
-        """Close a generator in its thread, and end the thread."""
+        """Close a generator, where it runs, or an inner stream; end the thread."""
         self._has_ended = True
         if (thread := self._thread) is not None:
             await self._in_thread(self._end)
             self._thread = None
             await asyncio.to_thread(thread.shutdown)
-
-    async def _in_thread(self, job: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        iterator, self._iterator = self._iterator, None
+        if inspect.isasyncgen(iterator) or isinstance(iterator, StreamIterator):
+            await iterator.aclose()
 
     def _end(self) -> None:
         if inspect.isgenerator(self._iterator):
             self._iterator.close()
         self._iterator = None
-
-
-class _AsyncCursor(_Cursor):
-    """Reads an async iterable."""
-
-    async def _next(self, count: int) -> tuple[list[Any], bool]:
-        try:
-            if self._iterator is None:
-                self._iterator = aiter(self._opened())
-        except BaseException as error:  # noqa: BLE001  (raised at the end)
-            return [failed(error)], True
-        return await read_block_async(self._iterator, count)
-
-    async def _close(self) -> None:
-        """Close a generator, or an inner stream."""
-        self._has_ended = True
-        iterator, self._iterator = self._iterator, None
-        if inspect.isasyncgen(iterator) or isinstance(iterator, StreamIterator):
-            await iterator.aclose()

@@ -136,7 +136,7 @@ class MDSFormat(ByteFormat):
         wanted = shares([shard.size for shard in shards], count)
         for shard, number in zip(shards, wanted, strict=True):
             starts: Sequence[int] = ()
-            if number > 1 and not unpacker_of(self.places.name(shard.address)):
+            if number > 1 and not unpacker_of(self.places.label(shard.address)):
                 stop = 4 + 4 * shard.samples
                 head = self.places.open(shard.address, 0, _PIECE, stop=stop)
                 offsets = f"<{shard.samples}I"

@@ -4,8 +4,9 @@ import asyncio
 import operator
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from heapq import heapreplace
 from itertools import chain
@@ -109,9 +110,6 @@ class ShardedStream(Stream[Sample_co]):
         ValueError: If ``interleave`` or ``max_bytes`` is below 1.
     """
 
-    # Distinguishes streams of equal description, alike on all ranks.
-    _place = ""
-
     @names_options
     def __init__(
         self,
@@ -125,14 +123,12 @@ class ShardedStream(Stream[Sample_co]):
     ) -> None:
         super().__init__()
         check_is(seed, SupportsIndex, "seed", "an integer")
-        check_at_least(interleave, 1, "interleave")
-        check_at_least(max_bytes, 1, "max_bytes")
         self.made_by = made_by
         self._shuffle = shuffle
         self._seed = operator.index(seed)
-        self._interleave = operator.index(interleave)
+        self._interleave = check_at_least(interleave, 1, "interleave")
         self._deterministic = deterministic
-        self._max_bytes = max_bytes
+        self._max_bytes = check_at_least(max_bytes, 1, "max_bytes")
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor over the lanes of this reader.
@@ -150,18 +146,24 @@ class ShardedStream(Stream[Sample_co]):
             )
         if id(self) not in reading.listed:
             began = perf_counter()
-            found = reading.listed[id(self)] = await self._agreed(reading, known)
+            find = self._list if reading.agreement is None else self._agreed
+            found = reading.listed[id(self)] = await find(reading, known)
             if (listed := LISTED.get()) is not None:
                 listed.shards += len(found.shards)
                 listed.seconds += perf_counter() - began
         shards, summary, sizes = reading.listed[id(self)]
-        self._check(summary, known, share.readers)
+        is_same = known is None or known == summary
+        if summary["count"] < share.readers or not is_same:
+            raise self._mismatch(summary, known, share.readers)
         mine = (await self._shares(reading, len(shards), sizes))[share.reader]
         lanes = min(-(-self._interleave // share.readers), len(mine))
         states = state.get("lanes") or [{} for _ in range(lanes)]
         if not reading.is_strict:
             states = [_without_stamp(one) for one in states]
         budget = self._max_bytes // max(1, lanes * share.hosted)
+        if lanes == 1:
+            (only,) = states
+            return Lane(self.made_by, shards, mine, budget, only, summary)
         opened = [
             Lane(self.made_by, shards, mine[lane::lanes], budget, one)
             for lane, one in zip(range(lanes), states, strict=True)
@@ -175,8 +177,11 @@ class ShardedStream(Stream[Sample_co]):
         return Ahead.NEVER if changes else Ahead.FREE
 
     def places(self) -> list[str]:
-        """Return what distinguishes it from streams of equal description."""
-        return [self._place]
+        """Return what distinguishes it from streams of equal description.
+
+        It is alike on all ranks.
+        """
+        return [""]
 
     def describe(self) -> State:
         """Return the format's description, and the order of shards and lanes."""
@@ -195,19 +200,20 @@ class ShardedStream(Stream[Sample_co]):
         Raises:
             DatasetError: If other ranks have found other shards.
         """
-        readers = reading.share.readers
-        if reading.agreement is None:
-            return await self._list(reading.stack, known, readers)
-        what = [self.describe(), self._place]
-        find = lambda stack, theirs: self._list(stack, known or theirs, readers)  # noqa: E731
-        return await reading.agreement.on(what, repr(self), reading.stack, find)
+        assert reading.agreement is not None
 
-    async def _list(
-        self, stack: AsyncExitStack, known: Summary | None, readers: int
-    ) -> "_Listing":
+        def find(stack: AsyncExitStack, theirs: Any) -> Awaitable[_Listing]:
+            return self._list(replace(reading, stack=stack), known or theirs)
+
+        what = [self.describe(), *self.places()]
+        agreement, stack = reading.agreement, reading.stack
+        found: _Listing = await agreement.on(what, repr(self), stack, find)
+        return found
+
+    async def _list(self, reading: Reading, known: Summary | None) -> "_Listing":
         """Return all shards, cut if too few."""
-        made_by = self.made_by
-        shards = await made_by.shards(stack, known)
+        made_by, readers = self.made_by, reading.share.readers
+        shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
         if len(shards) > _MANY:  # in a thread, because many take a while
@@ -244,24 +250,24 @@ class ShardedStream(Stream[Sample_co]):
         shares: Sequence[Sequence[int]] = deals[reading.epoch]
         return shares
 
-    def _check(self, summary: Summary, known: Summary | None, readers: int) -> None:
+    def _mismatch(self, summary: Summary, known: Any, readers: int) -> Exception:
+        """Return the error for too few shards, or for others than in the state."""
         count = summary["count"]
         if count < readers:
-            raise ValueError(
+            return ValueError(
                 f"{self!r} has {count} shards for {readers} readers (ranks x workers, "
                 f"or as `readers` says): {readers - count} would have nothing to read; "
                 "use fewer, or more, smaller shards"
             )
-        if known is not None and known != summary:
-            others = f"has {count}"
-            if known["count"] == count:
-                others = "has others, of other lengths, or in another order"
-            raise StateMismatchError(
-                f"the state was saved with {known['count']} shards, but {self!r} "
-                f"{others}; load it with the same shards",
-                expected=known,
-                found=summary,
-            )
+        others = f"has {count}"
+        if known["count"] == count:
+            others = "has others, of other lengths, or in another order"
+        return StateMismatchError(
+            f"the state was saved with {known['count']} shards, but {self!r} "
+            f"{others}; load it with the same shards",
+            expected=known,
+            found=summary,
+        )
 
 
 class _Listing(NamedTuple):
@@ -335,10 +341,21 @@ class StoredStream(ShardedStream[Sample_co]):
         self._addresses = sealed(addresses)
         if not self._addresses:
             raise ValueError("no shards: the list of addresses is empty")
-        self._place = _place_of(self._addresses, store)
-        kept = _cache_of(cache, cache_bytes)
-        places = Places(store, hidden(store_options), policy_of(requests), kept)
-        places.check(self._addresses)
+        self._root = type(store).__name__
+        if isinstance(store, (str, PurePath)):
+            self._root = shown_address(str(store))
+        check_at_least(cache_bytes, 1, "cache_bytes")
+        kept = None
+        if cache is not None:
+            check_is(cache, (str, PathLike), "cache", "a directory")
+            kept = CacheDir(cache, cache_bytes)
+        places = Places(
+            store,
+            {} if store_options is None else hidden(store_options),
+            None if requests is None else policy_of(requests),
+            kept,
+            self._addresses,
+        )
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
@@ -349,27 +366,15 @@ class StoredStream(ShardedStream[Sample_co]):
         clone.made_by = self.made_by.cached(CacheDir(directory, max_bytes))
         return clone
 
+    def places(self) -> list[str]:
+        """Return the place of the shards, as far as it stays when some come or go."""
+        first = min(map(shown_address, self._addresses))
+        folder, slash, name = first.rpartition("/")
+        name = re.sub("[0-9]+", "", name)
+        return [f"{self._root} {folder}{slash}{name}"]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(self._addresses)})"
-
-
-def _cache_of(
-    directory: "str | os.PathLike[str] | None", max_bytes: int
-) -> CacheDir | None:
-    check_at_least(max_bytes, 1, "cache_bytes")
-    if directory is None:
-        return None
-    check_is(directory, (str, PathLike), "cache", "a directory")
-    return CacheDir(directory, max_bytes)
-
-
-def _place_of(addresses: "list[Address]", store: Any) -> str:
-    """Return the place of shards, as far as it is stable when some come or go."""
-    root = str(store) if isinstance(store, (str, PurePath)) else type(store).__name__
-    root = shown_address(root)
-    first = min(map(shown_address, addresses), default="")
-    folder, slash, name = first.rpartition("/")
-    return f"{root} {folder}{slash}{re.sub('[0-9]+', '', name)}"
 
 
 class ByteStream(StoredStream[Sample_co]):

@@ -100,17 +100,18 @@ class Stream(Iterated[Sample_co]):
         The permutation differs for each window and epoch. Interleaved shards bring
         samples of many places into one window.
         """
-        described = {"size": _whole(size, 1, "size"), "seed": operator.index(seed)}
+        size = check_at_least(size, 1, "size")
+        described = {"size": size, "seed": operator.index(seed)}
         return _Step(self, Shuffled, described)
 
     def take(self, count: int) -> "Stream[Sample_co]":
         """Return the stream of the first ``count`` samples of each reader."""
-        count = _whole(count, 0, "count")
+        count = check_at_least(count, 0, "count")
         return _Step(self, Taken, {"count": count}, left=count)
 
     def skip(self, count: int) -> "Stream[Sample_co]":
         """Return the stream without the first ``count`` samples of each reader."""
-        count = _whole(count, 0, "count")
+        count = check_at_least(count, 0, "count")
         return _Step(self, Skipped, {"count": count}, left=count)
 
     def repeat(self, times: int | None = None) -> "Stream[Sample_co]":
@@ -118,7 +119,7 @@ class Stream(Iterated[Sample_co]):
 
         Each pass is shuffled differently. Without ``times`` it is endless.
         """
-        times = None if times is None else _whole(times, 1, "times")
+        times = None if times is None else check_at_least(times, 1, "times")
         return _Repeat(self, Repeated, {"times": times})
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
@@ -137,12 +138,13 @@ class Stream(Iterated[Sample_co]):
         their samples nor their order. The number of ranks and workers stays that of the
         first epoch. ``async for`` without a loader starts at the beginning each time.
         """
-        described = {"count": _whole(count, 1, "count")}
+        described = {"count": check_at_least(count, 1, "count")}
         return _EpochLength(self.repeat(), EpochPart, described)
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
-        described = {"size": _whole(size, 1, "size"), "drop_last": drop_last}
+        size = check_at_least(size, 1, "size")
+        described = {"size": size, "drop_last": drop_last}
         return _Step(self, Batched, described)
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
@@ -201,30 +203,7 @@ class Stream(Iterated[Sample_co]):
 # -- streams made of streams ------------------------------------------------------
 
 
-def _whole(value: int, least: int, name: str) -> int:
-    """Return an argument that is an integer, and large enough."""
-    check_at_least(value, least, name)
-    return operator.index(value)
-
-
-class _Made(Stream[Any]):
-    """A stream made of others; the ranks and readers of the first one apply.
-
-    Args:
-        sources: The others.
-        described: The parameters that determine the samples.
-    """
-
-    def __init__(self, sources: Sequence[Stream[Any]], described: State) -> None:
-        super().__init__()
-        first = sources[0]
-        self.ranks, self.num_readers = first.ranks, first.num_readers
-        self.rank_store = first.rank_store
-        self.sources = tuple(sources)
-        self._described = described
-
-
-class _Step(_Made):
+class _Step(Stream[Any]):
     """A stream made of another one by a step.
 
     Args:
@@ -237,7 +216,8 @@ class _Step(_Made):
     def __init__(
         self, upstream: Stream[Any], step: type[Step], described: State, **more: Any
     ) -> None:
-        super().__init__([upstream], described)
+        super().__init__(upstream)
+        self._described = described
         self._step = step
         self._more = more
 
@@ -349,8 +329,12 @@ class _EpochLength(_Step):
         return f"{self.upstream!r}.epoch_length({self.total()})"
 
 
-class _Mix(_Made):
-    """Several streams as one."""
+class _Mix(Stream[Any]):
+    """Several streams as one; ``how`` determines the samples."""
+
+    def __init__(self, streams: Sequence[Stream[Any]], how: State) -> None:
+        super().__init__(*streams)
+        self._how = how
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
         """Return each source and its state."""
@@ -359,7 +343,7 @@ class _Mix(_Made):
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         cursors = [await one.open(reading, up) for one, up in self._each(state)]
-        how = self._described
+        how = self._how
         key = (how["seed"], reading.epoch, reading.share.reader)
         options: Any = {"until": how["until"], "ahead": self.ahead()}
         return Mixed(cursors, how["weights"], key, state, **options)
@@ -372,11 +356,11 @@ class _Mix(_Made):
     def describe(self) -> State:
         """Return how the streams are mixed, and their descriptions."""
         streams = [stream.describe() for stream in self.sources]
-        return {"kind": "mix", "streams": streams, **self._described}
+        return {"kind": "mix", "streams": streams, **self._how}
 
     def is_endless(self) -> bool:
         """Tell whether it never ends: its first source does not, or its last."""
-        ends = all if self._described["until"] == "first" else any
+        ends = all if self._how["until"] == "first" else any
         return ends(stream.is_endless() for stream in self.sources)
 
     def __repr__(self) -> str:

@@ -54,7 +54,8 @@ def sealed(addresses: Any) -> list[Address]:
                 f"addresses must be paths or URLs, but number {number} is of type "
                 f"{type(address).__name__}"
             )
-        made.append(private(os.fsdecode(address)))
+        plain = os.fsdecode(address)
+        made.append(private(plain) if "://" in plain else plain)
     return made
 
 
@@ -112,6 +113,8 @@ def _split(url: str) -> tuple[str, str, bool]:
 
 def name_of(address: Address) -> str:
     """Return the whole name of a shard, decoded, without account and query."""
+    if "://" not in address:
+        return address
     if is_local(address):
         return path_of(address)
     root, path, _ = _split(address)

@@ -8,7 +8,6 @@ size and version that came with the first.
 import asyncio
 import sys
 from collections import deque
-from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -24,29 +23,6 @@ SMALLEST = 1 << 16
 _AHEAD, _WORTHWHILE = 15, 1 << 20
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
 START_DIVISOR = 8
-
-
-class Bytes(Protocol):
-    """A shard's bytes, in order."""
-
-    @property
-    def version(self) -> Version | None:
-        """Version of the whole shard; None until it is known."""
-
-    async def read(self) -> Buffer:
-        """Return the next piece, valid until the next call; empty at the end."""
-
-    def begin(self) -> None:
-        """Start reading ahead."""
-
-    def is_draining(self) -> bool:
-        """Return whether another shard may be opened: the rest is coming."""
-
-    def bytes_ahead(self) -> int | None:
-        """Return how much is requested and not read; None if the size is not known."""
-
-    async def aclose(self) -> None:
-        """Stop pending work and wait for it to end."""
 
 
 class ObjectBytes:
@@ -82,7 +58,6 @@ class ObjectBytes:
 
     @property
     def _end(self) -> int:
-        """Where reading ends, as far as it is known."""
         return (
             self._stop if self.version is None else min(self.version.size, self._stop)
         )
@@ -93,7 +68,7 @@ class ObjectBytes:
             self._request()
 
     async def read(self) -> Buffer:
-        """Return the next piece."""
+        """Return the next piece, valid until the next call; empty at the end."""
         if self._whole is not None:
             return await self._next_chunk(self._whole)
         self._window = self._most
@@ -118,7 +93,7 @@ class ObjectBytes:
         return is_all and self._at - self._read <= self._most // 2
 
     def bytes_ahead(self) -> int | None:
-        """Return how much is held or in flight."""
+        """Return how much is held or in flight; None if the size is not known."""
         is_known = self.version is not None or self._is_over
         return self._at - self._read if is_known else None
 

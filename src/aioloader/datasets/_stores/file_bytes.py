@@ -52,7 +52,7 @@ class FileBytes:
         self._path, self._known = path, known
         self._at, self._stop = start, sys.maxsize if stop is None else stop
         # Besides the buffer, the parsed data needs room.
-        self.at_once = max(SMALLEST, min(_FILE_PIECES, budget // 2))
+        self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
         self._file: Any = None
@@ -60,8 +60,11 @@ class FileBytes:
     def begin(self) -> None:
         """Do nothing: a file needs no request."""
 
+    def bytes_ahead(self) -> int:
+        """Return 0: a file is read on demand."""
+        return 0
+
     async def read(self) -> Buffer:
-        """Return the next piece."""
         return await self.use(lambda read: read())
 
     async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
@@ -71,68 +74,53 @@ class FileBytes:
         thread call is cheaper than one per piece, and pieces stay in that core's cache.
         """
         await self.open()
-        return await in_thread(function, self._next)
+        return await in_thread(function, self.read_here)
 
     async def open(self) -> None:
-        """Open the file, unless it is open."""
         if self._file is None:
             try:
                 await outlast(asyncio.create_task(self._open()))
             except OSError as error:
                 raise file_failure(self._path, error) from error
 
-    def read_cached(self) -> Buffer | None:
-        """Return the next small piece; None if that might wait, for a disk or network.
-
-        The file must be open.
-        """
-        return self._piece(_read_cached, min(_CACHED_PIECE, self._length))
-
     def is_draining(self) -> bool:
         """Return whether the end is near."""
-        return self.version is not None and self._at >= self._end
-
-    def bytes_ahead(self) -> int:
-        """Return 0: a file is read on demand."""
-        return 0
+        return self.version is not None and self._at >= self._stop
 
     async def aclose(self) -> None:
-        """Close the file."""
         if self._file is not None:
             file, self._file = self._file, None
             await outlast(asyncio.ensure_future(file.close()))
-
-    @property
-    def _end(self) -> int:
-        assert self.version is not None
-        return min(self.version.size, self._stop)
 
     async def _open(self) -> None:
         # Unbuffered: large reads need no second copy.
         self._file = await aiofiles.open(self._path, "rb", buffering=0)
         version = version_of_file(self._file.fileno())
-        self._known.check(self._path, version, self._at)
-        self.version = version
+        if self._at or self._known is not NOTHING:
+            self._known.check(self._path, version, self._at)
+        self.version, self._stop = version, min(version.size, self._stop)
         if self._at:
             await self._file.seek(self._at)
 
-    def _next(self) -> Any:
-        return self._piece(_read_into, self._length)
+    def read_here(self, *, is_cached: bool = False) -> Any:
+        """Return the next piece of the open file, which must be unchanged.
 
-    def _piece(
-        self, read: Callable[[int, memoryview], int | None], most: int
-    ) -> Buffer | None:
-        """Read one piece; check that the file is unchanged."""
+        Without a thread it is a small one, ``is_cached``; None if that might wait, for
+        a disk or network.
+        """
         assert self.version is not None
-        size = self.version.size
+        size, most = self.version.size, self._length
+        if is_cached:
+            most = min(_CACHED_PIECE, most)
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
             self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
-        wanted = min(most, max(0, self._end - self._at))
+        wanted = min(most, max(0, self._stop - self._at))
         # The file of aiofiles would use another thread.
         file: int = self._file.fileno()
         try:
+            read = _read_cached if is_cached else _read_into
             length = read(file, self._buffer[:wanted]) if wanted else 0
             if length is None:
                 return None

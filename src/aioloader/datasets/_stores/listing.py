@@ -17,10 +17,8 @@ import numpy as np
 from anyio.from_thread import start_blocking_portal
 
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import Requests, Tries
+from aioloader.datasets._stores.requests import USUAL, Requests, Tries
 from aioloader.datasets._stores.sources import Sized, Store
-
-_AS_A_RULE = Requests()
 
 
 class Listing(Iterable[str]):
@@ -86,15 +84,13 @@ def _is_folder(keys: Sequence[str], at: int) -> bool:
     return not key or (first < len(keys) and keys[first].startswith(below))
 
 
-def list_blocking(store: Store, prefix: str, policy: Requests = _AS_A_RULE) -> Listing:
+def list_blocking(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
     """List a store in the calling thread, which waits: see ``list_async``."""
     with start_blocking_portal() as portal:
         return portal.call(list_async, store, prefix, policy)
 
 
-async def list_async(
-    store: Store, prefix: str, policy: Requests = _AS_A_RULE
-) -> Listing:
+async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
     """List a store without blocking the event loop."""
     tries, walk = Tries(policy), _Walk(store, prefix)
     try:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
@@ -32,14 +32,14 @@ from aioloader.datasets._stores.addresses import (
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import Bytes, ObjectBytes
+from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
 from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
 from aioloader.datasets._stores.stores import store_of
@@ -51,6 +51,8 @@ from aioloader.datasets._stores.versions import (
 )
 
 T = TypeVar("T")
+# A shard's bytes, in order.
+Bytes: TypeAlias = FileBytes | ObjectBytes
 # Files whose sizes or ends are read at once.
 _AT_ONCE = 32
 
@@ -62,18 +64,27 @@ class Listed(list[Any]):
 
 
 class Places:
-    """Opens addresses; pickled without open stores."""
+    """Opens addresses; pickled without open stores.
+
+    Args:
+        store: What ``addresses`` are relative to.
+        options: Options of the store that they name.
+        requests: The policy of requests; default: the usual one.
+        cache: Keeps what is read from a store.
+        addresses: What will be opened; of paths alone no store and no client is made.
+    """
 
     def __init__(
         self,
         store: Any,
         options: Options,
-        requests: Requests,
+        requests: Requests | None,
         cache: CacheDir | None = None,
+        addresses: Sequence[Address] = (),
     ) -> None:
         self.kept_in = cache
         self._options = options
-        self._requests = requests
+        self._requests = requests or USUAL
         self._base: Store | None = None
         self._folder = ""
         if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
@@ -82,12 +93,14 @@ class Places:
         elif store is not None:
             self._base = store_of(store, options)
         self._stores: dict[Address, Store] = {}
-        self._per_loop: PerLoop[Client] = PerLoop(partial(Client, requests))
+        self._per_loop: PerLoop[Client] | None = None
+        if self._base is not None or any("://" in one for one in addresses):
+            self._per_loop = PerLoop(partial(Client, self._requests))
+        if self._base is None and (self._per_loop is not None or options):
+            self._check(addresses)
 
-    def check(self, addresses: list[Address]) -> None:
+    def _check(self, addresses: Sequence[Address]) -> None:
         """Check that the first address is valid, and the store accepts its options."""
-        if self._base is not None:
-            return
         remote = (one for one in addresses if not is_local(one))
         first = next(remote, None) if self._options else addresses[0]
         if first is None:
@@ -100,7 +113,6 @@ class Places:
             self._store_of(first)
 
     def cached(self, cache: CacheDir) -> Self:
-        """Return the same places, read through a cache."""
         clone = copy.copy(self)
         clone.kept_in = cache
         return clone
@@ -112,11 +124,13 @@ class Places:
 
         An iteration begins with it, and ends with ``aclose``.
         """
-        self._per_loop.here().users += 1
+        if self._per_loop is not None:
+            self._per_loop.here().users += 1
         found = Listed()
         for pattern in sealed(patterns):
-            for address in braces(pattern):
-                listed = await self._listed(address)
+            for address in braces(pattern) if "{" in pattern else [pattern]:
+                is_plain = not has_signs(address)
+                listed = Listed([address]) if is_plain else await self._listed(address)
                 if not found:
                     found = listed  # avoids copying a million of them
                     continue
@@ -130,7 +144,7 @@ class Places:
         return found
 
     async def _listed(self, address: Address) -> Listed:
-        """Return an address, or its matches if it is a pattern."""
+        """Return the matches of a pattern; an address that is none."""
         store, root, pattern = self._base, None, address
         if store is not None:
             pattern = address.removeprefix("/")
@@ -141,15 +155,13 @@ class Places:
             store, _ = self._store_of(root)
         else:
             return Listed([address])
-        if not has_signs(pattern):
-            return Listed([address])
         if store is None:
             files, _ = await asyncio.to_thread(globbed, pattern, self._folder)
             found = Listed(files)
         else:
             folder = folder_of(pattern)
             listing = await list_async(store, folder, self._requests)
-            self._per_loop.here().listings[root, folder] = listing
+            self._client().listings[root, folder] = listing
             found = await asyncio.to_thread(_matching, listing, pattern, root)
         if not found:
             label = self.label(address)
@@ -167,14 +179,22 @@ class Places:
         return store.locate(key)
 
     def name(self, address: Address) -> str:
-        """Return a shard's name, redacted; its ending shows its compression."""
+        """Return a shard's name, redacted; its folders may be columns."""
         return address if self._base is not None else name_of(address)
 
     def path(self, address: Address) -> str | None:
         """Return the path of a local file, or None."""
-        if self._base is None and is_local(address):
-            return os.path.join(self._folder, path_of(address))  # noqa: PTH118
-        return None
+        if self._base is not None:
+            return None
+        if "://" in address:  # of a million addresses most are plain paths
+            if not is_local(address):
+                return None
+            address = path_of(address)
+        return os.path.join(self._folder, address)  # noqa: PTH118
+
+    def _client(self) -> Client:
+        assert self._per_loop is not None  # there is a store
+        return self._per_loop.here()
 
     def _store_of(self, address: Address) -> tuple[Store, str]:
         """Return the store of an address, and the key in it."""
@@ -203,7 +223,6 @@ class Places:
         return ObjectBytes(self._object(address), start, budget, known, stop)
 
     async def version(self, address: Address) -> Version:
-        """Return the version of a shard, which has the size that was listed."""
         if (path := self.path(address)) is not None:
             try:
                 return await asyncio.to_thread(version_of_file, path)
@@ -214,7 +233,6 @@ class Places:
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
-        """Return bytes of an object at a version."""
         return await self._object(address).read(start, stop, version)
 
     async def sizes(
@@ -244,10 +262,10 @@ class Places:
             if isinstance(store, OwnStore):
                 warn_once(cache, store.label, "it has no label to name its bytes")
             cache = None
-        return StoredObject(self._per_loop.here(), store, key, cache, name)
+        return StoredObject(self._client(), store, key, cache, name)
 
     def _as_listed(self, address: Address) -> Version | None:
-        here = self._per_loop.here()
+        here = self._client()
         if not here.listings:
             return None
         place = (None, address) if self._base is not None else split(address)
@@ -255,7 +273,9 @@ class Places:
 
     async def aclose(self) -> None:
         """Wait for this loop's requests; the last user drops idle connections."""
-        here = self._per_loop.here()
+        if self._per_loop is None:
+            return
+        here = self._client()
         here.users = max(0, here.users - 1)
         for store in (self._base, *self._stores.values()):
             if store is not None:

@@ -76,7 +76,6 @@ ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
 
 
 def private(url: str) -> str:
-    """Return a URL, as a ``SecretURL`` if it holds a secret."""
     return SecretURL(url) if carries_secret(url) else url
 
 
@@ -104,7 +103,6 @@ def redact_key(key: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text with every URL in it redacted."""
     return _URL.sub(lambda found: redact_url(found[0]), text)
 
 

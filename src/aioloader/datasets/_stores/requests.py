@@ -75,14 +75,16 @@ class Requests:
             )
 
 
+USUAL = Requests()
+
+
 def policy_of(requests: Requests | None) -> Requests:
-    """Return the retry policy."""
     if not isinstance(requests, Requests | None):
         raise TypeError(
             "requests must be aioloader.datasets.Requests(timeout=..., deadline=...), "
             f"got {type(requests).__name__}"
         )
-    return requests or Requests()
+    return requests or USUAL
 
 
 class RefusedError(Exception):

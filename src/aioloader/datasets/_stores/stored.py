@@ -55,7 +55,7 @@ class Client:
 
     def __init__(self, policy: Requests) -> None:
         self.listings: dict[tuple[Address | None, str], Listing] = {}
-        self.tries = Tries(policy)
+        self.tries: Tries = Tries(policy)
         self.users = 0
         self.ranged: set[int] = set()
 
@@ -90,7 +90,6 @@ class StoredObject:
 
     @property
     def location(self) -> str:
-        """Its redacted address."""
         return self._store.locate(self._key)
 
     def whole(self, size: int) -> "Awaitable[Bytes | bytes | memoryview]":
@@ -182,7 +181,6 @@ class StoredObject:
         return await self._client.tries.make(attempt, self._store, self._key)
 
     async def _get(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range, checked."""
         ranged, store, key = self._client.ranged, self._store, self._key
         name = hash((store, key))
         try:

@@ -127,7 +127,7 @@ class ObstoreStore(Store):
             self._given = Sealed(store, secret) if secret else store
         super().__init__(label)
         if label == "memory://":  # all such stores have this name
-            self.cache_name = None
+            self.cache_name: str | None = None
         if options:  # are they accepted?
             # A file missing here may exist where the dataset is read.
             with contextlib.suppress(DatasetError):

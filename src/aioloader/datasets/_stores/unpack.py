@@ -6,7 +6,7 @@ Whatever the compression ratio, about two pieces at most are unpacked ahead.
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -19,19 +19,10 @@ _PIECE = 1 << 19
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 
 
-class _Packing(NamedTuple):
-    """One way of packing.
-
-    Attributes:
-        find: Returns what makes a decompressor of one member (gzip), frame (zstandard)
-            or stream; raises an ImportError.
-        length: Packed bytes for each of its calls.
-        limit: Most bytes that a call may return, if it accepts a limit.
-    """
-
-    find: Callable[[], Callable[..., Any]]
-    length: int = 1 << 16
-    limit: tuple[int, ...] = (_PIECE,)
+# One way of packing: what finds the maker of a decompressor of one member (gzip), frame
+# (zstandard) or stream, or raises an ImportError; packed bytes for each of its calls;
+# most bytes that a call may return, if it accepts a limit.
+_Packing: TypeAlias = tuple[Callable[[], Callable[..., Any]], int, tuple[int, ...]]
 
 
 def unpacker_of(name: str) -> Callable[[str], Unpacking] | None:
@@ -87,7 +78,8 @@ class _Members:
     """Unpacks members, which follow each other; zeros between them are padding."""
 
     def __init__(self, packing: _Packing) -> None:
-        self._make, self._packing = packing.find(), packing
+        find, self._length, self._limit = packing
+        self._make = find()
         self._inner: Any = None
 
     def are_whole(self) -> bool:
@@ -96,16 +88,15 @@ class _Members:
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
         """Yield what packed bytes hold, in bounded parts."""
-        length = self._packing.length
-        for start in range(0, len(packed), length):
-            part, is_full = bytes(packed[start : start + length]), False
+        for start in range(0, len(packed), self._length):
+            part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
                 if self._inner is None or self._inner.eof:
                     part = part.lstrip(b"\0")
                     if not part:
                         break
                     self._inner = self._make()
-                data = self._inner.decompress(part, *self._packing.limit)
+                data = self._inner.decompress(part, *self._limit)
                 is_full = len(data) >= _PIECE and not self._inner.eof
                 part = getattr(self._inner, "unconsumed_tail", b"")
                 part = part or self._inner.unused_data
@@ -142,9 +133,9 @@ def _zstd() -> Callable[..., Any]:
 
 # zstandard does not bound what a call returns: in the worst case 128 KB for four bytes,
 # so 32 MB here.
-_BY_ENDING = {
-    **dict.fromkeys(("gz", "tgz"), _Packing(_gzip)),
-    **dict.fromkeys(("zst", "zstd"), _Packing(_zstd, 1 << 10, ())),
-    **dict.fromkeys(("bz2", "tbz2"), _Packing(_bz2)),
-    **dict.fromkeys(("xz", "txz"), _Packing(_xz)),
+_BY_ENDING: dict[str, _Packing] = {
+    **dict.fromkeys(("gz", "tgz"), (_gzip, 1 << 16, (_PIECE,))),
+    **dict.fromkeys(("zst", "zstd"), (_zstd, 1 << 10, ())),
+    **dict.fromkeys(("bz2", "tbz2"), (_bz2, 1 << 16, (_PIECE,))),
+    **dict.fromkeys(("xz", "txz"), (_xz, 1 << 16, (_PIECE,))),
 }

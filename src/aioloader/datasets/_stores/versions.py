@@ -59,14 +59,14 @@ def saved(location: str, version: Version) -> Mapping[str, Any]:
     The stamp consists of digests of the place and of what identifies the version
     there: a copy elsewhere has another time, and often another tag.
     """
-    if version.strong:
-        kind, mark = "e", version.strong
-    elif version.e_tag:
-        kind, mark = "w", f"{version.e_tag} {version.modified}"
-    elif version.modified:
+    if not version.e_tag:
+        if not version.modified:
+            return {"size": version.size}
         kind, mark = "t", repr(version.modified)
+    elif version.strong:
+        kind, mark = "e", version.strong
     else:
-        return {"size": version.size}
+        kind, mark = "w", f"{version.e_tag} {version.modified}"
     return {"size": version.size, "stamp": f"{_hash(location)}{kind}{_hash(mark)}"}
 
 
@@ -150,6 +150,5 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def version_of_file(file: int | str) -> Version:
-    """Return the version of a file, given its path or descriptor."""
     facts = os.fstat(file) if isinstance(file, int) else os.stat(file)  # noqa: PTH116
     return Version(facts.st_size, None, facts.st_mtime)

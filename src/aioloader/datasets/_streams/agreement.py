@@ -19,22 +19,13 @@ from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed
 
 from aioloader._order.shared_end import Count, Counts, EndTalk, SharedEnd
 from aioloader.errors import DatasetError
 
-
-class HasSummary(Protocol):
-    """What ranks compare: a summary, JSON-serialisable."""
-
-    @property
-    def summary(self) -> Any: ...
-
-
-Found = TypeVar("Found", bound=HasSummary)
 # torch's type stubs do not name the stores.
 dist: Any = torch.distributed
 # Seconds that one operation of the store may take, and that a rank waits for others (as
@@ -152,15 +143,16 @@ class Agreement:
         what: Any,
         who: str,
         stack: AsyncExitStack,
-        find: Callable[[AsyncExitStack, Any], Awaitable[Found]],
-    ) -> Found:
+        find: Callable[[AsyncExitStack, Any], Awaitable[Any]],
+    ) -> Any:
         """Return what this rank finds, if the first rank has found the same.
 
         Args:
             what: What identifies it: equal on all ranks, JSON-serialisable.
             who: Name of the stream, for errors.
             stack: Closes what was opened to find it.
-            find: Finds it, given the summary that the first rank found, if any.
+            find: Finds it, given the summary that the first rank found, if any; it has
+                a ``summary``, JSON-serialisable.
         """
         key = _key_of([self.ranks, self.epoch, what])
         key, first = await self._do(partial(self._looked, key), who)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Block, join, unreadable
@@ -51,11 +50,11 @@ class Reading:
 
 
 class Made(NamedTuple):
-    """A block that was made and not passed on whole, and the states in it."""
+    """A block that was made and not passed on whole."""
 
     before: State
     length: int
-    after: Callable[[int], State]  # so many of its samples
+    what: Any  # what ``_after`` needs to know of it: mostly its unreadable samples
 
 
 class Replayed:
@@ -70,6 +69,7 @@ class Replayed:
 
     overshoots = False  # whether `_make` may give more samples than it was asked for
     makes_ahead = False  # whether the next block is made while one is passed on
+    ready = 0  # how many samples can be taken without waiting
 
     def __init__(self, state: State) -> None:
         # Until the samples passed on before it was saved are dropped again.
@@ -77,11 +77,10 @@ class Replayed:
         self._made: deque[Made] = deque()
         self._passed = 0  # of the first one
         self._block: Block = []
-        self._at = 0
         self._begun: State | None = None  # before the block that is made in advance
         # Set by `_make` if that knows better: the state before its block, and what
-        # maps a number of its samples to the state after them.
-        self._known: tuple[State, Callable[[int], State]] | None = None
+        # `_after` needs to know of it.
+        self._known: tuple[State, Any] | None = None
         self._making: asyncio.Task[Block] | None = None
 
     async def _make(self, limit: int) -> Block:
@@ -95,6 +94,12 @@ class Replayed:
         """Return a state from which ``_make`` gives what it gives next, for JSON."""
         raise NotImplementedError
 
+    def _after(self, before: State, what: Any, count: int) -> State:
+        """Return the state after ``count`` samples of a block, none or some."""
+        if not count:
+            return before
+        return {**before, "taken": count, "failed": [at for at in what if at < count]}
+
     async def _close(self) -> None:
         """Release what is open; nothing is being made."""
 
@@ -102,13 +107,10 @@ class Replayed:
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
-        if not self.ready():
-            if self._loaded is not None:
-                await self.fill(limit)
-            elif self.overshoots:
-                self._block = await self._more(limit)
-            else:
+        if not self.ready:
+            if self._loaded is None and not self.overshoots:
                 return await self._make(limit)
+            await self.fill(limit)
         block = self.take(limit)
         self.pass_on(len(block))
         return block
@@ -120,7 +122,7 @@ class Replayed:
         if not self._made:
             return self._begun or self._here()
         made = self._made[0]
-        return made.after(self._passed) if self._passed else made.before
+        return self._after(made.before, made.what, self._passed)
 
     async def aclose(self) -> None:
         """Stop pending work, wait for it to end, and release what is open."""
@@ -130,40 +132,35 @@ class Replayed:
 
     # -- for what interleaves several ------------------------------------------------
 
-    def ready(self) -> int:
-        """Return how many samples can be taken without waiting."""
-        return len(self._block) - self._at
-
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` more samples; return whether there are any."""
         if (state := self._loaded) is not None:
-            is_ready = await self._replay(state["taken"], state.get("failed"))
+            await self._replay(state["taken"], state.get("failed"))
             self._loaded = None
-            if is_ready:
+            if self.ready:
                 return True
         block = await self._more(limit)
-        rest = self._block[self._at :]
-        self._block, self._at = (join([rest, block]) if len(rest) else block), 0
-        return bool(len(block))
+        if self.ready:
+            self._block = join([self._block[len(self._block) - self.ready :], block])
+        else:
+            self._block = block
+        self.ready = len(self._block)
+        return len(block) > 0
 
     def take(self, limit: int) -> Block:
         """Return up to ``limit`` samples that are ready."""
-        whole, start, stop = self._block, self._at, self._at + limit
-        if stop < len(whole):
-            self._at = stop
-            return whole[start:stop]
-        self._block, self._at = [], 0
+        whole, start = self._block, len(self._block) - self.ready
+        if limit < self.ready:
+            self.ready -= limit
+            return whole[start : start + limit]
+        self._block, self.ready = [], 0
         return whole[start:] if start else whole
 
     def pass_on(self, count: int) -> None:
         """Note that ``count`` samples that were taken have been passed on."""
         self._passed += count
         while self._made and self._passed >= self._made[0].length:
-            self._forget(self._made[0].length)
             self._passed -= self._made.popleft().length
-
-    def _forget(self, count: int) -> None:
-        """Note that the oldest block, of ``count`` samples, was passed on."""
 
     # -- how it makes ----------------------------------------------------------------
 
@@ -193,12 +190,11 @@ class Replayed:
         """Note that ``block`` was made, from the state ``before`` it."""
         known, self._known = self._known, None
         if len(block):
-            if known is None:
-                known = before, partial(_counted, before, unreadable(block))
-            self._made.append(Made(known[0], len(block), known[1]))
+            before, what = known or (before, unreadable(block))
+            self._made.append(Made(before, len(block), what))
 
-    async def _replay(self, count: int, known: list[int] | None) -> bool:
-        """Make samples again, and drop them; return whether more are ready."""
+    async def _replay(self, count: int, known: list[int] | None) -> None:
+        """Make samples again, and drop them."""
         found = 0
         while found < count:
             block = await self._more(count - found)
@@ -206,18 +202,12 @@ class Replayed:
             if not len(block):
                 break
             dropped = min(len(block), count - found)
-            self._block, self._at = block, dropped
+            self._block, self.ready = block, len(block) - dropped
             self.pass_on(dropped)
             found += dropped
-        return self.ready() > 0
 
 
 Cursor: TypeAlias = Replayed
-
-
-def _counted(before: State, failed: list[int], count: int) -> State:
-    known = [place for place in failed if place < count]
-    return {**before, "taken": count, "failed": known}
 
 
 async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:

@@ -28,13 +28,14 @@ from aioloader.datasets._streams.cursors import (
     cancel,
 )
 from aioloader.datasets._streams.descriptions import fitted
-from aioloader.datasets._streams.readers import Reader, Readers
+from aioloader.datasets._streams.readers import Alone, Reader, Readers
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator, OwnStream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Most samples that ``async for`` reads at once, if they come quickly.
 _AHEAD = 256
+_GROUPS = RankStore()  # that of the process group, if there is one
 
 
 class Iterated(Dataset[Sample_co], OwnStream):
@@ -48,13 +49,16 @@ class Iterated(Dataset[Sample_co], OwnStream):
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
     __iter__: ClassVar[None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, *sources: "Iterated[Any]") -> None:
         self._epoch = 0
         self._is_chosen = False
-        self.ranks: tuple[int, int] | None = None
-        self.num_readers: int | None = None
         self._loaded: State | None = None
-        self.rank_store: RankStore = RankStore()
+        self.sources = sources
+        # Those of the first source apply.
+        first: Any = sources[0] if sources else None
+        self.ranks: tuple[int, int] | None = getattr(first, "ranks", None)
+        self.num_readers: int | None = getattr(first, "num_readers", None)
+        self.rank_store: RankStore = getattr(first, "rank_store", _GROUPS)
 
     # -- iterating ----------------------------------------------------------------
 
@@ -66,12 +70,15 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         state = self._loaded
         epoch = self._epoch if state is None else state["epoch"]
-        deal = self._deal(None if state is None else state["readers"])
-        cost = deal.cost()
-        if cost is not None:
+        rank, world_size = self.ranks or (0, 1)
+        worker = None if self.is_inner else get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        ranks = world_size * workers
+        readers = self.num_readers or ranks if state is None else state["readers"]
+        deal = Deal(rank * workers + number, ranks, readers)
+        if (cost := deal.cost()) is not None:
             warn(cost)
-        store = self.rank_store.found() if (self.ranks or (0, 1))[1] > 1 else None
-        iterator: StreamIterator[Sample_co]
+        store = self.rank_store.found() if world_size > 1 else None
         iterator = StreamIterator(self, epoch, deal, state, store)
         self._loaded = None
         if not self._is_chosen:
@@ -138,8 +145,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         Raises:
             ValueError: If ``count`` is below 1.
         """
-        check_at_least(count, 1, "count")
-        return self._clone(num_readers=operator.index(count))
+        return self._clone(num_readers=check_at_least(count, 1, "count"))
 
     # -- what kinds of streams differ in ---------------------------------------------
 
@@ -174,7 +180,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return [name for one in self.sources for name in one.reread()]
 
     def is_endless(self) -> bool:
-        """Tell whether an epoch never ends."""
         return any(one.is_endless() for one in self.sources)
 
     def places(self) -> list[str]:
@@ -221,7 +226,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         )
 
     def has_store(self) -> bool:
-        """Tell whether its ranks can agree through a store now."""
         return self.rank_store.found() is not None
 
     def end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk:
@@ -296,16 +300,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         clone.__dict__.update(self.__dict__ | changed)
         return clone
 
-    def _deal(self, readers: int | None) -> Deal:
-        """Return the part of this rank, or of this worker of it."""
-        rank, world_size = self.ranks or (0, 1)
-        worker = None if self.is_inner else get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        ranks = world_size * workers
-        return Deal(
-            rank * workers + number, ranks, readers or self.num_readers or ranks
-        )
-
 
 # Frameworks add samplers to what is no IterableDataset. It is registered and not a
 # base: torch's class adds an `__iter__`, and a stream has none.
@@ -348,7 +342,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._is_strict = state.get("strict", True)
         self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
         # Ranks take turns from the position on, also if not all had as many before.
-        position = self._state["position"]
+        position: int = self._state["position"]
         self.at: int = -(-(position - deal.rank) // deal.ranks)
         self._shift = position - self.at * deal.ranks
         self._agreement: Agreement | None = None
@@ -356,10 +350,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
-        self._readers: Readers | None = None
+        self._readers: Alone | Readers | None = None
         self._is_closed = False
         self._refusal: ShardChangedError | None = None
-        self._reading: asyncio.Task[Block | None] | None = None
+        self._reading: asyncio.Task[Block] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
@@ -371,76 +365,68 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             block = self._readers.take_one()
         if block is None:
             block = await self._next()
-        if block is None:
-            raise StopAsyncIteration
         sample = block[0]
         if type(sample) is Bad:
             raise sample.error
         result: Sample_co = sample
         return result
 
-    async def _next(self) -> Block | None:
+    async def _next(self) -> Block:
         """Return a block of one sample, read in a separate task."""
         if self._reading is None:
             if self._is_closed:
-                return None
+                raise StopAsyncIteration
             # If this step is cancelled, the state stays that before it.
             self._state = self.position()
-            self._reading = _begun(self._read(None))
+            self._reading = _begun(self.pull(None))
         if not self._reading.done():
             await asyncio.wait([self._reading])  # cancellation does not reach it
-        if (reading := self._reading) is None:
-            return None  # closed meanwhile
-        self._reading = None
+        reading, self._reading = self._reading, None
+        if reading is None:  # closed meanwhile
+            raise StopAsyncIteration
         return reading.result()
 
-    async def pull(self, limit: int) -> Block:
-        """Return the samples at the next ``limit`` positions.
+    def again(self, state: State | None) -> "StreamIterator[Sample_co]":
+        """Return an iteration over the same samples, from the first one or a state."""
+        return StreamIterator(self._stream, self._epoch, self._deal, state)
+
+    async def pull(self, limit: int | None) -> Block:
+        """Return the samples at the next ``limit`` positions; None: the next sample.
 
         If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
         Otherwise there may be fewer, or none. A failed sample is a ``Bad`` in a list,
         and the stream continues after it. Once cancelled, it can only be closed.
 
         Raises:
-            StopAsyncIteration: At the end, if it does not fill.
+            StopAsyncIteration: At the end, if it does not fill; or of single samples.
         """
-        block = await self._read(limit)
-        if block is not None:
-            return block
-        if not self.fills:
+        block: Block | None = None
+        if not self._is_closed:
+            if self._refusal is not None:
+                raise self._refusal
+            readers = self._readers
+            if readers is None:
+                readers = self._readers = await self._open()
+            try:
+                block = await (readers.one() if limit is None else readers.pull(limit))
+            except ShardChangedError as error:
+                # Nothing follows the position of the state, even if pulled again.
+                self._refusal = error
+                raise
+            if block is None:
+                self._state = self._now()
+                await self._release()
+        if block is None and (limit is None or not self.fills):
             raise StopAsyncIteration
-        return []
+        return [] if block is None else block
 
-    def again(self, state: State | None) -> "StreamIterator[Sample_co]":
-        """Return an iteration over the same samples, from the first one or a state."""
-        return StreamIterator(self._stream, self._epoch, self._deal, state)
-
-    async def _read(self, limit: int | None) -> Block | None:
-        """Return the next block, or a block of one sample; None at the end."""
-        if self._is_closed:
-            return None
-        if self._refusal is not None:
-            raise self._refusal
-        if self._readers is None:
-            self._readers = await self._open()
-        readers = self._readers
-        try:
-            block = await (readers.one() if limit is None else readers.pull(limit))
-        except ShardChangedError as error:
-            # Nothing follows the position of the state, even if pulled again.
-            self._refusal = error
-            raise
-        if block is None:
-            self._state = self._now()
-            await self._release()
-        return block
-
-    async def _open(self) -> Readers:
+    async def _open(self) -> Alone | Readers:
         """Open the readers at their positions in the state."""
         deal, listed, found = self._deal, dict[Any, Any](), list[Reader]()
         for number, wanted in zip(deal.hosted(), deal.wanted(self.at), strict=True):
             known = self._state["streams"][str(number)]
             has_ended = known.get("ended", False)
+            first = known["taken"] if has_ended else wanted
             cursor: Cursor | None = None
             if self.fills or not has_ended:
                 part = self._epoch, deal.share(number), self._stack, listed
@@ -448,11 +434,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 reading = Reading(*part, *known_of)
                 cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)
-            first = known["taken"] if has_ended else wanted
+                if self.fills:
+                    ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
+                    how: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
+                    return Alone(cursor, known, first, self.at, **how)
             found.append(Reader(cursor, known, first, deal.stride))
-        ahead = _AHEAD if self._stream.ahead() is Ahead.FREE else 1
-        options: Any = {"ahead": ahead, "leaves_out": self.leaves_out}
-        return Readers(deal, found, self.at, self._shift, **options)
+        return Readers(deal, found, self.at, self._shift)
 
     def state_dict(self) -> State:
         """Return the position after the last sample returned, ready for JSON.
@@ -473,7 +460,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             return self._state
         position = readers.at * deal.ranks + self._shift
         end = {"ended": True} if readers.has_ended() else {}
-        streams = readers.streams()
+        streams = dict(zip(map(str, deal.hosted()), readers.states(), strict=True))
         return state_of(**self._known, position=position, streams=streams, **end)
 
     async def aclose(self) -> None:
@@ -491,7 +478,6 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         await self._release()
 
     def _settle(self) -> None:
-        """Keep the last state."""
         self._state = self.position()
         self._is_closed = True
 

@@ -1,18 +1,19 @@
 """The shards of one lane, one after the other; small ones are opened ahead."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 from aioloader._order.blocks import Bad, Block
 from aioloader.datasets._stores.bytes import START_DIVISOR
-from aioloader.datasets._stores.versions import Version, saved
+from aioloader.datasets._stores.versions import saved
 from aioloader.datasets._streams.cursors import Replayed, State, skip
 from aioloader.datasets._streams.shards import (
     Position,
     Shard,
     ShardFormat,
     ShardReader,
+    Summary,
 )
 from aioloader.errors import ShardChangedError
 
@@ -30,7 +31,8 @@ class Lane(Replayed):
     They are at ``places`` of ``shards``, looked up on access: there may be millions.
     A state is the number of a shard, a position in it, and how many samples after that
     were passed on. Counting them is right for data that does not change; a reader of
-    rows, which may be deleted and inserted, names the last one instead.
+    rows, which may be deleted and inserted, names the last one instead. The state of
+    the only lane of a reader, which gets the ``summary``, is like that of several.
     """
 
     overshoots = True
@@ -42,8 +44,10 @@ class Lane(Replayed):
         places: Sequence[int],
         budget: int,
         state: State,
+        summary: Summary | None = None,
     ) -> None:
         super().__init__({})
+        self._summary = summary
         self._format = made_by
         self._shards, self._places = shards, places
         self._budget = budget
@@ -56,15 +60,8 @@ class Lane(Replayed):
         self._ahead: deque[ShardReader] = deque()
         self._done: ShardReader | None = None  # until it is closed
 
-    def _here(self) -> State:
-        """Return the position of the next sample, with the version of its shard."""
-        version = self._version()
-        at = {**self._position, **saved(*version)} if version else self._position
-        return {"shard": self._number, "at": at, "taken": self._skip}
-
     def begin(self) -> None:
-        """Open the first shard, and start reading it ahead."""
-        if self._reader is None and self._number < len(self._places):
+        if self._number < len(self._places):
             self._reader = self._open(self._number, self._position)
             self._reader.begin()
 
@@ -75,43 +72,62 @@ class Lane(Replayed):
             if reader is None:
                 reader = self._reader = self._open(self._number, self._position)
             try:
-                await self._drop(reader)
+                if self._skip:
+                    await self._drop(reader)
                 block = await reader.pull(max(limit, self._least))
             except ShardChangedError:
                 raise
             except Exception as error:  # noqa: BLE001  (the loader's policy decides)
                 # The rest of the shard is lost, and all that was to be dropped of it.
-                self._knows(None)
+                self._known = self._here(), None
                 await self._turn()
                 return [Bad(error)]
             if block:
-                self._knows(reader.positions())
+                self._known = self._here(), reader.positions()
                 self._least = _SAMPLES if isinstance(block, list) else _ROWS
                 self._position = reader.position()
-                if reader.is_draining():
+                if self._number + 1 < len(self._places) and reader.is_draining():
                     self._open_next()
                 return block
             await self._turn()
         return []
 
-    def _knows(self, positions: Callable[[int], Position] | None) -> None:
-        """Note the states within the block that begins at the current position."""
-        before = self._here()
-        after = partial(_counted, before)
-        if positions is not None:
-            after = partial(_named, self._number, positions)
-        self._known = before, after
+    def _here(self) -> State:
+        """Return the position of the next sample, with the version of its shard."""
+        version = None if self._reader is None else self._reader.version()
+        at = {**self._position, **saved(*version)} if version else self._position
+        return {"shard": self._number, "at": at, "taken": self._skip}
+
+    def state(self) -> State:
+        """Return the position; of all shards, if it is the only lane."""
+        state = super().state()
+        if self._summary is None:
+            return state
+        return {"shards": self._summary, "turn": 0, "ended": [], "lanes": [state]}
+
+    def _after(self, before: State, what: Any, count: int) -> State:
+        if count and what is not None:
+            return {**before, "at": what(count), "taken": 0}
+        return {**before, "taken": count} if count else before
 
     async def _drop(self, reader: ShardReader) -> None:
         """Drop the samples passed on before the state was saved."""
-        if not self._skip:
-            return
         if missing := await skip(reader.pull, self._skip):
             raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
                 "position in the state; it has changed since"
             )
         self._skip, self._position = 0, reader.position()
+
+    async def _turn(self) -> None:
+        """Move to the next shard."""
+        self._done = self._reader
+        self._reader = self._ahead.popleft() if self._ahead else None
+        self._number += 1
+        self._position, self._skip = {}, 0
+        if self._done is not None:
+            await self._done.aclose()
+            self._done = None
 
     async def _close(self) -> None:
         readers = [self._reader, *self._ahead, self._done]
@@ -120,6 +136,13 @@ class Lane(Replayed):
         for reader in readers:
             if reader is not None:
                 await reader.aclose()
+
+    # -- the next shards -------------------------------------------------------------
+
+    def _open(self, number: int, position: Position) -> ShardReader:
+        return self._format.open(
+            self._shards[self._places[number]], position, self._budget
+        )
 
     def _open_next(self) -> None:
         """Open the next shards ahead, with half of the budget: the rest is kept free.
@@ -145,7 +168,7 @@ class Lane(Replayed):
         """
         left: float = self._budget // 2
         start = self._budget // START_DIVISOR
-        current = self._version()
+        current = None if self._reader is None else self._reader.version()
         is_small = current is None or current[1].size <= start
         for reader in self._ahead:
             count = reader.bytes_ahead()
@@ -153,30 +176,3 @@ class Lane(Replayed):
                 return False
             left -= start if count is None else count
         return not self._ahead or left >= start
-
-    def _version(self) -> tuple[str, Version] | None:
-        """Return the address and version of the current shard, if known."""
-        return None if self._reader is None else self._reader.version()
-
-    def _open(self, number: int, position: Position) -> ShardReader:
-        return self._format.open(
-            self._shards[self._places[number]], position, self._budget
-        )
-
-    async def _turn(self) -> None:
-        """Move to the next shard."""
-        self._done = self._reader
-        self._reader = self._ahead.popleft() if self._ahead else None
-        self._number += 1
-        self._position, self._skip = {}, 0
-        if self._done is not None:
-            await self._done.aclose()
-            self._done = None
-
-
-def _named(shard: int, position: Callable[[int], Position], count: int) -> State:
-    return {"shard": shard, "at": position(count), "taken": 0}
-
-
-def _counted(before: State, count: int) -> State:
-    return {**before, "taken": count}

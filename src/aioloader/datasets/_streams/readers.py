@@ -25,6 +25,113 @@ _QUICK = 1e-3
 _ROWS = 1 << 14
 
 
+class Alone:
+    """The one reader of a rank, all of whose samples it takes.
+
+    ``at`` counts those that were taken; with ``leaves_out``, failed samples have no
+    position. For single samples it reads up to ``ahead`` at once (after a load, those
+    not given are read again). ``known`` is its state; the samples after it and before
+    number ``wanted`` were delivered already.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        known: State,
+        wanted: int,
+        at: int,
+        *,
+        ahead: int,
+        leaves_out: bool,
+    ) -> None:
+        self.at = at
+        self._cursor = cursor
+        self._known: State | None = known  # until a sample, or the end, was read
+        # Samples taken; those that the cursor knows of; those without a position.
+        self._taken: int = known["taken"]
+        self._passed, self._left_out = self._taken, 0
+        self._again = wanted - self._taken  # samples to drop first
+        self._most, self._leaves_out = ahead, leaves_out
+        self._ask = 1
+        self._has_ended = False
+
+    def take_one(self) -> Block | None:
+        """Return a block of the next sample, if that was read already."""
+        if not self._cursor.ready:
+            return None
+        block = self._cursor.take(1)
+        self._taken += 1
+        self.at += 1
+        if self._leaves_out:
+            self._leave_out(block)
+        return block
+
+    async def one(self) -> Block | None:
+        """Return a block of the next sample; None at the end.
+
+        More are read if they come within about a millisecond.
+        """
+        if self._most == 1:
+            return await self.pull(1)
+        if not self._cursor.ready:
+            began = time.perf_counter()
+            await self._settle()
+            self._has_ended = not await self._cursor.fill(self._ask)
+            self._known = None
+            is_quick = time.perf_counter() - began < _QUICK
+            grown = min(2 * self._ask, self._most)
+            self._ask = grown if is_quick else max(1, self._ask // 4)
+        return self.take_one()
+
+    async def pull(self, limit: int) -> Block | None:
+        """Return from 1 to ``limit`` samples; None at the end."""
+        if self._again or self._passed != self._taken:
+            await self._settle()
+        block = await self._cursor.pull(limit)
+        self._known, self._has_ended = None, not len(block)
+        self._taken += len(block)
+        self._passed = self._taken
+        self.at += len(block)
+        if self._leaves_out:
+            self._leave_out(block)
+        return block if len(block) else None
+
+    async def _settle(self) -> None:
+        """Let the cursor forget samples that were taken, or delivered before a load."""
+        self._pass()
+        while self._again:
+            block = await self._cursor.pull(self._again)
+            self._known = None
+            self._taken = self._passed = self._taken + len(block)
+            self._again = self._again - len(block) if len(block) else 0
+
+    def _pass(self) -> None:
+        self._cursor.pass_on(self._taken - self._passed)
+        self._passed = self._taken
+
+    def _leave_out(self, block: Block) -> None:
+        """Note that failed samples, which were counted, have no position."""
+        if isinstance(block, list):
+            bad = sum(type(one) is Bad for one in block)
+            self.at -= bad
+            self._left_out += bad
+
+    def states(self) -> list[State]:
+        if self._known is not None:
+            return [self._known]
+        self._pass()
+        ended = {"ended": True} if self.has_ended() else {}
+        taken = self._taken - self._left_out
+        return [{"taken": taken, "state": self._cursor.state(), **ended}]
+
+    def has_ended(self) -> bool:
+        """Return whether it is known that there are no more samples."""
+        return self._has_ended and not self._cursor.ready
+
+    async def aclose(self) -> None:
+        """Do nothing: no read is pending."""
+
+
 class Reader:
     """The samples of one reader that this rank takes: ``wanted``, and every stride-th.
 
@@ -43,51 +150,27 @@ class Reader:
         self._passed = self._read
         self._wanted = wanted
         self._stride = stride
-        self._block: Block = []
-        self._at = 0
-
-    def ready(self) -> int:
-        """Return how many samples can be taken without waiting."""
-        return len(self._block) - self._at
-
-    def taken(self) -> int:
-        """Return the number of the next sample to take."""
-        return self._wanted - self.ready() * self._stride
+        self.ready: Block = []  # samples that can be taken
 
     def take(self, count: int) -> Block:
-        """Return the next samples, which are ready."""
-        start, self._at = self._at, self._at + count
-        return self._block[start : self._at]
+        part, self.ready = self.ready[:count], self.ready[count:]
+        return part
 
     async def fill(self, count: int) -> None:
         """Get about ``count`` samples if none is ready; at least one, or the end."""
         cursor, stride = self.cursor, self._stride
-        while not self.ready() and not self.has_ended:
+        while not (len(self.ready) or self.has_ended):
             assert cursor is not None
             self._pass(self._wanted - stride + 1)
             first = self._wanted - self._read  # samples before it belong to other ranks
-            if not cursor.ready():
+            if not cursor.ready:
                 most = first + (count - 1) * stride + 1
                 await cursor.fill(min(most, max(count * stride, _SAMPLES)))
-            block = cursor.take(cursor.ready())
+            block = cursor.take(cursor.ready)
             self._read += len(block)
             self.has_ended = not len(block)
-            self._block, self._at = block[first::stride], 0
-            self._wanted += len(self._block) * stride
-
-    def lag(self) -> int:
-        """Let the cursor forget all samples taken; return how many are left out next.
-
-        If none are, a reader that is alone may be pulled past this object.
-        """
-        if self._passed != self._wanted:
-            self._pass(self._wanted)
-        return self._wanted - self._read
-
-    def count(self, pulled: int) -> None:
-        """Note that so many samples were pulled from the cursor."""
-        self._read = self._wanted = self._passed = self._passed + pulled
-        self.has_ended = not pulled
+            self.ready = block[first::stride]
+            self._wanted += len(self.ready) * stride
 
     def _pass(self, given: int) -> int:
         """Let the cursor forget samples that all ranks have; return how many it has."""
@@ -97,46 +180,31 @@ class Reader:
         self._passed = passed
         return passed
 
-    def state(self, given: int, left_out: int = 0) -> State:
-        """Return a state from which all can be read but those ``given`` by all ranks.
-
-        Of these, ``left_out`` have no position.
-        """
+    def state(self, given: int) -> State:
+        """Return a state; all but what ``given`` by all ranks can be read from it."""
         is_fresh = self._read == self._known["taken"] and not self.has_ended
         if self.cursor is None or is_fresh:
             return self._known
         passed = self._pass(given)
         ended = {"ended": True} if self.has_ended and passed == self._read else {}
-        return {"taken": passed - left_out, "state": self.cursor.state(), **ended}
+        return {"taken": passed, "state": self.cursor.state(), **ended}
 
 
 class Readers:
-    """A rank's readers, which take turns, sample by sample; one alone has each turn.
+    """A rank's readers, which take turns, sample by sample.
 
     ``at`` counts the positions of this rank that were taken, holes included; the
-    position of all ranks is ``at`` times their number, and ``shift``. One that is alone
-    reads up to ``ahead`` samples at once for single ones (after a load, those not given
-    are read again); with ``leaves_out``, failed samples of it have no position.
+    position of all ranks is ``at`` times their number, and ``shift``.
     """
 
     def __init__(
-        self,
-        deal: Deal,
-        readers: Sequence[Reader],
-        at: int,
-        shift: int,
-        *,
-        ahead: int,
-        leaves_out: bool,
+        self, deal: Deal, readers: Sequence[Reader], at: int, shift: int
     ) -> None:
         self.at = at
         self._shift = shift
         self._deal = deal
         self._readers = readers
-        self._alone = readers[0] if deal.is_alone else None
-        self._most, self._leaves_out = ahead, leaves_out
-        self._left_out = 0
-        self._ask = 1 if deal.is_alone else 0
+        self._ask = 0
         self._fills: list[asyncio.Task[None]] = []
         # The interleaved block: samples, positions and how many of these were taken;
         # how many readers that have samples precede each place of a round.
@@ -144,28 +212,14 @@ class Readers:
         self._length = self._passed = 0
         self._before: list[int] = [0]
 
-    def take(self, limit: int) -> Block | None:
+    def _take(self, limit: int) -> Block | None:
         """Return the samples at the next positions, if they are woven already."""
         start = self._passed
         if start >= self._length:
             return None
-        if self._alone is not None:  # by the sample, mostly: a slice needs no min()
-            part: Block = self._woven[start : start + limit]
-            self._passed += len(part)
-            self.at += len(part)
-            if self._leaves_out:
-                self._leave_out(part)
-            return part
         stop = self._passed = min(self._length, start + limit)
         self.at += stop - start
         return self._woven[self._samples(start) : self._samples(stop)]
-
-    def _leave_out(self, block: Block) -> None:
-        """Note that failed samples, which were counted, have no position."""
-        if isinstance(block, list):
-            bad = sum(type(one) is Bad for one in block)
-            self.at -= bad
-            self._left_out += bad
 
     def _samples(self, positions: int) -> int:
         """Return how many samples are at the first positions of the block."""
@@ -174,15 +228,13 @@ class Readers:
 
     def take_one(self) -> Block | None:
         """Return a block of the next sample, if that is woven already."""
-        block = self.take(1)
+        block = self._take(1)
         while block is not None and not len(block):
-            block = self.take(1)
+            block = self._take(1)
         return block
 
     async def one(self) -> Block | None:
         """Return a block of the next sample; None at the end."""
-        if self._alone is not None and self._most == 1:  # nothing is read ahead
-            return await self.pull(1)
         while (block := self.take_one()) is None:
             if not await self._weave(1):
                 return None
@@ -191,24 +243,12 @@ class Readers:
     async def pull(self, limit: int) -> Block | None:
         """Return the samples at the next ``limit`` positions; None at the end.
 
-        There may be fewer samples, or none, because of holes. Alone, there is one.
+        There may be fewer samples, or none, because of holes.
         """
-        alone = self._alone
-        if alone is not None and alone.cursor is not None:
-            block = self.take(limit)
-            if block is None and alone.lag() and await self._weave(limit):
-                block = self.take(limit)
-            if block is None:
-                block = await alone.cursor.pull(limit)
-                alone.count(len(block))
-                self.at += len(block)
-                if self._leaves_out:
-                    self._leave_out(block)
-            return block if len(block) else None
         parts: list[Block] = []
         end = self.at + limit
         while self.at < end:
-            block = self.take(end - self.at)
+            block = self._take(end - self.at)
             if block is not None:
                 parts.append(block)
             elif not await self._weave(end - self.at):
@@ -218,29 +258,16 @@ class Readers:
 
     async def _weave(self, limit: int) -> bool:
         """Interleave the ready samples: whole rounds; return whether there are any."""
-        if self._alone is not None:
-            await self._fill_alone(self._alone)
-            self._woven = self._alone.take(self._alone.ready())
-            self._length, self._passed = len(self._woven), 0
-            return self._length > 0
         turn = self.at % len(self._readers)
         order = [*self._readers[turn:], *self._readers[:turn]]
         await self._fill(order, limit)
-        weft = [one for one in order if one.ready()]
-        rounds = min((one.ready() for one in weft), default=0)
-        self._before = [0, *accumulate(min(1, one.ready()) for one in order)]
+        weft = [one for one in order if len(one.ready)]
+        rounds = min((len(one.ready) for one in weft), default=0)
+        self._before = [0, *accumulate(min(1, len(one.ready)) for one in order)]
         if weft:
             self._woven = await woven([one.take(rounds) for one in weft])
         self._length, self._passed = rounds * len(order), 0
         return bool(weft)
-
-    async def _fill_alone(self, reader: Reader) -> None:
-        """Get samples; more if they come within about a millisecond."""
-        began = time.perf_counter()
-        await reader.fill(self._ask)
-        is_quick = time.perf_counter() - began < _QUICK
-        grown = min(2 * self._ask, self._most)
-        self._ask = grown if is_quick else max(1, self._ask // 4)
 
     async def _fill(self, order: Sequence[Reader], limit: int) -> None:
         """Wait until each reader has samples, or has ended; all read at once.
@@ -252,7 +279,7 @@ class Readers:
         ask = min(2 * self._ask, most // len(order))
         self._ask = max(ask, -(-limit // len(order)))
         if not self._fills:
-            lacking = [one for one in order if not (one.ready() or one.has_ended)]
+            lacking = [one for one in order if not (len(one.ready) or one.has_ended)]
             jobs = [one.fill(self._ask) for one in lacking]
             self._fills = [asyncio.create_task(job) for job in jobs]
         if self._fills:
@@ -262,28 +289,20 @@ class Readers:
             if error is not None:
                 raise error
 
-    def streams(self) -> State:
+    def states(self) -> list[State]:
         """Return the state of each reader."""
-        numbers = self._deal.hosted()
-        if (alone := self._alone) is not None:
-            given = alone.taken() - (self._length - self._passed)
-            return {str(numbers[0]): alone.state(given, self._left_out)}
-        # Each reader has delivered this many samples on all ranks in step, or one more.
+        # Each has delivered this many samples on all ranks in step, or one more.
         position = self.at * self._deal.ranks + self._shift
         given, last = divmod(position, self._deal.readers)
-        return {
-            str(number): one.state(given + (number < last))
-            for number, one in zip(numbers, self._readers, strict=True)
-        }
+        each = zip(self._deal.hosted(), self._readers, strict=True)
+        return [one.state(given + (number < last)) for number, one in each]
 
     def has_ended(self) -> bool:
-        """Return whether it is known that there are no more samples here."""
         is_woven = self._passed < self._length
-        return not (
-            is_woven or any(one.ready() or not one.has_ended for one in self._readers)
+        return not is_woven and all(
+            one.has_ended and not len(one.ready) for one in self._readers
         )
 
     async def aclose(self) -> None:
-        """Stop pending reads."""
         fills, self._fills = self._fills, []
         await cancel(fills)

@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -151,9 +150,8 @@ class MappedAsync(Step):
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
 
-    async def _replay(self, count: int, known: list[int] | None) -> bool:
+    async def _replay(self, count: int, known: list[int] | None) -> None:
         await skip(self.upstream.pull, count, known)  # without another call for each
-        return False
 
     async def _more(self, limit: int) -> Block:
         self._refill()
@@ -285,10 +283,9 @@ class Batched(Step):
     # Failed samples of the next batch that were passed on, and all unreadable ones.
     _again, _lost = 0, list[int]()
 
-    async def _replay(self, count: int, known: list[int] | None) -> bool:
+    async def _replay(self, count: int, known: list[int] | None) -> None:
         # Only failed samples are dropped: those of a function may succeed now.
         self._again, self._lost = count, known or []
-        return False
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (one is enough)
         parts: list[Block] = []
@@ -305,16 +302,15 @@ class Batched(Step):
         again, self._again = self._again, 0
         if not (isinstance(whole, list) and Bad in set(map(type, whole))):
             return [whole] if found and not is_short else []
-        after = partial(_batched, before, unreadable(whole), again)
-        self._known = after(0), after
+        self._known = before, (again, unreadable(whole))
         made: Block = [sample for sample in whole if type(sample) is Bad][again:]
         good = [sample for sample in whole if type(sample) is not Bad]
         return [*made, good] if good and not is_short else made
 
-
-def _batched(before: State, lost: list[int], again: int, count: int) -> State:
-    taken = again + count
-    return {**before, "taken": taken, "failed": lost} if taken else before
+    def _after(self, before: State, what: Any, count: int) -> State:
+        again, lost = what or (0, ())
+        taken = again + count
+        return {**before, "taken": taken, "failed": lost} if taken else before
 
 
 class Shuffled(Step):

@@ -7,7 +7,6 @@ the position of each, and nothing that was interleaved is made again after a loa
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -25,7 +24,7 @@ from aioloader.datasets._streams.cursors import (
 from aioloader.datasets._streams.lane import Lane
 
 Until: TypeAlias = Literal["all", "first"]
-# The input that each of the next samples comes from: an array, or a list.
+# The input that each of the next samples comes from: an array.
 Order: TypeAlias = Any
 # Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
@@ -54,6 +53,7 @@ class Weaver(Replayed):
     """Samples of several inputs, which it owns, interleaved.
 
     ``own`` is its part of the state, who is next; ``key`` names that of the inputs.
+    What it notes of a block is the order of its samples.
     """
 
     overshoots = True
@@ -63,9 +63,7 @@ class Weaver(Replayed):
         self.inputs = inputs
         self.own = own
         self._key = key
-        # For each block made, the order; how many of the first the inputs know of.
-        self._orders: deque[Order] = deque()
-        self._told = 0
+        self._told = 0  # samples of the oldest block that the inputs know of
 
     async def _order(self, limit: int) -> Order:
         """Fill inputs; return the order of about ``limit`` samples, or of more."""
@@ -75,12 +73,7 @@ class Weaver(Replayed):
         """Return the samples of the blocks of those inputs that have some, in order."""
         raise NotImplementedError
 
-    def _later(self, own: State, count: int) -> State:
-        """Return its own state ``count`` samples of one order later."""
-        raise NotImplementedError
-
     async def _make(self, limit: int) -> Block:
-        """Interleave what the inputs have ready."""
         order = await self._order(limit)
         if not len(order):
             return []
@@ -89,26 +82,25 @@ class Weaver(Replayed):
         block = blocks[0]
         if len(blocks) > 1:
             block = await woven(blocks, partial(self._woven, order))
-        self._known = self.own, partial(self._later, self.own)
-        self._orders.append(order)
-        self.own = self._later(self.own, len(order))
+        self._known = self.own, order
+        self.own = self._after(self.own, order, len(order))
         return block
 
     def _counts(self, order: Order) -> list[int]:
-        """Return how many samples are of each input."""
-        if len(self.inputs) == 1:
-            return [len(order)]
         counts: list[int] = np.bincount(order, minlength=len(self.inputs)).tolist()
         return counts
 
-    def _forget(self, count: int) -> None:
-        self._tell(count)
-        self._orders.popleft()
-        self._told = 0
+    def pass_on(self, count: int) -> None:
+        """Note that samples were passed on; tell the inputs of whole blocks."""
+        self._passed += count
+        while self._made and self._passed >= self._made[0].length:
+            self._tell(self._made[0].length)
+            self._told = 0
+            self._passed -= self._made.popleft().length
 
     def _tell(self, upto: int) -> None:
         """Tell the inputs how many samples of the oldest block were passed on."""
-        part, self._told = self._orders[0][self._told : upto], upto
+        part, self._told = self._made[0].what[self._told : upto], upto
         for one, count in zip(self.inputs, self._counts(part), strict=True):
             if count:
                 one.pass_on(count)
@@ -117,7 +109,6 @@ class Weaver(Replayed):
         return self.own
 
     def state(self) -> State:
-        """Return who is next, and the position of each input."""
         if self._made:
             self._tell(self._passed)
         return {**super().state(), self._key: [one.state() for one in self.inputs]}
@@ -130,41 +121,42 @@ class Weaver(Replayed):
 class Interleaved(Weaver):
     """Lanes of shards that take turns, sample by sample."""
 
+    inputs: Sequence[Lane]
+    _has_begun = False
+
     def __init__(self, lanes: Sequence[Lane], state: State, summary: State) -> None:
         turn, ended = state.get("turn", 0), state.get("ended", [])
         own = {"shards": summary, "turn": turn, "ended": ended}
         super().__init__(lanes, "lanes", own)
-        self.lanes = lanes
-        self._has_begun = False
 
     def _turns(self) -> list[int]:
         """Return the numbers of the lanes that have not ended, in turn."""
         ended = set(self.own["ended"])
-        active = [at for at in range(len(self.lanes)) if at not in ended]
+        active = [at for at in range(len(self.inputs)) if at not in ended]
         turn = self.own["turn"] % max(1, len(active))
         return active[turn:] + active[:turn]
 
     def _turn_to(self, going: Sequence[int]) -> None:
         """Note which lanes have not ended, in turn."""
-        ended = sorted({*range(len(self.lanes))} - {*going})
+        ended = sorted({*range(len(self.inputs))} - {*going})
         turn = sorted(going).index(going[0]) if going else 0
         self.own = {**self.own, "turn": turn, "ended": ended}
 
-    def _later(self, own: State, count: int) -> State:
-        active = len(self.lanes) - len(own["ended"])
-        return {**own, "turn": (own["turn"] + count) % max(1, active)}
+    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+        active = len(self.inputs) - len(before["ended"])
+        return {**before, "turn": (before["turn"] + count) % max(1, active)}
 
     async def _order(self, limit: int) -> Order:
         """Wait until all lanes have samples; return whole rounds of those that do."""
-        lanes, turns = self.lanes, self._turns()
+        lanes, turns = self.inputs, self._turns()
         if not self._has_begun:  # all at once, not each when its turn comes
             self._has_begun = True
             for at in turns:
                 lanes[at].begin()
-        going = [at for at in turns if lanes[at].ready() or await lanes[at].fill(limit)]
+        going = [at for at in turns if lanes[at].ready or await lanes[at].fill(limit)]
         if len(going) < len(turns):
             self._turn_to(going)
-        rounds = min((lanes[at].ready() for at in going), default=0)
+        rounds = min((lanes[at].ready for at in going), default=0)
         if len(going) > 1:
             rounds = min(rounds, max(1, max(limit, _WOVEN) // len(going)))
         return np.tile(np.array(going, np.intp), rounds)
@@ -186,15 +178,15 @@ class AsTheyCome(Interleaved):
         """Wait until a lane has samples; return it alone."""
         while turns := self._turns():
             for at in turns:
-                if not self.lanes[at].ready() and at not in self._fills:
-                    fill = asyncio.create_task(self.lanes[at].fill(limit))
+                if not self.inputs[at].ready and at not in self._fills:
+                    fill = asyncio.create_task(self.inputs[at].fill(limit))
                     self._fills[at] = fill
             for place, at in enumerate(turns):
-                if ready := self.lanes[at].ready():
+                if ready := self.inputs[at].ready:
                     # The others come before it the next time.
                     turn = (self.own["turn"] + place + 1) % len(turns)
                     self.own = {**self.own, "turn": turn}
-                    return [at] * min(limit, ready)
+                    return np.full(min(limit, ready), at)
             await asyncio.wait(
                 self._fills.values(), return_when=asyncio.FIRST_COMPLETED
             )
@@ -203,14 +195,8 @@ class AsTheyCome(Interleaved):
             self._turn_to([at for at in turns if at not in ended])
         return np.empty(0, np.intp)
 
-    def _counts(self, order: Order) -> list[int]:
-        counts = [0] * len(self.lanes)
-        for at in order[:1]:
-            counts[at] = len(order)
-        return counts
-
-    def _later(self, own: State, count: int) -> State:  # noqa: ARG002
-        return own  # whose turn it is does not depend on the number of samples
+    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+        return before  # whose turn it is does not depend on the number of samples
 
     async def _close(self) -> None:
         fills = [*self._fills.values()]
@@ -244,11 +230,10 @@ class Mixed(Weaver):
         self._draws: Order = np.empty(0, np.int64)
         self._drawn_of = -1, 0
 
-    def _later(self, own: State, count: int) -> State:
-        return {**own, "drawn": own["drawn"] + count}
+    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+        return {**before, "drawn": before["drawn"] + count}
 
     def _woven(self, order: Order, blocks: Sequence[Block]) -> Block:
-        """Return the samples in the order of the draws."""
         # Sorted by stream, the samples are those of the blocks, one after the other.
         places = np.empty(len(order), np.int64)
         places[np.argsort(order, kind="stable")] = np.arange(len(order))
@@ -281,14 +266,14 @@ class Mixed(Weaver):
         """
         counts, length = self._counts(choices), len(choices)
         for at, (one, count) in enumerate(zip(self.inputs, counts, strict=True)):
-            while one.ready() < count and at not in self._finished:
-                if not await one.fill(count - one.ready()):
+            while one.ready < count and at not in self._finished:
+                if not await one.fill(count - one.ready):
                     self._finished.add(at)
                 if self._may_grow and time.perf_counter() > until:
                     break  # surplus of the others is read again
-            if one.ready() < count:
+            if one.ready < count:
                 places = np.flatnonzero(choices == at)
-                length = min(length, int(places[one.ready()]))
+                length = min(length, int(places[one.ready]))
         return length
 
     def _draw(self, count: int) -> Order:
