@@ -168,8 +168,9 @@ class AheadFeed(Feed):
                 await in_new_thread(partial(self._time_out, waited))
         return batch
 
-    def _limit(self) -> float | None:  # seconds to wait now
-        return self._timeout
+    def _limit(self) -> float | None:
+        """Return how many seconds to wait now: no number of numpy's, or None."""
+        return None if self._timeout is None else float(self._timeout)
 
     def _is_quick(self) -> bool:
         """Tell whether to wait for the batches of a whole hop.
