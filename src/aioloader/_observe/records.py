@@ -50,10 +50,8 @@ def thread_clocks(number: int, seconds: float = 1.0) -> RunTimes | None:
     return run_times() if seconds > _QUICK else RunTimes(time.thread_time(), -1.0)
 
 
-def spent(since: RunTimes | None) -> RunTimes:
-    """Return what this thread has spent since then; zeros for None."""
-    if since is None:
-        return RunTimes()
+def spent(since: RunTimes) -> RunTimes:
+    """Return what this thread has spent since then."""
     if since.delayed < 0:
         return RunTimes(time.thread_time() - since.cpu)
     return run_times() - since

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import math
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +14,9 @@ from typing import Any, Final, NoReturn
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import Epoch
 from aioloader._order.forks import fork_safe
-from aioloader._order.indices import IndexBatch
 from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.cpu import in_new_thread
+from aioloader._pipeline.cpu import in_new_thread, stack_of
 from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
 from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._pipeline.plain import TURN, Feed
@@ -58,26 +55,6 @@ class Window:
     is_lazy: bool = False
     per_hop: bool = False
     most: int = sys.maxsize
-
-    def in_all(self, in_flight: int, samples: int) -> int:
-        """Return the limit on batches, given the sizes of those in flight."""
-        size = samples / in_flight if samples else 1
-        return min(self.most, self.batches + math.ceil(self.samples / size))
-
-    def is_open(self, in_flight: int, samples: int, seconds: float) -> bool:
-        """Tell whether another batch may be requested.
-
-        ``in_flight`` batches, with so many samples, are not yet delivered; making one
-        takes so many seconds, or 0 if that is not known.
-        """
-        if in_flight >= self.most:
-            return False
-        batches = self.batches
-        if self.per_hop and seconds:
-            batches += min(_MOST_PER_HOP, int(HOP / seconds))
-        if in_flight < batches:
-            return True
-        return (in_flight - batches) * samples < self.samples * in_flight
 
 
 class AheadFeed(Feed):
@@ -122,6 +99,7 @@ class AheadFeed(Feed):
         self._samples = 0
         self._is_exhausted = False  # there is nothing more to request
         self._is_cut = False  # cut short by an error of the sampler
+        self._repeats = False  # the requests are for samples of a stream's beginning
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._lock = fork_safe(threading.RLock())
         # Called for each delivered batch when there is nothing more to request.
@@ -131,10 +109,11 @@ class AheadFeed(Feed):
 
     def next(self) -> Any:
         self._asked = perf_counter()
-        if not (self._has_started or self.is_finished):
-            self._begin()
-        else:
+        if self._has_started or self.is_finished:
             self._go_on()
+        else:
+            self.open()
+            self._has_started = True
         while (batch := self._take()) is _NOTHING:
             if self.is_finished:
                 self._finish()
@@ -143,7 +122,7 @@ class AheadFeed(Feed):
             if self.pipeline.host.is_on_loop():
                 refuse_blocking()
             began, ready = perf_counter(), self.pipeline.ready
-            ready.naps = self._naps()
+            ready.naps = self._window.per_hop and self._is_quick()
             came = ready.naps and ready.wait(_NAP)
             ready.naps = False
             came = came or self._results.wait(self._limit())
@@ -162,13 +141,15 @@ class AheadFeed(Feed):
         self._asked = now
         if self._has_started or self.is_finished:
             self._go_on()
-        elif self.pipeline.pool is None and self.epoch.begins_quickly():
-            self._begin()
-        else:  # in the thread: it waits for workers, or draws a long permutation
-            begin = partial(self.pipeline.run_in_context, self._begin)
-            # If the thread has ended, the pipeline has failed or was closed.
-            with contextlib.suppress(LoaderClosedError):
-                await self.pipeline.host.cpu.call(begin)
+        else:
+            if self.pipeline.pool is None and self.epoch.begins_quickly():
+                self.open()
+            else:  # in the thread: it waits for workers, or draws a long permutation
+                begin = partial(self.pipeline.run_in_context, self.open)
+                # If the thread has ended, the pipeline has failed or was closed.
+                with contextlib.suppress(LoaderClosedError):
+                    await self.pipeline.host.cpu.call(begin)
+            self._has_started = True
         while (batch := self._take()) is _NOTHING:
             if self.is_finished:
                 self._finish()
@@ -176,7 +157,7 @@ class AheadFeed(Feed):
                 raise StopAsyncIteration
             self.pipeline.host.check_loop()
             began, ready = perf_counter(), self.pipeline.ready
-            ready.naps = self._naps()
+            ready.naps = self._window.per_hop and self._is_quick()
             came = ready.naps and await ready.wait_async(_NAP)
             ready.naps = False
             came = came or await self._results.wait_async(self._limit())
@@ -188,31 +169,25 @@ class AheadFeed(Feed):
         return batch
 
     def _limit(self) -> float | None:
-        """Return how many seconds to wait now, or None."""
+        """Return how many seconds to wait now: no number of numpy's, or None."""
         return None if self._timeout is None else float(self._timeout)
 
-    def _naps(self) -> bool:
+    def _is_quick(self) -> bool:
         """Tell whether to wait for the batches of a whole hop.
 
         Waking up for each would cost more than making it. No batch waits for longer
         than two hops.
         """
         is_quick = 0 < self.pipeline.seconds_per_batch < HOP
-        return self._window.per_hop and is_quick and self.pipeline.stage is None
+        return is_quick and self.pipeline.stage is None
 
     # -- requests out -------------------------------------------------------------
 
     def open(self, most: int = sys.maxsize) -> None:
+        """Start the workers, and issue the first requests. Idempotent."""
         with self._lock:
             self.pipeline.open()
             self._fill(most)
-
-    def _begin(self) -> None:
-        """Issue the first requests, once the workers have started."""
-        with self._lock:
-            if not self._has_started:
-                self._has_started = True
-                self.open()
 
     def _go_on(self) -> None:
         """Read past the first batch: the consumer has asked for more."""
@@ -231,53 +206,49 @@ class AheadFeed(Feed):
         a consumer that frees tensors, which releases the GIL.
         """
         with self._lock:
-            seconds = 0.0
-            while most and not self._is_exhausted and self._may_issue(seconds):
+            window, turns, seconds = self._window, self._turns, 0.0
+            while most and not self._is_exhausted:
+                in_flight, limit = len(self._in_flight), window.batches
+                if window.samples:  # in batches as large as those in flight
+                    held, ahead = self._samples, window.samples * in_flight
+                    limit += -(-ahead // held) if held else window.samples
+                if window.per_hop and seconds:
+                    limit += min(_MOST_PER_HOP, int(HOP / seconds))
+                limit = min(limit, window.most)
+                is_full = in_flight >= limit
+                if is_full or (turns is not None and not turns.may_issue(limit)):
+                    break
+                self._send()
                 most -= 1
-                self._issue()
                 seconds = self.pipeline.seconds_per_batch
 
-    def _may_issue(self, seconds: float = 0.0) -> bool:
-        in_flight, window = len(self._in_flight), self._window
-        if self._turns is not None:
-            in_all = window.in_all(in_flight, self._samples)
-            if not self._turns.may_issue(in_all):
-                return False
-        return window.is_open(in_flight, self._samples, seconds)
-
-    def _issue(self) -> None:
+    def _send(self) -> None:
+        """Draw a request and send it out."""
         try:
-            request = next(self._requests)
-        except StopIteration:
-            self._is_exhausted = True
-        except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
-            self._interrupt()
-            raise
-        except BaseException as error:  # delivered in order
-            self._is_exhausted = self._is_cut = True
-            self._in_flight[self._next] = 0
-            self.pipeline.ready.put(self._next, BatchResult(error=error))
-        else:
-            self._send(request)
-
-    def _send(self, request: IndexBatch, *, again: bool = False) -> None:
-        """Send one request out; ``again``: for samples of a stream's beginning."""
-        size = len(request.indices) if self._window.samples else 0
-        self._in_flight[request.number] = size
-        self._samples += size
-        self._next = request.number + 1
-        try:
+            try:
+                request = next(self._requests, None)
+            except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
+                raise
+            except BaseException as error:  # delivered in order
+                self._is_exhausted = self._is_cut = True
+                self._in_flight[self._next] = 0
+                self.pipeline.ready.put(self._next, BatchResult(error=error))
+                return
+            if request is None:
+                self._is_exhausted = True
+                return
+            size = len(request.indices) if self._window.samples else 0
+            self._in_flight[request.number] = size
+            self._samples += size
+            self._next = request.number + 1
             task = self.pipeline.maker.task(request)
-            task.again = again
+            task.again = self._repeats
             self.pipeline.submit(task)
         except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
-            self._interrupt()
+            self._is_exhausted = self._is_cut = True
+            text = "the loader was interrupted; start a new iteration"
+            self.pipeline.fail(LoaderClosedError(text))
             raise
-
-    def _interrupt(self) -> None:
-        self._is_exhausted = self._is_cut = True
-        text = "the loader was interrupted; start a new iteration"
-        self.pipeline.fail(LoaderClosedError(text))
 
     # -- results in -----------------------------------------------------------------
 
@@ -289,27 +260,25 @@ class AheadFeed(Feed):
             )
         with self._lock:
             while not self.is_finished:
-                item = self._pop()
+                try:
+                    item = self._results.pop_nowait()
+                except BaseException:
+                    self.dismiss()
+                    raise
+                if item is not None:
+                    self._account(*item)
+                if self._is_exhausted and not self._in_flight:
+                    self.is_finished = self._is_cut or self._may_end()
                 if item is None:
-                    self.is_finished = self._is_over()
                     break
-                number, result = item
-                self._account(number, result)
-                self.is_finished = self._is_over()
                 if self.is_finished:
                     self._results.finish()  # other consumers may be waiting
                 # Last: an interrupt after this would lose the batch, and user code,
                 # such as the sampler, has run before.
+                number, result = item
                 if self._note(number, result, self._asked, perf_counter()):
                     return result.batch
             return _NOTHING
-
-    def _pop(self) -> tuple[int, BatchResult] | None:
-        try:
-            return self._results.pop_nowait()
-        except BaseException:
-            self.dismiss()
-            raise
 
     def _account(self, number: int, result: BatchResult) -> None:
         """Count a delivered result and issue new requests in its place."""
@@ -329,9 +298,9 @@ class AheadFeed(Feed):
             self.when_exhausted()
         self.counters.in_flight = len(self._in_flight)
 
-    def _is_over(self) -> bool:
-        """Tell whether nothing is under way and nothing more will be requested."""
-        return self._is_exhausted and not self._in_flight
+    def _may_end(self) -> bool:
+        """Tell whether to end, now that nothing is under way or to be requested."""
+        return True
 
     # -- the end ------------------------------------------------------------------
 
@@ -392,11 +361,7 @@ class AheadFeed(Feed):
     # -- a batch that does not come -------------------------------------------------
 
     def _time_out(self, waited: float) -> None:
-        """Restart the worker that delays the batch, once, if ``on_timeout`` says so.
-
-        Raises:
-            BatchTimeoutError: Otherwise.
-        """
+        """Restart the worker that delays the batch, once, if asked to; else raise."""
         pipeline, pool = self.pipeline, self.pipeline.pool
         number = next(iter(self._in_flight), self._next)
         # The awaited task is the oldest one if batches come unordered.
@@ -440,16 +405,13 @@ def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
         missing = [index for index, sample in pairs if sample is MISSING]
         missing += task.indices[len(task.samples) :]
         if missing:
-            text = f"{len(missing)} samples missing, first index {missing[0]!r}"
-            found = [f"{found[0]}, {text}"]
+            found[0] += f", {len(missing)} samples missing, first index {missing[0]!r}"
     is_on_loop = {
         "fetch": maker.reads_async or maker.kind is Kind.ASYNC_ITERABLE,
         "transform": maker.transforms_async,
         "collate": maker.collates_async,
     }
-    ident = pipeline.host.cpu.ident()
-    frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
-    if frame is not None and not is_on_loop.get(stage):
-        stack = "".join(traceback.format_stack(frame)[-8:])
+    stack = stack_of(pipeline.host.cpu.ident())
+    if stack and not is_on_loop.get(stage):
         found.append(f"the loader's thread is at:\n{stack}")
     return found

@@ -11,8 +11,8 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, fields
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -27,10 +27,11 @@ from aioloader._collate.collate import (
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.blocks import Bad
-from aioloader._order.failures import SKIP, Failure, FailurePolicy, noted
+from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import STOPS, ends_task, raisable
-from aioloader._order.retry import RETRIED
+from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
     SideLoop,
     close_coroutines,
@@ -42,10 +43,16 @@ from aioloader._pipeline.awaiting import (
 )
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, place_of
 from aioloader._pipeline.position import Loads
-from aioloader._pipeline.recipe import Recipe
 from aioloader._transport.slots import Lender, SlotPool
 from aioloader.errors import FailureBudgetError
-from aioloader.protocols import Kind, batch_getter, is_async_function
+from aioloader.protocols import (
+    Kind,
+    batch_getter,
+    is_async_function,
+    is_stateful,
+    kind_of,
+    reads_async,
+)
 
 if TYPE_CHECKING:
     from aioloader._pipeline.lanes import Lanes
@@ -77,11 +84,67 @@ def _seeds_of(
 
 
 @dataclass(kw_only=True, eq=False)
+class Recipe:
+    """The user's objects and rules; the same in the loader and in its workers.
+
+    Attributes:
+        dataset: Where samples come from; None in workers that do not read.
+        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
+        reads: Whether samples are read; else they come with the task.
+        concurrency: Samples, or awaitables of plain code, in flight on one loop.
+        part: Which samples of an iterable are this rank's, and whether batches come
+            with a mask.
+        keeps_step: Whether other ranks read the same batches: after an error this rank
+            must stay in step with them.
+        is_even: Whether all ranks have the same number of batches.
+        reads_async: Whether coroutines read the samples of a map-style dataset.
+        keeps_state: Whether samples are read from a map-style dataset with a state.
+        is_plain: Whether no step needs an event loop.
+    """
+
+    dataset: Any
+    transform: Callable[[Any], Any] | None
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    drop_last: bool
+    reads: bool = True
+    on_error: OnError = "raise"
+    retry: Retry | None = None
+    concurrency: int = 64
+    part: Part = WHOLE
+    keeps_step: bool = False
+    is_even: bool = False
+    kind: Kind = field(init=False)
+    reads_async: bool = field(init=False)
+    keeps_state: bool = field(init=False)
+    transforms_async: bool = field(init=False)
+    collates_async: bool = field(init=False)
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.dataset) if self.reads else Kind.MAP
+        is_read = self.reads and self.kind is Kind.MAP
+        self.reads_async = is_read and reads_async(self.dataset)
+        self.keeps_state = is_read and is_stateful(self.dataset)
+        self.transforms_async = is_async_function(self.transform)
+        self.collates_async = is_async_function(self.collate_fn)
+        is_on_loop = self.reads_async or self.kind is Kind.ASYNC_ITERABLE
+        self.is_plain = not (is_on_loop or self.transforms_async or self.collates_async)
+
+    def given(self) -> dict[str, Any]:
+        """Return the recipe alone, as arguments of a class that knows more."""
+        return {one.name: getattr(self, one.name) for one in fields(Recipe) if one.init}
+
+    def is_stream(self) -> bool:
+        """Tell whether samples are read sequentially, from a stream with a state."""
+        return self.kind is not Kind.MAP
+
+
+@dataclass(kw_only=True, eq=False)
 class BatchMaker(Recipe):
     """A recipe at work in one epoch: it makes batches from indices.
 
     Attributes:
-        policy: What happens to failed samples.
         epoch: Epoch number, for notes.
         pool: The slots that big batches are written into.
         around: Entered while plain code works on a task, to seed the generators.
@@ -89,7 +152,7 @@ class BatchMaker(Recipe):
         seed: Called before each read and transform of a sample that has its own seed,
             with the task, the position and the stage (0: read, 1: transform).
         at: Called with the same arguments before a coroutine reads or transforms a
-            sample, or a whole batch (position -1), if its batch has a seed.
+            sample, or a whole batch (position -1).
         keys: Returns the keys that generators are seeded with; None: no seeding.
         loads: What an iterable dataset does with a loaded state.
         failed_reads: How many reads of coroutines have failed, those retried too.
@@ -109,25 +172,25 @@ class BatchMaker(Recipe):
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
+    # Whether a plain wrapper of an async dataset returns awaitables.
+    _is_wrapped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        if self.kind is Kind.MAP and self.reads:
-            self.get = self.dataset.__getitem__
-            self.get_batch = self._batch_getter() if self.batched else None
-
-    def _batch_getter(self) -> Callable[[Any], Any] | None:
-        """Return the dataset's ``__getitems__``, if batches are read with it."""
-        is_plain = self.transform is None and self.collate_fn is default_collate
-        if is_plain and self.on_error == "raise" and collates_as_torch():
+        super().__post_init__()
+        if not self.reads or self.kind is not Kind.MAP:
+            return
+        self.get = self.dataset.__getitem__
+        self._is_wrapped = self.reads_async and not is_async_function(self.get)
+        if not self.batched:
+            return
+        tensors = None
+        is_bare = self.transform is None and self.collate_fn is default_collate
+        if is_bare and self.on_error == "raise" and collates_as_torch():
             tensors = gatherable(self.dataset)
-            if tensors is not None:
-                return partial(Rows, tensors)
-        return batch_getter(self.dataset)
-
-    @cached_property
-    def _is_wrapped(self) -> bool:
-        """Whether a plain wrapper of an async dataset returns awaitables."""
-        return not is_async_function(self.get)
+        if tensors is None:
+            self.get_batch = batch_getter(self.dataset)
+        else:
+            self.get_batch = partial(Rows, tensors)
 
     def task(self, batch: IndexBatch) -> BatchTask:
         """Return the task for a request."""
@@ -176,11 +239,13 @@ class BatchMaker(Recipe):
                 if result is None:
                     if enter is not None:
                         enter("transform")
-                    self.apply(task)
+                    if self.transform is not None and not self.transforms_async:
+                        self.apply(task)
                     if enter is not None:
                         enter("collate")
                     result = self.collate(task)
-                    task.spent = spent(clocks)
+                    if clocks is not None:
+                        task.spent = spent(clocks)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:
@@ -203,17 +268,25 @@ class BatchMaker(Recipe):
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
         try:
-            if self.get_batch is None or not run_now(self._whole(task, pause)):
+            if self.get_batch is not None:
+                task.samples = run_now(self._again(task, -1, pause))
+            if self.get_batch is None or task.samples is MISSING:
                 self._read_each(task, pause)
-            if holds_awaitables(task.samples):
-                self._await_samples(task, pause)
+            if holds_awaitables(task.samples):  # of a plain ``__getitem__``
+                awaited = self.side_loop.resolve(task.samples, self.concurrency)
+                for position, found in enumerate(awaited):
+                    if type(found) is Bad:
+                        again = self._again(task, position, pause, found.error)
+                        found = run_now(again)  # noqa: PLW2901
+                    task.samples[position] = found
         except BaseException:
             close_coroutines(task.samples)
             raise
         task.read = perf_counter()
 
     def _read_each(self, task: BatchTask, pause: Pause) -> None:
-        get, samples = self.get, task.samples
+        get, samples = self.get, list[Any]()
+        task.samples = samples  # a timeout tells which are missing
         seed = self.seed if task.sample_keys is not None else None
         for index in task.indices:
             try:
@@ -221,22 +294,12 @@ class BatchMaker(Recipe):
                     seed(task, len(samples), 0)
                 samples.append(get(index))
             except BaseException as error:  # retried, or the policy decides
-                samples.append(run_now(self._again(task, len(samples), error, pause)))
-
-    def _await_samples(self, task: BatchTask, pause: Pause) -> None:
-        """Await what a plain ``__getitem__`` has returned, a batch at a time."""
-        awaited = self.side_loop.resolve(task.samples, self.concurrency)
-        for position, found in enumerate(awaited):
-            if type(found) is Bad:
-                again = self._again(task, position, found.error, pause)
-                found = run_now(again)  # noqa: PLW2901
-            task.samples[position] = found
+                samples.append(run_now(self._again(task, len(samples), pause, error)))
 
     def apply(self, task: BatchTask) -> None:
-        """Transform the samples of ``task`` in place."""
-        transform, samples = self.transform, task.samples
-        if transform is None or self.transforms_async:
-            return
+        """Transform the samples of ``task`` in place; the transform is plain."""
+        samples, transform = task.samples, self.transform
+        assert transform is not None
         task.stage = "transform"
         task.started = perf_counter()
         seed = self.seed if task.sample_keys is not None else None
@@ -254,14 +317,17 @@ class BatchMaker(Recipe):
         """Make the batch of ``task``, or nothing if every sample was skipped."""
         samples = self._kept(task)
         if samples is SKIP:
-            return self._nothing(task)
+            return BatchResult(is_empty=True)
         try:
             with lending(self.pool):
                 batch = self.collate_fn(samples if self.batched else samples[0])
             refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
             raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
-        return self._made(task, batch)
+        task.collated = perf_counter()
+        if self.part.tail == "pad":
+            batch = self._masked(task, batch)
+        return BatchResult(batch)
 
     def is_quick(self, task: BatchTask) -> bool:
         """Tell whether the rest of ``task`` takes only a fraction of a millisecond.
@@ -271,34 +337,25 @@ class BatchMaker(Recipe):
         more.
         """
         samples = task.samples
-        if self.transform is not None or type(samples) is not list:
-            return getattr(samples, "is_quick", False) and self.transform is None
+        if self.transform is not None:
+            return False
+        if type(samples) is not list:
+            return getattr(samples, "is_quick", False)
         return collates_quickly(self.collate_fn, samples)
 
     def _kept(self, task: BatchTask) -> Any:
-        """Return the samples that were not skipped; ``SKIP`` if all were."""
+        """Return the samples that were not skipped; ``SKIP`` if all were.
+
+        Raises:
+            FailureBudgetError: If all were, and other ranks have this batch and wait.
+        """
         task.stage, task.transformed = "collate", perf_counter()
-        samples = task.samples
+        samples, is_empty = task.samples, False
         if type(samples) is list and (self.policy.count or not self.reads):
             samples = [sample for sample in samples if sample is not SKIP]
             task.missing += len(task.samples) - len(samples)
-            if not samples:
-                return SKIP
-        return samples
-
-    def _made(self, task: BatchTask, batch: Any) -> BatchResult:
-        """Return the result of a batch, with a mask of its padding if requested."""
-        task.collated = perf_counter()
-        if self.part.tail == "pad":
-            samples = task.samples if type(task.samples) is list else task.indices
-            real = len(samples) - task.padding
-            kept = [k < real for k, one in enumerate(samples) if one is not SKIP]
-            batch = batch, torch.tensor(kept if self.batched else kept[0])
-        return BatchResult(batch)
-
-    def _nothing(self, task: BatchTask) -> BatchResult:
-        """Return an empty result; raise if other ranks have this batch and wait."""
-        if self.is_even:
+            is_empty = not samples
+        if is_empty and self.is_even:
             raise FailureBudgetError(
                 f"all {len(task.indices)} samples of batch {task.number} of epoch "
                 f"{self.epoch} failed and were skipped, but other ranks have this "
@@ -306,7 +363,14 @@ class BatchMaker(Recipe):
                 failures=self.policy.count,
                 attempted=self.policy.attempted,
             )
-        return BatchResult(is_empty=True)
+        return SKIP if is_empty else samples
+
+    def _masked(self, task: BatchTask, batch: Any) -> tuple[Any, torch.Tensor]:
+        """Return a batch with the mask of its padding."""
+        samples = task.samples if type(task.samples) is list else task.indices
+        real = len(samples) - task.padding
+        kept = [k < real for k, one in enumerate(samples) if one is not SKIP]
+        return batch, torch.tensor(kept if self.batched else kept[0])
 
     def leave(self, task: BatchTask, result: BatchResult) -> BatchResult:
         """Add to a result the state of a map-style dataset after it."""
@@ -336,13 +400,13 @@ class BatchMaker(Recipe):
         """Make one batch on this loop: coroutines in ``lanes``, plain code elsewhere.
 
         Args:
-            task: The batch.
-            lanes: Run its reads and transforms, before those of later batches.
+            task: The batch; its reads and transforms come before those of later ones.
+            lanes: Run them.
             call: Awaits plain code in a thread.
             read: Reads its samples there; None if coroutines do, or if they are there.
 
         Returns:
-            Its result, if only an error; None if the rest of it is plain.
+            Its result, if only an error; None: the rest is plain, for ``make``.
         """
         try:
             is_each = False  # transformed, each after its read
@@ -368,9 +432,10 @@ class BatchMaker(Recipe):
         """Read the samples of ``task``; tell whether one by one."""
         self.policy.begin(len(task.indices))
         if self.get_batch is not None:
-            jobs = await lanes.run(task, lambda task, _: self._whole(task, None), 1)
+            jobs = await lanes.run(task, lambda task, _: self._again(task, -1, None), 1)
             task.began, task.read = jobs.began, perf_counter()
-            if jobs.found:
+            if jobs.found is not MISSING:
+                task.samples = jobs.found
                 return False
         task.samples = [MISSING] * len(task.indices)
         jobs = await lanes.run(task, self._fetch, len(task.indices))
@@ -380,12 +445,13 @@ class BatchMaker(Recipe):
 
     async def _fetch(self, task: BatchTask, position: int) -> None:
         """Read one sample; an async transform follows at once."""
-        self._seed_task(task, position, 0)
+        if self.at is not None:
+            self.at(task, position, 0)
         try:
             sample = self.get(task.indices[position])
             sample = await (resolved(sample) if self._is_wrapped else sample)
         except BaseException as error:  # retried, or the policy decides
-            sample = await self._again(task, position, error, None)
+            sample = await self._again(task, position, None, error)
         task.samples[position] = sample
         if self.transforms_async:
             await self._transform(task, position)
@@ -394,7 +460,8 @@ class BatchMaker(Recipe):
         sample = task.samples[position]
         if sample is SKIP:
             return
-        self._seed_task(task, position, 1)
+        if self.at is not None:
+            self.at(task, position, 1)
         try:
             sample = await self.transform(sample)  # type: ignore[misc]
         except BaseException as error:  # the policy decides
@@ -406,118 +473,92 @@ class BatchMaker(Recipe):
         """Await the batch of ``task``, as ``collate`` makes it."""
         samples = self._kept(task)
         if samples is SKIP:
-            return self._nothing(task)
-        self._seed_task(task, -1, 2)
+            return BatchResult(is_empty=True)
+        if self.at is not None:
+            self.at(task, -1, 2)
         try:
             batch = await self.collate_fn(samples if self.batched else samples[0])
         except BaseException as error:
             error = user_error(error, "collate_fn")
             raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
-        return self._made(task, batch)
+        task.collated = perf_counter()
+        if self.part.tail == "pad":
+            batch = self._masked(task, batch)
+        return BatchResult(batch)
 
     def _apply_seeded(self, task: BatchTask) -> None:
         with self.around(task):
             self.apply(task)
 
-    def _seed_task(self, task: BatchTask, position: int, stage: int) -> None:
-        """Make this asyncio task draw from the generators of its sample or batch."""
-        if task.key is not None and self.at is not None:
-            self.at(task, position, stage)
-
     # -- reading again, in a thread or on the loop ------------------------------------
 
     async def _again(
-        self, task: BatchTask, position: int, error: BaseException, pause: Pause | None
-    ) -> Any:
-        """Return the sample at ``position``, whose first read raised ``error``."""
-
-        async def get() -> Any:
-            if pause is None:
-                self._seed_task(task, position, 0)
-                return await resolved(self.get(task.indices[position]))
-            if self.seed is not None and task.sample_keys is not None:
-                self.seed(task, position, 0)
-            sample = self.get(task.indices[position])
-            is_later = holds_awaitables([sample])
-            return self.side_loop.wait_for(sample) if is_later else sample
-
-        found, last = await self._retried(get, pause, self._read_error(error, pause))
-        try:
-            if last is not None:
-                return self.resolve("fetch", task, position, last)
-            return found
-        finally:
-            del error, last  # their tracebacks hold this frame
-
-    async def _whole(self, task: BatchTask, pause: Pause | None) -> bool:
-        """Read all of ``task`` with ``__getitems__``; retried as a whole.
-
-        Returns:
-            False if it failed, and the policy is to decide about each sample.
-        """
-        assert self.get_batch is not None
-        get_batch = self.get_batch
-
-        async def get() -> None:
-            if pause is None:
-                self._seed_task(task, -1, 0)
-            samples = get_batch(task.indices)
-            if pause is None:
-                samples = await resolved(samples)
-            elif inspect.isawaitable(samples):
-                samples = self.side_loop.wait_for(samples)
-            task.samples = self._checked(task, samples)
-
-        _, last = await self._retried(get, pause)
-        try:
-            if last is None:
-                return True
-            may_skip = self.on_error != "raise" and isinstance(last, Exception)
-            if may_skip and hasattr(self.dataset, "__getitem__"):
-                return False
-            raise self._batch_error("fetch", task, last)
-        finally:
-            del last  # its traceback holds this frame
-
-    async def _retried(
         self,
-        get: Callable[[], Awaitable[Any]],
+        task: BatchTask,
+        position: int,
         pause: Pause | None,
         error: BaseException | None = None,
-    ) -> tuple[Any, BaseException | None]:
-        """Read as often as ``retry`` says; return what came, and the last error.
+    ) -> Any:
+        """Return a sample, read as often as ``retry`` says, or what the policy decides.
 
-        Args:
-            get: Reads.
-            pause: Sleeps between attempts.
-            error: That of the first attempt, if it was made.
+        At position -1 all of ``task`` is read at once, with ``__getitems__``, and
+        retried as a whole: ``MISSING`` if the policy is to decide about each sample.
+        ``error`` is that of the first attempt, if it was made.
         """
         delays: Iterator[float] = iter(self.retry.delays() if self.retry else ())
         key = object()
         try:
             while True:
                 if error is not None:
+                    if pause is None:
+                        error = user_error(error, _DATASET)
+                        self.failed_reads += 1
+                    error = raisable(error, _DATASET)
                     delay = next(delays, None) if self._may_retry(error) else None
                     if delay is None:
-                        return None, error
+                        break
                     self.policy.count_retries(1)
                     RETRIED[key] = error
                     await asyncio.sleep(delay) if pause is None else pause(delay)
                 try:
-                    return await get(), None
-                except BaseException as caught:  # retried, or returned
-                    error = self._read_error(caught, pause)
+                    return await self._got(task, position, pause)
+                except BaseException as caught:  # retried, or the policy decides
+                    error = caught
+            RETRIED.pop(key, None)
+            if position >= 0:
+                return self.resolve("fetch", task, position, error)
+            may_skip = self.on_error != "raise" and isinstance(error, Exception)
+            if may_skip and hasattr(self.dataset, "__getitem__"):
+                return MISSING
+            raise self._batch_error("fetch", task, error)
         finally:
             RETRIED.pop(key, None)
             del error  # its traceback holds this frame
 
-    def _read_error(self, error: BaseException, pause: Pause | None) -> BaseException:
-        """Return an error of the dataset as the consumer gets it."""
-        if pause is not None:
-            return raisable(error, _DATASET)
-        error = user_error(error, _DATASET)
-        self.failed_reads += 1
-        return error
+    async def _got(self, task: BatchTask, position: int, pause: Pause | None) -> Any:
+        """Read a sample, or all of ``task`` (-1), in a thread or on the loop."""
+        is_whole = position < 0
+        get: Any = self.get_batch if is_whole else self.get
+        index = task.indices if is_whole else task.indices[position]
+        if pause is None:
+            if self.at is not None:
+                self.at(task, position, 0)
+            found = await resolved(get(index))
+        else:
+            if not is_whole and self.seed is not None and task.sample_keys is not None:
+                self.seed(task, position, 0)
+            found = get(index)
+            is_later = inspect.isawaitable if is_whole else holds_awaitables
+            if is_later(found if is_whole else [found]):
+                found = self.side_loop.wait_for(found)
+        if not is_whole or self.transform is None:
+            return found  # a whole goes to ``collate_fn`` as it is, as in torch
+        if len(found) != len(task.indices):
+            raise ValueError(
+                f"{type(self.dataset).__name__}.__getitems__ returned {len(found)} "
+                f"samples for {len(task.indices)} indices"
+            )
+        return list(found)
 
     def _may_retry(self, error: BaseException) -> bool:
         if self.retry is None or not isinstance(error, Exception):
@@ -526,23 +567,6 @@ class BatchMaker(Recipe):
             return self.retry.is_worth(error)
         except BaseException as own:
             raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)
-
-    def _checked(self, task: BatchTask, samples: Any) -> Any:
-        """Return the result of ``__getitems__`` if it can be used.
-
-        Without a transform it goes to ``collate_fn`` as it is, as in torch.
-
-        Raises:
-            ValueError: If there is a transform and the length differs.
-        """
-        if self.transform is None:
-            return samples
-        if len(samples) != len(task.indices):
-            raise ValueError(
-                f"{type(self.dataset).__name__}.__getitems__ returned {len(samples)} "
-                f"samples for {len(task.indices)} indices"
-            )
-        return list(samples)
 
     # -- failures -----------------------------------------------------------------
 

@@ -17,8 +17,6 @@ class BatchResult:
     """The result of one request: a batch, an error, nothing, or the end.
 
     Attributes:
-        batch: The batch, or ``None``.
-        error: The error to raise instead.
         is_empty: Every sample was skipped: there is no batch.
         is_end: The stream had ended.
         has_ended: The reader whose turn it was had ended; others may have more.
@@ -28,8 +26,7 @@ class BatchResult:
         state: The state of its reader (sampler or stream) after it, if known.
         dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
             this process), and the state of that copy after it.
-        made: When it was made, for the records.
-        lane: Which worker made it.
+        made: When it was made, for the records; ``lane``: by which worker.
         size: How many samples it has.
     """
 
@@ -62,14 +59,11 @@ class BatchTask:
         again: Whether it is padding as a whole: samples of the stream's beginning.
         samples: Samples so far, with ``MISSING`` where one is still being read; or the
             result of ``__getitems__``, of any type.
-        stage: ``"fetch"``, ``"transform"`` or ``"collate"``: the current step, or the
-            next one.
+        stage: ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``.
         turn: When its first job came to the lanes of a loop, among all batches.
         result: The result, once known; late samples are dropped.
         missing: How many samples it lacks: skipped ones, or after a stream's end.
-        state: As in ``BatchResult``.
-        began: With ``read``, ``started``, ``transformed``, ``collated`` and ``busy``:
-            as in ``MadeAt``.
+        state: As in ``BatchResult``. ``began`` to ``busy``: as in ``MadeAt``.
         spent: What ``MadeAt`` has as ``cpu`` and ``delayed``.
     """
 
@@ -100,16 +94,10 @@ class BatchTask:
 
     def made(self) -> Made:
         """Return when it was made, as far as it is."""
-        transformed = self.transformed
-        return (
-            self.began,
-            self.read,
-            self.started or transformed,  # there was nothing to transform
-            transformed,
-            self.collated,
-            self.busy,
-            *self.spent,
-        )
+        # Not started: there was nothing to transform.
+        started = self.started or self.transformed
+        times = self.began, self.read, started, self.transformed, self.collated
+        return *times, self.busy, *self.spent
 
 
 def shorten(indices: Sequence[Any]) -> str:
@@ -121,7 +109,5 @@ def shorten(indices: Sequence[Any]) -> str:
 
 def place_of(stage: str, epoch: int, batch: int, indices: Any) -> str:
     """Return the error note for a stage that processes whole batches."""
-    return (
-        f"in stage {stage!r} of epoch {epoch}, batch {batch}, sample indices "
-        f"{shorten(indices)}"
-    )
+    place = f"in stage {stage!r} of epoch {epoch}, batch {batch}"
+    return f"{place}, sample indices {shorten(indices)}"

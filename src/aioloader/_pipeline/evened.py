@@ -6,10 +6,8 @@ rank's last one, until the last rank ends.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, Final
 
-from aioloader._order.indices import IndexBatch
 from aioloader._order.shared_end import EndTalk, SharedEnd
 from aioloader._pipeline.ahead_feed import AheadFeed
 from aioloader._pipeline.batch_task import BatchResult
@@ -59,7 +57,7 @@ class EvenedQueue(ReadyQueue):
         return not (result.is_empty or result.is_end or number in self._dropped)
 
     def begin(self) -> None:
-        """Start to agree with the other ranks."""
+        """Start to agree with the other ranks. Idempotent."""
         self.talk.begin(self.end, self._hear)
 
     def end_here(self) -> None:
@@ -142,39 +140,38 @@ class EvenedQueue(ReadyQueue):
 class EvenedFeed(AheadFeed):
     """A feed that ends when its ranks have agreed that it does."""
 
-    _repeats: Iterator[IndexBatch] | None = None
-
     @property
     def _queue(self) -> EvenedQueue:
         assert isinstance(self.pipeline.ready, EvenedQueue)
         return self.pipeline.ready
 
-    def _begin(self) -> None:
+    def _take(self) -> Any:
         self._queue.begin()
-        super()._begin()
+        return super()._take()
 
-    def _pop(self) -> tuple[int, BatchResult] | None:
-        item = super()._pop()
-        if item is None or item[0] != _NEWS:
-            return item
-        if self._queue.end.is_over():  # of what was read ahead, nothing is delivered
+    def _account(self, number: int, result: BatchResult) -> None:
+        if number != _NEWS:
+            super()._account(number, result)
+        elif self._queue.end.is_over():  # of what was read ahead, nothing is delivered
             self._is_exhausted, self._samples = True, 0
             self._in_flight.clear()
-        return None
 
-    def _is_over(self) -> bool:
-        if self._is_cut or not super()._is_over():
-            return super()._is_over()
+    def _note(self, number: int, *result: Any) -> bool:
+        return number != _NEWS and super()._note(number, *result)
+
+    def _may_end(self) -> bool:
+        """Tell whether all ranks have ended; repeat what this one lacks until then."""
         queue, end = self._queue, self._queue.end
         queue.end_here()
-        for _ in range(end.lacking()):
-            if self._in_flight and not self._may_issue():
-                break
-            if self._repeats is None:  # of samples of this rank's beginning
-                first, self._turns = self._progress.bookmark().done, None
-                queue.repeat(first)
-                self._repeats = iter(self.epoch.order.batches(first))
-            self._send(next(self._repeats), again=True)
+        lacking = end.lacking()
+        if lacking and not self._repeats:  # samples of this rank's beginning
+            first, self._turns = self._progress.bookmark().done, None
+            queue.repeat(first)
+            self._repeats, self._requests = True, self.epoch.order.batches(first)
+        if lacking:
+            self._is_exhausted = False
+            self._fill(lacking)
+            self._is_exhausted = True
         return end.is_over() and end.is_agreed
 
     # -- waiting for the other ranks ----------------------------------------------

@@ -1,13 +1,9 @@
-"""The other feeds without a pipeline: streams, transforms, tensors in memory.
-
-``InlineFeed`` adds streams, transforms and failures to ``PlainFeed``. ``GatherFeed``
-serves tensors in memory: one ``index_select`` per tensor and batch and no work per
-sample, which is fast enough for an async consumer's loop.
-"""
+"""The other feeds without a pipeline: streams, transforms, tensors in memory."""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +15,7 @@ from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plain import TURN, Feed
-from aioloader._pipeline.stream import SyncStream
+from aioloader._pipeline.stream import Stream
 from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
@@ -27,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class InlineFeed(Feed):
-    """Read, transform and collate in the caller's thread, one batch at a time.
+    """Make one batch at a time in the caller's thread, with all that is not async.
 
-    All functions are sync. It owns a lease on ``host``, which enters the lifespan.
+    It owns a lease on ``host``, which enters the lifespan.
     """
 
     def __init__(self, epoch: Epoch, maker: BatchMaker, host: Host | None) -> None:
@@ -37,11 +33,11 @@ class InlineFeed(Feed):
         self._maker = maker
         self._dropped = epoch.dropped()
         self._host = host
-        self._stream: SyncStream | None = None
+        self._stream: Stream | None = None
         self._read: Callable[[BatchTask], None] = maker.read
         if maker.kind is Kind.ITERABLE:
             resume = epoch.bookmark.states.get(0)
-            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
+            self._stream = Stream(maker, resume=resume, keys=maker.seeds())
             self._read = self._stream.pull
         if isinstance(host, CallerHost):
             try:
@@ -77,13 +73,16 @@ class InlineFeed(Feed):
 
 
 class GatherFeed(Feed):
-    """Gather each batch of strided CPU tensors by an index tensor or a range."""
+    """Gather each batch of strided CPU tensors by an index tensor or a range.
+
+    There is no work per sample: it is fast enough for an async consumer's loop.
+    """
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], epoch: Epoch) -> None:
         super().__init__(epoch, epoch.requests(as_lists=False))
         self._tensors = tensors
         self._next = epoch.bookmark.done
-        self._drawing: Future[IndexBatch | None] | None = None
+        self._drawing: Future[list[IndexBatch]] | None = None
         self._drawn = -1  # the latest request that a thread draws
         self._turn = perf_counter()
 
@@ -119,7 +118,7 @@ class GatherFeed(Feed):
         if not is_over and number != self._drawn and self.epoch.draws_long(number):
             self._drawn = number
             thread = ThreadPoolExecutor(1, "aioloader-once")
-            self._drawing = thread.submit(next, self._requests, None)
+            self._drawing = thread.submit(list, islice(self._requests, 1))
             thread.shutdown(wait=False)
             self._requests = _after(self._drawing, self._requests)
         if self._drawing is not None:
@@ -134,13 +133,11 @@ class GatherFeed(Feed):
 
 
 def _after(
-    drawing: "Future[IndexBatch | None]", requests: Iterator[IndexBatch]
+    drawing: "Future[list[IndexBatch]]", requests: Iterator[IndexBatch]
 ) -> Iterator[IndexBatch]:
     """Yield the request that a thread draws, and the next ones."""
-    first = drawing.result()
-    if first is not None:
-        yield first
-        yield from requests
+    yield from drawing.result()
+    yield from requests
 
 
 def _failing(error: BaseException) -> Iterator[IndexBatch]:

@@ -22,7 +22,7 @@ from aioloader._pipeline.host import Host
 from aioloader._pipeline.lanes import RESERVE, Lanes
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool, Stage
-from aioloader._pipeline.stream import AsyncStream, SyncStream
+from aioloader._pipeline.stream import Stream
 from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
@@ -112,15 +112,15 @@ class Pipeline:
         self._has_head_start = head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
         self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
-        self._stream: SyncStream | None = None
-        self._async_stream: AsyncStream | None = None
+        self._stream: Stream | None = None
+        self._async_stream: Stream | None = None
         # Plain code sees the context variables of its consumer.
         self._context = context_elsewhere()
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
-            self._stream = SyncStream(maker, resume=resume, keys=maker.seeds())
+            self._stream = Stream(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
-            self._async_stream = AsyncStream(maker, resume=resume)
+            self._async_stream = Stream(maker, resume=resume)
         host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
@@ -411,19 +411,19 @@ class Pipeline:
         else:
             self._in_thread(task)
 
-    async def _read_stream(self, stream: AsyncStream, lanes: Lanes) -> None:
+    async def _read_stream(self, stream: Stream, lanes: Lanes) -> None:
         """Open a stream, read it for one request after the other, and close it."""
         reader = asyncio.current_task()
         assert reader is not None
         is_plain = not (self.maker.transforms_async or self.maker.collates_async)
         try:
-            async with contextlib.AsyncExitStack() as stack:
+            async with contextlib.aclosing(stream):
                 with contextlib.suppress(asyncio.CancelledError):
                     # The user's iterator may have swallowed the cancellation, which
                     # comes only once.
                     while not reader.cancelling():
                         task = await self._to_pull.get()
-                        await self._pull(stream, stack, task)
+                        await self._pull(stream, task)
                         if is_plain or task.result is not None:
                             self._go_on(task, task.result)
                         else:
@@ -435,12 +435,10 @@ class Pipeline:
         finally:
             del reader  # its CancelledError refers to this frame
 
-    async def _pull(
-        self, stream: AsyncStream, stack: contextlib.AsyncExitStack, task: BatchTask
-    ) -> None:
+    async def _pull(self, stream: Stream, task: BatchTask) -> None:
         began = time.perf_counter()
         try:
-            await stream.pull(task, stack)
+            await stream.pull_async(task)
         except BaseException as error:  # handed to the consumer
             if ends_task(error):
                 raise

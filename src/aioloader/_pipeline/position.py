@@ -8,9 +8,8 @@ beginning, and the delivered samples are dropped.
 import copy
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias
-
-import torch
 
 from aioloader.protocols import BlockIterator, OwnStream, is_stateful
 
@@ -37,15 +36,9 @@ class Loads:
     _begun: Any = None  # after the first sample of the resumed epoch
     is_pending = False  # an epoch may start from it by mistake
     is_early = False  # it was loaded before its epoch is opened
-    keeps_generator = False  # torch's, where it is, as it resumes
-
-    def kept_generator(self) -> torch.Tensor | None:
-        """Return where torch's generator is to stay while a dataset resumes, if it is.
-
-        The state has put it there; the dataset's own state may be an earlier one.
-        """
-        keeps, self.keeps_generator = self.keeps_generator, False
-        return torch.get_rng_state() if keeps else None
+    # Torch's, while a dataset resumes: the loader's state has put it where it is, and
+    # the dataset's own state may be an earlier one.
+    keeps_generator = False
 
     def begin(self, dataset: Any) -> None:
         if self._first is None:
@@ -130,61 +123,43 @@ class Position:
 
     def __init__(self, dataset: Any, resume: StreamState | None, loads: Loads) -> None:
         self._dataset = dataset
-        self._loads = loads
-        self._resume: StreamState = resume or {}
-        is_next = self._is_next = "is_over" in self._resume
-        self._resumes = bool(resume) and not is_next
-        self.owes: int = self._resume.get("read", 0) if is_next else 0
-        if self._resume.get("is_over"):
-            # Only a state that outlives an epoch applies to the next one.
-            name = "iterator" if "is_dataset" in self._resume else "dataset"
-            kept = name in self._resume
-            self._resume = {"dataset": self._resume[name]} if kept else {}
-        self.read: int = self._resume.get("read", 0)
-        self.has_ended = bool(self._resume.get("ended"))
-        self.again: StreamState | None = self._resume.get("again")
-        self.to_skip: int = 0 if self.has_ended else self._resume.get("skip", 0)
         self._is_own = isinstance(dataset, OwnStream)
+        self._loads = loads
+        resume = resume or {}
+        is_next = self._is_next = "is_over" in resume
+        self._resumes = bool(resume) and not is_next
+        self.owes: int = resume.get("read", 0) if is_next else 0
+        if resume.get("is_over"):
+            # Only a state that outlives an epoch applies to the next one.
+            name = "iterator" if "is_dataset" in resume else "dataset"
+            resume = {"dataset": resume[name]} if name in resume else {}
+        self._resume = resume
+        self.read: int = resume.get("read", 0)
+        self.has_ended = bool(resume.get("ended"))
+        self.again: StreamState | None = resume.get("again")
+        self.to_skip: int = 0 if self.has_ended else resume.get("skip", 0)
         # The objects with a state, by "dataset" and "iterator"; known once it is open.
         self._stateful: dict[str, Any] = {}
-        kept_names = {*STATES, "is_dataset"}
-        self._latest = {k: v for k, v in self._resume.items() if k in kept_names}
+        # Their latest states, and how many samples were read then.
+        self._latest = {k: resume[k] for k in (*STATES, "is_dataset") if k in resume}
         self._at = self.read - self.to_skip
 
     def load_dataset(self) -> bool:
         """Load the dataset's state before it is iterated; return whether it did."""
-        if not self._is_own and is_stateful(self._dataset):
-            self._loads.begin(self._dataset)
+        loads, dataset = self._loads, self._dataset
+        if not self._is_own and is_stateful(dataset):
+            loads.begin(dataset)
         is_loaded = "is_first" in self._resume
-        if self._is_next and self._loads.is_early:
-            is_loaded, self._loads.is_early = True, False
+        if self._is_next and loads.is_early:
+            is_loaded, loads.is_early = True, False
         if "dataset" not in self._resume or is_loaded:
             return False
-        state = self._resume["dataset"]
-        if self._is_own:
-            self._dataset.load_position(state)
-        else:
-            self._loads.load(self._dataset, state)
+        load = dataset.load_position if self._is_own else partial(loads.load, dataset)
+        load(self._resume["dataset"])
         return True
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the dataset may start from a state that was loaded for another epoch.
-
-        One sample must be read then, and ``starts_again`` called.
-        """
-        return self._loads.is_pending and not self.has_ended
-
-    def starts_again(self, *, is_empty: bool) -> bool:
-        """Tell whether the dataset must be opened again, from the right state."""
-        if self._resumes:
-            self._loads.resumed(self._dataset)
-            return False
-        self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
-        return bool(self._resume)
-
     def load_iterator(self, iterator: Any) -> None:
-        dataset = self._dataset
+        """Load the iterator's state; note which objects have one."""
         if self._is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
@@ -193,35 +168,44 @@ class Position:
                 self.read = self._at = iterator.at
         else:
             parts = {"iterator": iterator}
-            if dataset is not iterator:
-                parts["dataset"] = dataset
+            if self._dataset is not iterator:
+                parts["dataset"] = self._dataset
             self._stateful = {k: v for k, v in parts.items() if is_stateful(v)}
         if "iterator" in self._resume:
             iterator.load_state_dict(self._resume["iterator"])
 
-    def state(self, *, has_ended: bool = False) -> StreamState:
+    def starts_again(self, *, is_empty: bool) -> bool:
+        """Tell whether the dataset must be opened again, from the right state.
+
+        One sample was read, unless it ``is_empty``: the dataset may have started from a
+        state that was loaded for another epoch.
+        """
+        if self._resumes:
+            self._loads.resumed(self._dataset)
+            return False
+        self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
+        return bool(self._resume)
+
+    def state(self, *, has_ended: bool) -> StreamState:
         """Return where the stream is after the latest batch.
 
         A dataset that restarts after its end, as generators do, must not be read again
         in the same epoch: the state says that the stream ``has_ended``.
         """
-        if latest := self._states():
+        latest: StreamState = {}
+        for name, part in self._stateful.items():
+            if self._is_own:
+                latest[name] = part.position()
+                continue
+            latest[name] = copy.deepcopy(part.state_dict())
+            if name == "iterator" and part is self._dataset:
+                latest["is_dataset"] = True
+        if latest:
             self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
         if has_ended and not self._is_own:  # our streams record it in their state
             state["ended"] = True
         return state
-
-    def _states(self) -> StreamState:
-        found: StreamState = {}
-        for name, part in self._stateful.items():
-            if self._is_own:
-                found[name] = part.position()
-                continue
-            found[name] = copy.deepcopy(part.state_dict())
-            if name == "iterator" and part is self._dataset:
-                found["is_dataset"] = True
-        return found
 
 
 def has_state(position: StreamState) -> bool:

@@ -1,54 +1,57 @@
 """Iterable datasets: one stream, read in blocks and cut into batches.
 
-``SyncStream`` is read in a thread, ``AsyncStream`` on the loop; both run the same code.
-Samples are numbered by their position in the stream. Once it has ended, every later
-request ends at once. With several ranks, each reads the whole stream and keeps its
-part.
+A plain iterable is read in a thread, an async one on the loop; both run the same code,
+which never suspends for a plain one. Samples are numbered by their position in the
+stream. Once it has ended, every later request ends at once. With several ranks, each
+reads the whole stream and keeps its part.
 """
 
-import abc
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, nullcontext
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import ChainDataset, get_worker_info
 
 from aioloader._collate.collate import default_collate
-from aioloader._order.blocks import Bad, Block, join
+from aioloader._order.blocks import (
+    Bad,
+    Block,
+    SameErrors,
+    failed,
+    join,
+    read_block,
+    read_block_async,
+)
 from aioloader._order.failures import SKIP, noted
 from aioloader._order.raising import STOPS, Carried, ends_task, raisable
 from aioloader._pipeline.awaiting import run_now
 from aioloader._pipeline.batch_maker import BatchMaker, Keys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.block_sources import (
-    BlockSource,
-    IteratorSource,
-    OwnSource,
-    Read,
-    open_async,
-)
 from aioloader._pipeline.position import Position, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
-from aioloader.protocols import BlockIterator, OwnStream
+from aioloader.protocols import (
+    BlockIterator,
+    HasLifespan,
+    Kind,
+    OwnStream,
+    has_aiter,
+)
 
 
-class _Stream(abc.ABC):
-    """Read the batches of one stream: ranks, tails, failures, resuming, state.
+class Stream:
+    """Reads the batches of one stream: ranks, tails, failures, resuming, state.
+
+    It is opened, read and closed in one task, or in one thread.
 
     Args:
         maker: The user's functions, and which part of the stream is read here.
         resume: Where to start; None: at the beginning.
         keys: Seeds of the batches that are read again to resume; None: no seeds.
-
-    Attributes:
-        is_on_loop: Whether coroutines read it. If not, the global generators are
-            seeded while it is read.
     """
-
-    is_on_loop: ClassVar[bool]
 
     def __init__(
         self,
@@ -58,12 +61,13 @@ class _Stream(abc.ABC):
         keys: Keys | None = None,
     ) -> None:
         self._maker = maker
-        self._drop_last = maker.drop_last
         self._keys = keys
+        # If not, the global generators are seeded while it is read.
+        self._is_async = maker.kind is Kind.ASYNC_ITERABLE
         self._position = Position(maker.dataset, resume, maker.loads)
         self._rank, self._ranks = maker.part.rank, maker.part.world_size
-        self._source: BlockSource | None = None
-        self._first: Read | None = None  # what was read to look at the dataset's state
+        self._source: _Source | None = None
+        self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
         self._owed = 0  # positions of a failed batch that other ranks still read
         # With several ranks: the latest sample of all and of this one, for padding.
@@ -72,34 +76,53 @@ class _Stream(abc.ABC):
         # Whether any sample was read without an error; the errors of the others.
         self._has_good = self._position.read > 0
         self._lost: list[BaseException] = []
-        self._real: int | None = None  # samples that are not padding, if known
+        # Whether the functions take samples in columns, as they are.
+        is_bare = maker.collate_fn is default_collate and maker.transform is None
+        is_masked = maker.part.tail == "pad"
+        self._takes_columns = is_bare and maker.batched and not is_masked
 
-    @abc.abstractmethod
-    async def _open(self, task: BatchTask) -> BlockSource:
-        """Open the dataset and the iterator, at the position to resume."""
+    def pull(self, task: BatchTask) -> None:
+        """Do as ``pull_async``, with a plain iterable."""
+        run_now(self.pull_async(task))
 
-    async def _read(self, task: BatchTask) -> None:
+    async def pull_async(self, task: BatchTask) -> None:
         """Read the samples of ``task``, or set the end as its result."""
         task.began = perf_counter()
-        wanted = len(task.indices) * self._ranks
-        found = 0
-        self._maker.policy.begin(0 if task.again else len(task.indices))
+        size, found = len(task.indices), 0
+        wanted = size * self._ranks
+        self._maker.policy.begin(0 if task.again else size)
         try:
             await self._prepare(task, wanted)
             while found < wanted and not (task.again or self._has_ended):
                 found += await self._add_block(task, found, wanted)
-            if task.again or (len(task.samples) and not self._drop_last):
+            is_short = 0 < len(task.samples) < size and not self._maker.drop_last
+            if task.again or is_short:
                 await self._refill(task)
-            if task.again:
-                self._repeated(task)
-            else:
+            if not task.again:
                 self._finish(task, found, wanted)
+            elif not len(task.samples):
+                task.result = BatchResult(is_end=True)
+            if not isinstance(task.samples, list) and not self._takes_columns:
+                task.samples = list(task.samples)
+            task.missing = size - len(task.samples)
+            task.state = self._position.state(has_ended=self._has_ended)
+            if self._source is not None and self._source.refills:
+                task.state |= self._source.repeated()
         except (*STOPS, Carried) as error:
-            if self.is_on_loop and ends_task(error):
+            if self._is_async and ends_task(error):
                 raise
             # No variable may hold it: its traceback has this frame.
             raise self._noted(raisable(error, "the dataset"), task)  # noqa: B904  (it keeps its cause)
         task.read = perf_counter()
+
+    def close(self) -> None:
+        """Close a plain iterator."""
+        run_now(self.aclose())
+
+    async def aclose(self) -> None:
+        """Close the iterator."""
+        self._has_ended, self._source = True, None
+        await self._stack.aclose()
 
     def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
         return noted(error, self._maker.place("fetch", task))
@@ -111,33 +134,41 @@ class _Stream(abc.ABC):
 
     async def _prepare(self, task: BatchTask, wanted: int) -> None:
         """Open the stream if needed, and advance to the first sample of ``task``."""
+        loads, position = self._maker.loads, self._position
         try:
             if self._source is None and not self._has_ended:
-                await self._resume(task, wanted)
+                kept = torch.get_rng_state() if loads.keeps_generator else None
+                loads.keeps_generator = False
+                if position.to_skip:
+                    await self._skip(task, wanted)
+                    if kept is not None:
+                        torch.set_rng_state(kept)
+                else:
+                    self._source = await self._open(task, kept)
                 # A stream that had ended is opened too: its dataset may have a state.
-                self._has_ended |= self._position.has_ended
-            owed, self._owed = self._owed, 0
-            self._position.read += await self._drop(owed)
+                self._has_ended |= position.has_ended
+            if self._owed:
+                owed, self._owed = self._owed, 0
+                position.read += await self._drop(owed)
         except BaseException as error:
             self._has_ended = True  # an error whatever the policy
             self._noted(error, task)
             raise
 
-    async def _resume(self, task: BatchTask, wanted: int) -> None:
+    async def _skip(self, task: BatchTask, wanted: int) -> None:
         """Open the stream and drop the samples delivered before ``task``.
 
         They are read again with the seeds of their batches.
         """
-        kept = self._maker.loads.kept_generator()
         left = self._position.to_skip
         earlier = -(-left // wanted)
         for number in range(task.number - earlier, task.number):
             before = BatchTask(number, task.indices)
             if self._keys is not None:
                 before.key, before.sample_keys = self._keys(number, wanted)
-            with nullcontext() if self.is_on_loop else self._maker.around(before):
+            with nullcontext() if self._is_async else self._maker.around(before):
                 if self._source is None:
-                    self._source = await self._begin(before)
+                    self._source = await self._open(before)
                 left -= await self._drop(min(wanted, left))
         if left > 0:
             raise ShardChangedError(
@@ -145,40 +176,55 @@ class _Stream(abc.ABC):
                 f"but the state was saved after {self._position.read:,}; resume with "
                 "the same samples, or restart the epoch"
             )
-        if earlier:
-            self._reseed(task)
-        if self._source is None:
-            self._source = await self._begin(task, kept)
-        elif kept is not None:
-            torch.set_rng_state(kept)
+        self._reseed(task)
 
-    async def _begin(
-        self, task: BatchTask, kept: torch.Tensor | None = None
-    ) -> BlockSource:
-        """Open the dataset where this epoch starts."""
-        before = None if self.is_on_loop else torch.get_rng_state()
-        source = await self._open(task)
+    async def _open(
+        self,
+        task: BatchTask,
+        kept: torch.Tensor | None = None,
+        *,
+        is_sure: bool = False,
+    ) -> "_Source":
+        """Open the dataset and its iterator where this epoch starts.
+
+        Torch's generator is then at ``kept``, if given. Unless the dataset's state
+        ``is_sure``, its first sample may tell that it started from a wrong one.
+        """
+        dataset, position = self._maker.dataset, self._position
+        before = None if self._is_async else torch.get_rng_state()
+        await self._stack.aclose()  # of an iterator from the wrong state
+        if isinstance(dataset, OwnStream):
+            dataset.begin_epoch(self._maker.epoch)
+        if position.load_dataset():
+            self._reseed(task)
+        if self._is_async:
+            iterator = await _open_async(dataset, self._stack)
+        else:
+            iterator = iter(dataset)
+            if inspect.isgenerator(iterator):
+                self._stack.callback(iterator.close)
+        position.load_iterator(iterator)
+        if task.number:
+            self._reseed(task)
+        source = _Source(
+            iterator, len(task.indices), position.again, is_async=self._is_async
+        )
+        self._stack.push_async_callback(source.aclose)
         if kept is not None:
             torch.set_rng_state(kept)
-        if not self._position.is_doubtful:
+        if is_sure or position.has_ended or not self._maker.loads.is_pending:
             return source
-        first = await source.read(1)
-        if not self._position.starts_again(is_empty=not len(first.block)):
-            self._first = first
-            return source
-        source = await self._open(task)
-        if before is not None:
-            torch.set_rng_state(before)
+        block, _, has_ended = await source.read(1)
+        source.rest = block, has_ended
+        if position.starts_again(is_empty=not len(block)):
+            source = await self._open(task, is_sure=True)
+            if before is not None:
+                torch.set_rng_state(before)
         return source
-
-    async def _next(self, limit: int) -> Read:
-        first, self._first = self._first, None
-        assert self._source is not None
-        return await self._source.read(limit) if first is None else first
 
     def _reseed(self, task: BatchTask) -> None:
         """Seed the generators for ``task`` again: the user's code may have drawn."""
-        if not self.is_on_loop and self._maker.reseed is not None:
+        if not self._is_async and self._maker.reseed is not None:
             self._maker.reseed(task)
 
     async def _drop(self, places: int) -> int:
@@ -186,50 +232,48 @@ class _Stream(abc.ABC):
 
         An error that ends the stream is raised: nothing was delivered after it.
         """
+        source: Any = self._source
         dropped = 0
         while dropped < places and not self._has_ended:
-            block, more, self._has_ended = await self._next(places - dropped)
+            block, more, self._has_ended = await source.read(places - dropped)
             dropped += more
             if len(block) and type(block[-1]) is Bad:
                 if self._has_ended:
                     raise block[-1].error
-                assert self._source is not None
-                dropped -= self._source.leaves_out  # it has no position
+                dropped -= source.leaves_out  # it has no position
         return dropped
 
     # -- the samples of a batch -----------------------------------------------------
 
     async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
-        block, places, self._has_ended = await self._next(wanted - found)
-        last = block[-1] if len(block) and isinstance(block, list) else None
-        if type(last) is not Bad:
-            self._add(task, block, found)
+        assert self._source is not None
+        block, places, self._has_ended = await self._source.read(wanted - found)
+        count = len(block)
+        bad = block[-1] if count and isinstance(block, list) else None
+        if type(bad) is Bad:
+            block = block[:-1]
+        if len(block):
+            self._has_good = True
+            if self._ranks > 1:  # this rank's part
+                self._latest = block[-1]
+                block = list(block)[(self._rank - found) % self._ranks :: self._ranks]
+                if block:
+                    self._latest_mine = block[-1]
+            task.samples = join([task.samples, block]) if len(task.samples) else block
+        if type(bad) is not Bad:
             return places
-        self._add(task, block[:-1], found)
         if self._has_ended:  # skipping it would silently end the epoch early
-            raise self._noted(last.error, task)
-        if (found + len(block) - 1) % self._ranks == self._rank:
+            raise self._noted(bad.error, task)
+        if (found + count - 1) % self._ranks == self._rank:
             try:
-                is_left_out = self._replace(task, last.error)
+                places -= self._replace(task, bad.error)
             except BaseException:
                 # These samples are lost, but they were read.
                 self._position.read += found + places
                 self._owed = wanted - found - places if self._maker.keeps_step else 0
                 raise
-            places -= is_left_out
         return places
-
-    def _add(self, task: BatchTask, block: Block, found: int) -> None:
-        """Add this rank's samples of ``block``."""
-        self._has_good = self._has_good or len(block) > 0
-        if self._ranks > 1:
-            if len(block):
-                self._latest = block[-1]
-            block = list(block)[(self._rank - found) % self._ranks :: self._ranks]
-            if block:
-                self._latest_mine = block[-1]
-        task.samples = join([task.samples, block]) if len(task.samples) else block
 
     def _replace(self, task: BatchTask, error: BaseException) -> bool:
         """Add the replacement of a failed sample, or raise by the policy.
@@ -251,68 +295,41 @@ class _Stream(abc.ABC):
         return False
 
     async def _refill(self, task: BatchTask) -> None:
-        """Fill a short batch from the stream's beginning, if all ranks end together."""
-        lacking, source = len(task.indices) - len(task.samples), self._source
-        if lacking and isinstance(source, OwnSource) and source.refills:
-            samples = await source.again(lacking)
-            is_whole = not len(task.samples)
-            task.samples = samples if is_whole else join([task.samples, samples])
+        """Fill a batch from the stream's beginning, if all ranks end together."""
+        if self._source is not None and self._source.refills:
+            lacking = len(task.indices) - len(task.samples)
+            samples = await self._source.again(lacking)
+            task.samples = join([task.samples, samples])
             task.padding = len(samples)
-
-    def _repeated(self, task: BatchTask) -> None:
-        """Set the state of ``task``, which was filled from the stream's beginning."""
-        task.state = self._state()
-        if not len(task.samples):
-            task.result = BatchResult(is_end=True)
-        self._show(task)
 
     # -- after the samples of a batch -------------------------------------------------
 
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
-        """Set the state of ``task``, and its result if there is no batch."""
-        self._position.read += found
+        """Count the samples of ``task``; set its result if there is no batch."""
+        maker, position = self._maker, self._position
+        position.read += found
         if found < wanted:
             mine = -(-max(0, found - self._rank) // self._ranks)
-            self._maker.policy.take_back(len(task.indices) - mine)
+            maker.policy.take_back(len(task.indices) - mine)
         if self._has_ended:
             self._check_rest()
-            if not self._position.read and self._position.owes:
-                raise DatasetError(
-                    f"the resumed epoch of {self._name()} has no samples, but the one "
-                    f"before had {self._position.owes:,}; a dataset must start again "
-                    "after its end, also from the state that it has there"
-                )
-        if not found or (self._drop_last and found < wanted):
+        if not found or (maker.drop_last and found < wanted):
             task.result = BatchResult(is_end=True)
             self._has_ended = True
-            task.state = self._state()
             return
         if found < wanted and self._ranks > 1:
             self._share_tail(task, found)
-        task.state = self._state()
-        if self._real is not None and self._maker.part.tail == "pad":
+        source = self._source
+        if source is None:  # closed by the user's code
+            return
+        if source.real is not None and maker.part.tail == "pad":
             # Readers that have ended leave places without samples at the end.
-            real = max(0, self._real - (self._position.read - found))
+            real = max(0, source.real - (position.read - found))
             task.padding = max(0, len(task.samples) - real)
-        self._show(task)
-        if self._source is not None and not self._source.fills and not task.result:
-            # Only this batch is empty here: other ranks may have samples of it.
-            least = len(task.indices) if self._drop_last else 1
-            if len(task.samples) < least:
-                task.result = BatchResult(is_empty=True)
-
-    def _state(self) -> StreamState:
-        """Return where the stream is after the latest batch."""
-        state = self._position.state(has_ended=self._has_ended)
-        if isinstance(self._source, OwnSource):
-            state |= self._source.repeated()
-        return state
-
-    def _show(self, task: BatchTask) -> None:
-        """Leave the samples as the functions take them."""
-        if not isinstance(task.samples, list) and not self._takes_columns():
-            task.samples = list(task.samples)
-        task.missing = len(task.indices) - len(task.samples)
+        # Only this batch is empty here: other ranks may have samples of it.
+        least = len(task.indices) if maker.drop_last else 1
+        if not source.fills and not task.result and len(task.samples) < least:
+            task.result = BatchResult(is_empty=True)
 
     def _check_rest(self) -> None:
         """Raise the last error if every sample of the stream failed.
@@ -320,18 +337,22 @@ class _Stream(abc.ABC):
         With several readers, a single shard may fail.
         """
         lost, self._lost = self._lost, []
-        if self._has_good or not lost or (len(lost) == 1 and self._is_part()):
-            return
-        lost[-1].add_note("aioloader: all samples of this stream failed; none is left")
-        raise lost[-1]
+        if not self._has_good and lost and not (len(lost) == 1 and self._is_part()):
+            text = "aioloader: all samples of this stream failed; none is left"
+            lost[-1].add_note(text)
+            raise lost[-1]
+        if not self._position.read and self._position.owes:
+            raise DatasetError(
+                f"the resumed epoch of {self._name()} has no samples, but the one "
+                f"before had {self._position.owes:,}; a dataset must start again "
+                "after its end, also from the state that it has there"
+            )
 
     def _is_part(self) -> bool:
         """Tell whether other readers have parts of this stream too."""
         dataset, worker = self._maker.dataset, get_worker_info()
-        ranks = dataset.ranks if isinstance(dataset, OwnStream) else None
-        return (ranks or (0, 1))[1] > 1 or (
-            worker is not None and worker.num_workers > 1
-        )
+        ranks = (isinstance(dataset, OwnStream) and dataset.ranks) or (0, 1)
+        return ranks[1] > 1 or (worker is not None and worker.num_workers > 1)
 
     def _share_tail(self, task: BatchTask, found: int) -> None:
         """Cut or pad this rank's part of the last batch, by ``tail``."""
@@ -345,64 +366,133 @@ class _Stream(abc.ABC):
         if not task.samples:
             task.result = BatchResult(is_end=True)
 
-    def _takes_columns(self) -> bool:
-        maker = self._maker
-        is_default = maker.batched and maker.collate_fn is default_collate
-        return is_default and maker.transform is None and maker.part.tail != "pad"
+
+class _Source:
+    """The blocks of an iterator: plain, async, or that of one of aioloader's streams.
+
+    Args:
+        iterator: The iterator; its state is always the one after the latest block.
+        most: Limit on samples held in memory at once.
+        repeated: Where one of ours repeats its samples; None: from the first one.
+        is_async: Whether the iterator is async; reading a plain one never suspends.
+
+    Attributes:
+        rest: What was read but not used yet, and whether the stream has ended with it.
+        fills: With the others, as that of ``BlockIterator``.
+    """
+
+    fills, leaves_out, refills = True, False, False
+    real: int | None = None
+
+    def __init__(
+        self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
+    ) -> None:
+        self._iterator = iterator
+        self._most = most
+        self._is_async = is_async
+        self.rest: tuple[Block, bool] | None = None
+        self._same_errors = SameErrors()
+        self._is_own = isinstance(iterator, BlockIterator)
+        if self._is_own:
+            self.fills, self.leaves_out = iterator.fills, iterator.leaves_out
+            self.refills, self.real = iterator.refills, iterator.real
+        self._repeated: BlockIterator | None = None
+        self._start = repeated
+        self._has_repeated = repeated is not None  # since its latest beginning
+
+    async def read(self, limit: int) -> tuple[Block, int, bool]:
+        """Read a block, of which only the last sample may be ``Bad``.
+
+        Returns:
+            The block; how many positions of the stream it takes, which are more than
+            samples if several readers take turns and some of them have ended; whether
+            there is no more. With a ``Bad``, its error has then ended the stream, so no
+            policy can skip it.
+        """
+        limit = min(limit, self._most)
+        block, has_ended = self.rest or await self._pull(limit)
+        self.rest = None
+        if self._is_own and isinstance(block, list) and Bad in set(map(type, block)):
+            stop = 1 + next(k for k, one in enumerate(block) if type(one) is Bad)
+            if stop < len(block):
+                self.rest, has_ended = (block[stop:], has_ended), False
+                block = block[:stop]
+        is_whole = not (self.fills or self.rest or has_ended)
+        return block, limit if is_whole else len(block), has_ended
+
+    async def _pull(self, limit: int) -> tuple[Block, bool]:
+        if not self._is_own:
+            if self._is_async:
+                block, has_ended = await read_block_async(self._iterator, limit)
+            else:
+                block, has_ended = read_block(self._iterator, limit)
+            return block, self._same_errors.is_stuck(block) or has_ended
+        try:
+            block = await self._iterator.pull(limit)
+        except StopAsyncIteration:
+            return [], True
+        except BaseException as error:
+            if ends_task(error):
+                raise
+            # No sample failed: the stream cannot be read at all.
+            return [failed(error)], True
+        return block, self.fills and not len(block)
+
+    async def again(self, count: int) -> Block:
+        """Read samples of ours again, from the first one on, over and over.
+
+        Failed ones are left out. There are fewer than ``count`` if all are.
+        """
+        parts: list[Block] = []
+        while count:
+            if self._repeated is None:
+                self._repeated = self._iterator.again(self._start)
+            block: Block | None = None
+            with contextlib.suppress(StopAsyncIteration):
+                block = await self._repeated.pull(count)
+            if block is None or (self.fills and not len(block)):
+                if not self._has_repeated:
+                    break
+                await self.aclose()
+                self._start, self._has_repeated = None, False
+                continue
+            if isinstance(block, list):
+                block = [sample for sample in block if type(sample) is not Bad]
+            self._has_repeated |= len(block) > 0
+            parts.append(block)
+            count -= len(block)
+        return join(parts)
+
+    def repeated(self) -> StreamState:
+        """Return where ``again`` continues, as a part of a state."""
+        now = self._start if self._repeated is None else self._repeated.position()
+        return {} if now is None else {"again": now}
+
+    async def aclose(self) -> None:
+        """Stop to repeat."""
+        repeated, self._repeated = self._repeated, None
+        if repeated is not None:
+            await repeated.aclose()
 
 
-class SyncStream(_Stream):
-    """One iterator of a plain iterable, opened and closed where it is pulled."""
-
-    is_on_loop = False
-    _close: Callable[[], None] | None = None
-
-    def pull(self, task: BatchTask) -> None:
-        """Read the samples of ``task``, or set the end as its result."""
-        run_now(self._read(task))
-
-    def close(self) -> None:
-        """Close the iterator."""
-        self._has_ended, self._source = True, None
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-
-    async def _open(self, task: BatchTask) -> BlockSource:
-        if self._close is not None:
-            self._close()
-        if self._position.load_dataset():
-            self._reseed(task)
-        iterator: Any = iter(self._maker.dataset)
-        if inspect.isgenerator(iterator):
-            self._close = iterator.close
-        self._position.load_iterator(iterator)
-        if task.number:
-            self._reseed(task)
-        return IteratorSource(iterator, len(task.indices), is_async=False)
+async def _open_async(dataset: Any, stack: AsyncExitStack) -> Any:
+    """Return an async iterator of ``dataset``, which ``stack`` closes."""
+    is_chain = isinstance(dataset, ChainDataset) and not has_aiter(dataset)
+    iterator = _chained(dataset.datasets) if is_chain else aiter(dataset)
+    if isinstance(iterator, HasLifespan):
+        await stack.enter_async_context(iterator.lifespan())
+    if inspect.isasyncgen(iterator):
+        stack.push_async_callback(iterator.aclose)
+    return iterator
 
 
-class AsyncStream(_Stream):
-    """One iterator of an async iterable, opened and closed on the loop."""
-
-    is_on_loop = True
-    _stack: AsyncExitStack
-
-    async def pull(self, task: BatchTask, stack: AsyncExitStack) -> None:
-        """Read the samples of ``task``; ``stack`` closes the iterator later."""
-        self._stack = stack
-        await self._read(task)
-
-    async def _open(self, task: BatchTask) -> BlockSource:
-        dataset = self._maker.dataset
-        if isinstance(dataset, OwnStream):
-            dataset.begin_epoch(self._maker.epoch)
-        self._position.load_dataset()
-        iterator = await open_async(dataset, self._stack)
-        self._position.load_iterator(iterator)
-        if isinstance(iterator, BlockIterator):
-            self._real = iterator.real
-            source = OwnSource(iterator, self._position.again)
-            self._stack.push_async_callback(source.aclose)
-            return source
-        return IteratorSource(iterator, len(task.indices), is_async=True)
+async def _chained(datasets: Any) -> AsyncIterator[Any]:
+    """Yield from plain and async iterables, one after the other."""
+    for dataset in datasets:
+        if not has_aiter(dataset):
+            for sample in dataset:
+                yield sample
+            continue
+        async with AsyncExitStack() as stack:
+            async for sample in await _open_async(dataset, stack):
+                yield sample  # noqa: ASYNC119  (its reader closes it)

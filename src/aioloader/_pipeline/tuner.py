@@ -6,7 +6,8 @@ many batches are requested ahead.
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader._observe.autotune import Controller, Held, Observation
@@ -29,11 +30,9 @@ _LOOK = 64
 
 @dataclass
 class Figures:
-    """The speed of an iteration.
+    """The speed of an iteration: when its first and its latest batch were delivered.
 
     Attributes:
-        began: When its first batch was delivered.
-        latest: When its latest batch was delivered.
         batches: How many were delivered after the first one.
         waited: Seconds that the consumer waited for them.
     """
@@ -44,21 +43,21 @@ class Figures:
     waited: float = 0.0
 
 
+@dataclass
 class Tuning:
     """What a loader has found out in all its epochs.
 
     Attributes:
         controllers: The controllers, by argument name.
-        held: The sizes of batches; None before the first iteration that needs them.
+        held: The sizes of batches.
         figures: The figures of the latest iteration.
         deaths: Worker deaths seen so far.
     """
 
-    def __init__(self) -> None:
-        self.controllers: dict[str, Controller] = {}
-        self.held: Held | None = None
-        self.figures: Figures = Figures()
-        self.deaths: int = 0
+    controllers: dict[str, Controller] = field(default_factory=dict)
+    held: Held = field(default_factory=partial(Held, 0))
+    figures: Figures = field(default_factory=Figures)
+    deaths: int = 0
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
         """Return the controller of an argument, made once."""
@@ -83,12 +82,7 @@ class Tuning:
         return setting
 
     def observe_workers(self, controller: Controller, deaths: int) -> None:
-        """Decide on the number of workers after an epoch.
-
-        Args:
-            controller: The controller of their number.
-            deaths: Workers that have died so far.
-        """
+        """Decide on the number of workers after an epoch; ``deaths`` are of all."""
         figures, self.figures = self.figures, Figures()
         died, self.deaths = deaths - self.deaths, deaths
         seconds = figures.latest - figures.began
@@ -147,8 +141,6 @@ class Tuner:
         self._batch_size = batch_size
         self._prefetch_bytes = prefetch_bytes
         self.ready: Sized = ()
-        if tuning.held is None:
-            tuning.held = Held(0)
         self._held = tuning.held
         self._figures = tuning.figures = Figures()
         self._first_waited = 0.0
@@ -216,12 +208,9 @@ class Tuner:
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
-        """Note that a batch was delivered; return the window from now on.
+        """Note that a batch (or None) was delivered; return the window from now on.
 
-        Args:
-            batch: The batch, or None.
-            window: The present window.
-            waited: Seconds that the consumer has waited so far.
+        The consumer has ``waited`` so many seconds so far.
         """
         figures, now = self._figures, time.perf_counter()
         if batch is not None:
@@ -236,25 +225,22 @@ class Tuner:
             self._look_at_memory()
         if window.is_lazy:
             return window
-        self._observe_window(window, now, waited)
-        return self._fitted(window)
-
-    def _observe_window(self, window: Any, now: float, waited: float) -> None:
-        prefetch, batches = self._prefetch, self._figures.batches
         began, first, before = self._period
-        seconds, taken = now - began, batches - first
-        long = max(_BATCHES, 2 * window.batches)
-        if prefetch is None or taken < long or seconds < _SECONDS_OF_BATCHES:
-            return
-        self._period = now, batches, waited
-        if self.concurrency is None or not self.concurrency.is_trying:
-            rate, share = taken / seconds, (waited - before) / seconds
-            prefetch.observe(Observation(rate, waited=min(1.0, share)))
+        seconds, taken = now - began, figures.batches - first
+        is_long = taken >= max(_BATCHES, 2 * window.batches)
+        if self._prefetch and is_long and seconds >= _SECONDS_OF_BATCHES:
+            self._period = now, figures.batches, waited
+            if self.concurrency is None or not self.concurrency.is_trying:
+                rate, share = taken / seconds, (waited - before) / seconds
+                self._prefetch.observe(Observation(rate, waited=min(1.0, share)))
+        return self._fitted(window)
 
     def _fitted(self, window: Window) -> Window:
         """Return the chosen window, limited to the bytes that may be held."""
-        batches, samples, most = window.batches, window.samples, self._most_batches()
+        batches, samples, most = window.batches, window.samples, sys.maxsize
         prefetch, reading = self._prefetch, self.concurrency
+        if self._held.greatest or self._prefetch_bytes is not None:
+            most = self._held.batches()
         if self._held.greatest:
             self._limit(most)
         if prefetch is not None and not window.is_lazy:
@@ -275,10 +261,6 @@ class Tuner:
             fitting = min(prefetch, max(1, most - self._on_device) // self._readers)
             reason = f"{self._held.most:,} bytes hold {most} batches"
             self._prefetch.limit(fitting, reason)
-
-    def _most_batches(self) -> int:
-        is_unknown = not self._held.greatest and self._prefetch_bytes is None
-        return sys.maxsize if is_unknown else self._held.batches()
 
     def _look_at_memory(self) -> None:
         """Limit the held bytes to half of the memory that this process could use."""

@@ -83,9 +83,9 @@ def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
 
 def use_sample_rng(task: BatchTask, position: int, stage: int) -> None:
     """Set ``rng`` to the generators of a sample, or of the batch (position -1)."""
-    is_sample = position >= 0
-    key = key_of_sample(task, position, stage) if is_sample else task.key or 0
-    _KEYED.set(Keyed(key))
+    if task.key is not None:
+        key = key_of_sample(task, position, stage) if position >= 0 else task.key
+        _KEYED.set(Keyed(key))
 
 
 def seeded(task: BatchTask) -> AbstractContextManager[None]:

@@ -51,7 +51,9 @@ class ThreadWorkers(Pool):
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
 
     def open(self, pipeline: Pipeline) -> None:
-        """Start the threads."""
+        """Start the threads, once."""
+        if self._threads:
+            return
         for worker in range(self._number):
             thread = CpuThread(f"aioloader-worker-{worker}")
             thread.post(partial(self._live, pipeline, worker))

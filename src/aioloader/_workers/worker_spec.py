@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
-from aioloader._pipeline.recipe import Recipe
+from aioloader._pipeline.batch_maker import Recipe
 from aioloader._transport.codec import (
     ONLY_TO_WORKERS,
     Buffers,

@@ -30,7 +30,7 @@ from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.stream import SyncStream
+from aioloader._pipeline.stream import Stream
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
@@ -322,7 +322,7 @@ def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
 
 
 def _serve_sync(endpoint: Endpoint) -> None:
-    maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, SyncStream]()
+    maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, Stream]()
     read = partial(maker.read, pause=endpoint.requests.pause) if maker.reads else None
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
     with endpoint.lifespan():
@@ -348,13 +348,13 @@ def _serve_sync(endpoint: Endpoint) -> None:
 
 
 def _stream_of(
-    endpoint: Endpoint, request: Request, streams: dict[int, SyncStream]
-) -> SyncStream:
+    endpoint: Endpoint, request: Request, streams: dict[int, Stream]
+) -> Stream:
     """Return the stream of a request's iteration, opened by the first request."""
     stream = streams.get(request.iteration)
     if stream is None:
         state, keys = request.resume or (None, None)
-        stream = streams[request.iteration] = SyncStream(
+        stream = streams[request.iteration] = Stream(
             endpoint.maker, resume=state, keys=keys
         )
     return stream
