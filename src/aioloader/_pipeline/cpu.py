@@ -90,6 +90,9 @@ class CpuThread:
         def do() -> None:
             try:
                 found.append(job())
+            except StopIteration as error:  # no coroutine may raise one
+                failed.append(RuntimeError(f"it raised {type(error).__name__}"))
+                failed[0].__cause__ = error
             except BaseException as error:  # raised by the caller
                 failed.append(error)
             done.set()
