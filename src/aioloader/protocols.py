@@ -319,3 +319,23 @@ def is_stateful(part: object) -> bool:
     except TypeError:
         return False
     return "destination" not in signature.parameters
+
+
+def own_datasets(dataset: Any) -> list[HasLifespan]:
+    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
+    found: list[HasLifespan] = []
+    seen: set[int] = set()
+    left = [dataset]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, HasLifespan):
+            found.append(one)
+        elif isinstance(one, Subset):
+            left.append(vars(one).get("dataset"))
+        elif isinstance(one, (ConcatDataset, ChainDataset, StackDataset)):
+            inner: Any = vars(one).get("datasets") or ()
+            left += inner.values() if isinstance(inner, dict) else inner
+    return found

@@ -117,7 +117,7 @@ async def test_lag_is_asked_for_as_a_timer_is_late() -> None:
             found.append(watch.lag(Counts()))
 
     watch._lateness = Asking()
-    with watch.reading():
+    with watch.reading(time.monotonic()):
         watch.due -= 1.0
         watch._tick()
         assert watch._timer is not None
@@ -155,10 +155,14 @@ def test_nobody_looks_on_after_the_end() -> None:
 
 async def test_no_timer_is_left() -> None:
     """Neither after the end, nor after a break; the next iteration has one again."""
-    watch = watch_of(asyncio.get_running_loop(), is_callers=True)
+    loop = asyncio.get_running_loop()
+    watch = watch_of(loop, is_callers=True)
     for _ in range(2):
         async with loader_of(Blocking(0.0), loop="caller") as loader:
             async for _batch in loader:
+                later = asyncio.Event()  # than the 20 ms after which it is set
+                loop.call_later(0.03, later.set)
+                await later.wait()
                 assert watch._timer is not None
                 break
         assert watch._timer is None

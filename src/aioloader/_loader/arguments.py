@@ -288,7 +288,8 @@ def _check_places(options: Options) -> None:
     """Check that workers can read if asked to, and can enter a lifespan."""
     workers, dataset, fetch = options.workers, options.dataset, options.fetch
     functions = options.transform, options.collate_fn
-    check_lifespan(options.lifespan, dataset, *functions)
+    if options.lifespan is not None:
+        check_lifespan(options.lifespan, dataset, *functions)
     can_read = workers == "process" or suits(workers, dataset, *functions)
     is_executor = isinstance(workers, Executor)
     if options.lifespan is not None and is_executor and fetch != "loader" and can_read:

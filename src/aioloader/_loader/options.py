@@ -184,7 +184,7 @@ class Options(Added):
         if self.has_processes:
             names.append("aioloader._workers.process.pool")
         if not self.is_plain:
-            names += ["aioloader._pipeline.loop_host", "anyio._backends._asyncio"]
+            names += ["aioloader._pipeline.loop_watch", "anyio._backends._asyncio"]
         return tuple(names)
 
     @property

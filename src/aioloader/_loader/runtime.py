@@ -31,7 +31,7 @@ from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
 from aioloader._order.forks import fork_safe, import_modules
 from aioloader._order.indices import epoch_of
 from aioloader._order.raising import raisable
-from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.host import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import SlotPool

@@ -18,7 +18,7 @@ from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
 from aioloader._observe.machine import allows_processes
-from aioloader._observe.records import Copies, Setting
+from aioloader._observe.records import Copies, Listed, Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
@@ -27,7 +27,7 @@ from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.hosts import Place
+from aioloader._pipeline.host import Place
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.ready import ReadyQueue
@@ -78,6 +78,7 @@ def make_source(
         from aioloader._pipeline.evened import EvenedFeed
 
         make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
+    epoch.counters.listed = Listed()
     pipeline = Pipeline(
         maker,
         hosts.lease(_place(options, pool, is_async=is_async)),
@@ -87,6 +88,7 @@ def make_source(
         make_ready=make_ready,
         head_start=_follows_concurrency(options),
         tuner=tuner,
+        counters=epoch.counters,
     )
     on_device = options.target.ahead if mover else 0
     if mover is not None:
@@ -98,9 +100,6 @@ def make_source(
     epoch.counters.describe = partial(
         _setting, options, window, reads=reads, on_device=on_device
     )
-    epoch.counters.listed = pipeline.listed
-    if (watch := pipeline.host.watch) is not None:
-        epoch.counters.lag = partial(watch.lag, watch.counts)
     epoch.reads_ahead = True  # samples read are not samples delivered
     restarts, timeout = options.on_timeout == "restart", options.patience
     return make_feed(pipeline, epoch, window, timeout=timeout, restarts=restarts)

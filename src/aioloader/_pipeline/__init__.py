@@ -6,6 +6,6 @@
                                 event loop   plain code   ordered, bounded
 
 ``plain`` and ``inline`` make batches where ``next`` is called, ``ahead_feed`` is the
-consumer's side of a ``pipeline``; ``host`` and ``loop_host`` own the threads and loops;
-``batch_maker`` holds the user's functions.
+consumer's side of a ``pipeline``; ``host`` owns the threads and loops; ``batch_maker``
+holds the user's functions.
 """

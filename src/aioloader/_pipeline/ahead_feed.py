@@ -355,7 +355,7 @@ class AheadFeed(Feed):
             host.join()
         if pipeline.stage is not None:
             pipeline.stage.join()
-        if pipeline.pool is not None and pipeline.pool.pump is None:
+        if pipeline.pool is not None and not pipeline.pool.pumps:
             pipeline.join()  # threads of this process
 
     # -- a batch that does not come -------------------------------------------------

@@ -6,14 +6,16 @@ import inspect
 import threading
 import types
 from collections.abc import Awaitable, Collection, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader._order.blocks import Bad, failed
 from aioloader._order.forks import fork_safe
 from aioloader._order.raising import Carried, carried, ends_task, raisable
-from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.waiting import LOOK_UP, call_threadsafe
+from aioloader._pipeline.waiting import LOOK_UP
 from aioloader.errors import LoaderClosedError
+
+if TYPE_CHECKING:
+    from aioloader._pipeline.host import Host
 
 T = TypeVar("T")
 _CONTAINERS = {tuple, list, dict}
@@ -137,8 +139,7 @@ class SideLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._ended: asyncio.Event | None = None  # of the thread's loop
-        self._thread: CpuThread | None = None
+        self._host: Host | None = None  # of a loop in a thread
         self._waited: set[concurrent.futures.Future[list[Any]]] = set()
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self.is_closed: bool = False
@@ -155,7 +156,10 @@ class SideLoop:
             if self.is_closed:
                 raise LoaderClosedError(_CLOSED)
             if self._loop is None:
-                self._loop = self._start()
+                from aioloader._pipeline.host import LoopHost
+
+                self._host = host = LoopHost()
+                self._loop = host.loop
             gathered = _gathered(values, limit)
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
             self._waited.add(future)
@@ -182,21 +186,9 @@ class SideLoop:
             self.is_closed = True
             for future in list(self._waited):
                 future.cancel()
-            thread, self._thread = self._thread, None
-            if thread is not None and self._loop and self._ended:
-                call_threadsafe(self._loop, self._ended.set)
-                thread.stop(thread.ident)
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        loop, ended = asyncio.new_event_loop(), asyncio.Event()
-
-        def run() -> None:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(ended.wait())
-
-        self._ended, self._thread = ended, CpuThread("aioloader-side-loop")
-        self._thread.post(run)
-        return loop
+            host, self._host = self._host, None
+            if host is not None:
+                host.release()
 
 
 async def _gathered(values: Iterable[Any], limit: int) -> list[Any]:

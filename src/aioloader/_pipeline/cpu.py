@@ -4,7 +4,6 @@ Each thread has a queue and there are no futures: a job stores its own result. P
 is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
-import asyncio
 import logging
 import os
 import queue
@@ -16,14 +15,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from aioloader._order.forks import fork_safe
-from aioloader._pipeline.waiting import (
-    call_threadsafe,
-    context_elsewhere,
-    looking_up,
-)
+from aioloader._pipeline.waiting import Latch, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 T = TypeVar("T")
@@ -41,20 +36,10 @@ _LOG = logging.getLogger("aioloader")
 async def in_new_thread(job: Callable[[], T]) -> T:
     """Run ``job``, which may take long, in a new thread; return its result."""
     thread = CpuThread("aioloader-once")
-    result = asyncio.ensure_future(thread.call(job))
     try:
-        # The job is not cancelled: others may wait for it.
-        return await asyncio.shield(result)
+        return await thread.call(job)
     finally:
         thread.stop(thread.ident)
-        if not result.done():
-            result.add_done_callback(_read)
-
-
-def _read(result: "asyncio.Future[Any]") -> None:
-    """Retrieve the error of a result that nobody awaits."""
-    if not result.cancelled():
-        result.exception()
 
 
 def stack_of(ident: int | None) -> str:
@@ -66,9 +51,14 @@ def stack_of(ident: int | None) -> str:
 class CpuThread:
     """A serial worker thread, started by its first job.
 
-    Args:
-        name: Name of the thread.
+    Attributes:
+        quiet: Set when the thread has ended, or may no longer delay the interpreter's
+            exit.
+        is_over: Whether no job follows.
     """
+
+    quiet: threading.Event
+    is_over: bool = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,9 +66,6 @@ class CpuThread:
         self.thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
-        # Set when the thread has ended, or may no longer delay the interpreter's exit.
-        self.quiet: threading.Event = fork_safe(threading.Event())
-        self.is_over: bool = False  # no job follows
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after earlier ones; return whether the thread takes jobs.
@@ -94,22 +81,28 @@ class CpuThread:
         return True
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run ``job`` in the thread after earlier ones; return its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        """Run ``job`` in the thread after earlier ones; return its result.
+
+        It runs to its end even if this task is cancelled.
+        """
+        done, found, failed = Latch(), list[T](), list[BaseException]()
 
         def do() -> None:
             try:
-                found = job()
+                found.append(job())
+            except StopIteration as error:  # no coroutine may raise one
+                failed.append(RuntimeError(f"it raised {type(error).__name__}"))
+                failed[0].__cause__ = error
             except BaseException as error:  # raised by the caller
-                call_threadsafe(loop, _fail, future, error)
-            else:
-                call_threadsafe(loop, _succeed, future, found)
+                failed.append(error)
+            done.set()
 
         if not self.post(do):
             raise LoaderClosedError("the thread of the loader has ended")
-        with looking_up(loop):
-            return await future
+        await done.wait_async()
+        if failed:
+            raise failed.pop()  # no frame of its traceback holds it
+        return found[0]
 
     def post_nowait(self, job: Job) -> None:
         """Post to a running thread without a lock, for finalizers."""
@@ -138,6 +131,7 @@ class CpuThread:
     def _start(self) -> None:
         run = partial(context_elsewhere().run, self._run)
         self.thread = _daemon(run, self._name)  # the owner stops and joins it
+        self.quiet = fork_safe(threading.Event())
         _STARTED.add(self)
         start_thread(self.thread)
 
@@ -307,19 +301,6 @@ def _do(job: Job, name: str) -> None:
         job()
     except BaseException:  # a bug of ours: log it and keep the thread
         _LOG.exception("a job of %s failed", name)
-
-
-def _succeed(future: "asyncio.Future[Any]", found: Any) -> None:
-    if not future.done():
-        future.set_result(found)
-
-
-def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if isinstance(error, StopIteration):  # no future takes one
-        error, cause = RuntimeError(f"it raised {type(error).__name__}"), error
-        error.__cause__ = cause
-    if not future.done():
-        future.set_exception(error)
 
 
 def _daemon(run: Callable[[], object], name: str) -> threading.Thread:

@@ -6,27 +6,43 @@ iteration returns its lease.
 """
 
 import asyncio
+import contextlib
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
-from aioloader._order.raising import raisable
-from aioloader._pipeline.cpu import CpuThread, SharedThread, in_new_thread
-from aioloader._pipeline.lifespan import Lifespan
-from aioloader._pipeline.waiting import Latch
+from aioloader._order.raising import ends_task, raisable
+from aioloader._pipeline.cpu import (
+    CpuThread,
+    SharedThread,
+    in_new_thread,
+    is_shared_thread,
+    start_thread,
+)
+from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
+from aioloader._pipeline.waiting import (
+    Latch,
+    call_threadsafe,
+    context_elsewhere,
+    running_loop,
+)
 from aioloader.errors import LoaderClosedError
-
-if TYPE_CHECKING:
-    from aioloader._pipeline.loop_watch import LoopWatch
+from aioloader.protocols import own_datasets
 
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
+_NAME = "aioloader pipeline"  # of an iteration's task
 # A ``Pipeline``, which imports this module.
 Pipeline: TypeAlias = Any
+Place: TypeAlias = (
+    Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
+)
 
 
 class Host:
@@ -36,8 +52,9 @@ class Host:
 
     Attributes:
         loop: The event loop, if the host has one.
-        watch: Measures the lag of the loop.
-        lifespan: What is entered here.
+        is_callers: Whether the loop is the caller's.
+        lifespan: What is entered here, or None.
+        place: Where it is, for ``Hosts``.
         cpu: The thread for plain code; starts with its first job, and enters first.
         opened: Set when the lifespan was entered, or failed.
         closed: Set when everything has ended.
@@ -46,9 +63,12 @@ class Host:
     """
 
     loop: asyncio.AbstractEventLoop | None = None
-    watch: "LoopWatch | None" = None
+    is_callers: bool = False
+    place: Place | None = None
 
-    def __init__(self, lifespan: Lifespan, *, shares_threads: bool = False) -> None:
+    def __init__(
+        self, lifespan: Lifespan | None, *, shares_threads: bool = False
+    ) -> None:
         self.lifespan = lifespan
         self.opened: Latch = Latch()
         thread = SharedThread if shares_threads else CpuThread
@@ -116,7 +136,8 @@ class Host:
 
     def failure(self) -> BaseException | None:
         """Wait until the lifespan was entered; return its error, if any."""
-        self.opened.wait()
+        if self.lifespan is not None:
+            self.opened.wait()
         return self._broken
 
     # -- waiting for the end ------------------------------------------------------
@@ -133,11 +154,11 @@ class Host:
 
     def is_here(self) -> bool:
         """Tell whether the calling thread is the host's, which cannot join itself."""
-        return self.cpu.ident() == threading.get_ident()
+        return self.is_on_loop() or self.cpu.ident() == threading.get_ident()
 
     def is_on_loop(self) -> bool:
         """Tell whether the calling thread runs this host's event loop."""
-        return False
+        return self.loop is not None and running_loop() is self.loop
 
     def join(self) -> None:
         """Wait for the threads to end, once ``closed`` is set."""
@@ -147,7 +168,8 @@ class Host:
 
     def _open(self) -> None:
         try:
-            self.lifespan.enter()
+            if self.lifespan is not None:
+                self.lifespan.enter()
         except BaseException as error:  # handed to the consumers
             self._break(error)
         else:
@@ -178,7 +200,8 @@ class Host:
     def _close(self) -> None:
         """Leave the lifespan, and end the thread."""
         try:
-            self.lifespan.leave()
+            if self.lifespan is not None:
+                self.lifespan.leave()
         except BaseException as error:  # raised where it is closed
             self.exit_error = error
         self.cpu.stop(self.closed.set)
@@ -220,16 +243,324 @@ class CallerHost(Host):
     def open(self) -> None:
         """Enter the lifespan, once."""
         with self._lock:
-            if not self.opened.is_set():
+            if self.lifespan is not None and not self.opened.is_set():
                 self.lifespan.enter()
                 self.opened.set()
 
     def _run(self, step: Any, pipeline: Pipeline | None, returned: Latch) -> None:
         step(pipeline, returned)
 
+    def _start(self, pipeline: Pipeline) -> None:
+        pass  # its samples are read by workers, which enter the lifespan
+
     def _close(self) -> None:
         self.cpu.stop(self.closed.set)
-        self.lifespan.leave()
+        if self.lifespan is not None:
+            self.lifespan.leave()
+
+
+class LoopHost(Host):
+    """An event loop: the loader's own in a private thread, or the caller's.
+
+    Each pipeline is a task. A lifespan is entered and left by a task of its own.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(
+        self,
+        lifespan: Lifespan | None = None,
+        caller: asyncio.AbstractEventLoop | None = None,
+        *,
+        shares_threads: bool = False,
+    ) -> None:
+        super().__init__(lifespan, shares_threads=shares_threads)
+        self._waiting: list[Pipeline] = []  # for the lifespan
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening: Any = None  # anyio's cancel scope
+        self._wanted = asyncio.Event()
+        self._over = asyncio.Event()
+        self._own_thread: threading.Thread | None = None
+        self._host_task: asyncio.Task[None] | None = None
+        self.is_callers = caller is not None
+        if caller is None:
+            context = context_elsewhere()
+            runner = asyncio.Runner(loop_factory=new_event_loop)
+            self.loop = context.run(runner.get_loop)  # it keeps the context
+            run = partial(context.run, self._host, runner)
+            self._own_thread = threading.Thread(
+                target=run, name="aioloader-loop", daemon=True
+            )
+            start_thread(self._own_thread)
+            return
+        self.loop = caller
+        if lifespan is not None:
+            self._host_task = caller.create_task(self._serve(), name="aioloader host")
+            self._host_task.add_done_callback(self._finish)
+
+    def open(self) -> None:
+        """Enter the lifespan on the loop."""
+        if not call_threadsafe(self.loop, self._wanted.set):
+            self._finish()
+
+    def is_lost(self) -> bool:
+        """Tell whether the caller's loop has stopped.
+
+        Posted callbacks run when it runs again, if ever.
+        """
+        is_stopped = self.is_callers and not self.loop.is_running()
+        return is_stopped or super().is_lost()
+
+    def check_loop(self) -> None:
+        """Fail the pipelines if the caller has closed its loop: they never end."""
+        if self.is_callers and self.loop.is_closed():
+            self._finish()
+
+    def give_up(self, returned: Latch, pipeline: Pipeline | None) -> None:
+        """Take back a lease in this thread, whether or not the loop runs again."""
+        if self.is_foreign() or returned.is_set():
+            return
+        if pipeline is not None:
+            pipeline.release_workers()
+        if self._take_back(pipeline) or self.loop.is_closed():
+            self._over.set()
+            self._finish()
+        returned.set()
+
+    def join(self) -> None:
+        """Wait for both threads to end, once ``closed`` is set."""
+        super().join()
+        if self._own_thread is not None:
+            self._own_thread.join(GRACE)
+
+    # -- in the private thread ----------------------------------------------------
+
+    def _host(self, runner: asyncio.Runner) -> None:
+        """Run the loop until the last lease was returned."""
+        try:
+            with runner:
+                runner.run(self._serve() if self.lifespan else self._over.wait())
+        except BaseException as error:  # handed to the consumers
+            self._break(error)
+        finally:
+            self._finish()
+
+    # -- on the loop --------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Enter the lifespan, run pipelines until the last has ended, leave it."""
+        import anyio
+
+        assert self.lifespan is not None
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self.lifespan.leave_async, self.cpu)
+                stack.push_async_callback(self._end_all)
+                with anyio.CancelScope() as self._opening:
+                    await self._wanted.wait()
+                    if not self._over.is_set():
+                        await self.lifespan.enter_async(self.cpu)
+                self.opened.set()
+                while self._waiting:
+                    pipeline = self._waiting.pop(0)
+                    self._begin(pipeline, pipeline.ended)
+                await self._over.wait()
+        except BaseException as error:  # handed to the consumers
+            if ends_task(error):
+                raise
+            is_over = self._over.is_set()
+            if is_over:
+                self.exit_error = error
+            self._break(error, is_known=is_over)
+
+    async def _end_all(self) -> None:
+        """Cancel the remaining pipelines when the host task is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _run(
+        self,
+        step: Callable[[Any, Latch], None],
+        pipeline: Pipeline | None,
+        returned: Latch,
+    ) -> None:
+        if not call_threadsafe(self.loop, step, pipeline, returned):
+            self._finish()  # it failed, or the caller closed its loop
+            self._take_back(pipeline)
+            returned.set()
+
+    def _start(self, pipeline: Pipeline) -> None:
+        self._run(self._begin, pipeline, pipeline.ended)
+
+    def _begin(self, pipeline: Pipeline, ended: Latch) -> None:
+        """Start a pipeline; if it cannot start, fail it and take back its lease."""
+        if self._broken is not None:  # it has failed with the others
+            return
+        if self.lifespan is not None and not self.opened.is_set():
+            self._waiting.append(pipeline)
+            self._wanted.set()
+            return
+        try:
+            task: asyncio.Task[None] = self.loop.create_task(
+                pipeline.main(), name=_NAME, context=pipeline.context.copy()
+            )
+        except Exception as error:  # handed to the consumer
+            pipeline.fail(error)
+            self._return(pipeline, ended)
+        else:
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._left, pipeline))
+
+    def _left(self, pipeline: Pipeline, task: asyncio.Task[None]) -> None:
+        """Take back the lease of a pipeline whose task has ended."""
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before its first step, so nothing has run
+            pipeline.release_workers()
+        self._return(pipeline, pipeline.ended)
+
+    def _end(self, pipeline: Pipeline, ended: Latch) -> None:
+        """End a pipeline; its lease ends with its task."""
+        pipeline.end()
+        if pipeline in self._waiting:  # it has not started
+            self._waiting.remove(pipeline)
+            pipeline.fail(LoaderClosedError("the iterator was closed"))
+            self._return(pipeline, ended)
+
+    def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
+        is_given_up = returned.is_set()
+        if not is_given_up and self._take_back(pipeline):
+            self._over.set()
+        if self._over.is_set():
+            self._close()
+        returned.set()
+
+    def _close(self) -> None:
+        self._wanted.set()
+        if self._opening is not None:
+            self._opening.cancel()  # a lifespan that is slow to enter
+        if self.is_callers and self.lifespan is None:
+            self._finish()
+
+    def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
+        """Release the rest once the host task has ended, however it ended."""
+        self._break(LoaderClosedError("the event loop of the loader has ended"))
+        self._waiting.clear()
+        for pipeline in list(self._pipelines):
+            pipeline.release_workers()
+            self._take_back(pipeline)
+            pipeline.ended.set()
+        self.cpu.stop(self.closed.set)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new uvloop, or asyncio's own loop where uvloop is not installed.
+
+    Also where standard input, output or error is closed: libuv aborts the process as it
+    closes a descriptor that has taken the place of one of them.
+    """
+    try:
+        for standard in range(3):
+            os.fstat(standard)
+        import uvloop
+    except (ImportError, OSError):
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class Hosts:
+    """The hosts of one loader: found by place, made on demand, kept while entered.
+
+    Args:
+        dataset: The dataset that every host reads.
+        lifespan: The user's function that returns what every new host enters.
+    """
+
+    def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
+        self._dataset = dataset
+        self.lifespan = lifespan
+        self._hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+        self._kept: list[Host] = []
+        self._entered = 0
+        self._lock = fork_safe(threading.Lock())
+        weakref.finalize(self, _release_all, self._kept)
+
+    def lease(self, place: Place) -> Host:
+        """Return the open host at ``place``, with one lease taken for the caller."""
+        dataset, host = self._dataset, None
+        with self._lock:
+            for host in list(self._hosts):
+                if host.place == place and host.lease():
+                    return host
+            is_loop = place == "loop" or not isinstance(place, str)
+            enters = self.lifespan is not None or (is_loop and own_datasets(dataset))
+            lifespan = None
+            if enters and place != "pool":  # the workers enter it, where they read
+                lifespan = Lifespan(dataset, self.lifespan)
+            if not isinstance(place, str):
+                # If nothing is bound to a thread, loaders on callers' loops share some.
+                shares = not (lifespan or is_shared_thread()) and reads_on_loop(dataset)
+                host = LoopHost(lifespan, place, shares_threads=shares)
+            elif place == "loop":
+                host = LoopHost(lifespan)
+            else:
+                host = Host(lifespan) if place == "thread" else CallerHost(lifespan)
+            host.place = place
+            self._hosts.add(host)
+            if self._entered and host.lease():
+                self._kept.append(host)
+            return host
+
+    def keep(self) -> None:
+        """Keep hosts open between iterations from now on; calls nest."""
+        with self._lock:
+            self._entered += 1
+
+    def leave(self) -> bool:
+        """Undo one ``keep``; return whether it was the last."""
+        with self._lock:
+            self._entered = max(0, self._entered - 1)
+            return not self._entered
+
+    def release(self) -> None:
+        """Release the kept hosts and wait until they are closed."""
+        with contextlib.ExitStack() as stack:  # in reverse order, whatever is raised
+            for released in self._released():
+                stack.callback(wait_released, *released)
+
+    async def release_async(self) -> None:
+        """Release the kept hosts and wait without blocking the loop."""
+        async with contextlib.AsyncExitStack() as stack:
+            for released in self._released():
+                stack.push_async_callback(wait_released_async, *released)
+
+    def _released(self) -> list[tuple[Host, Latch, Pipeline | None]]:
+        """Release the kept hosts; return them and the pipelines still ending.
+
+        The iterators of these were dropped, so nobody else waits for them.
+        """
+        with self._lock:
+            kept = self._kept[:]
+            self._kept.clear()
+            hosts = list(self._hosts)
+        ending: list[tuple[Host, Latch, Pipeline | None]] = [
+            (host, host.release(), None) for host in kept
+        ]
+        for host in hosts:
+            ending += [(host, one.ended, one) for one in host.ending()]
+        return ending
+
+
+def _release_all(kept: list[Host]) -> None:
+    """Release the hosts of a loader that was entered and never closed."""
+    if kept:
+        warnings.warn(
+            "a DataLoader was entered and never closed", ResourceWarning, stacklevel=1
+        )
+    for host in kept:
+        host.release()
 
 
 # -- waiting for the release ------------------------------------------------------
@@ -240,14 +571,8 @@ def wait_released(
 ) -> None:
     """Wait for a lease's return, and for ``host`` if it was the last; bounded.
 
-    Args:
-        host: The host that granted it.
-        returned: Set when it is returned.
-        pipeline: The pipeline that held it, if any: its workers and stages are then
-            joined.
-
-    Raises:
-        BaseException: What the dataset or its iterator raised when it was closed.
+    The workers and stages of the pipeline that held it are joined, and what the dataset
+    or its iterator raised when it was closed is raised.
     """
     if host.is_lost():
         host.give_up(returned, pipeline)
@@ -270,13 +595,11 @@ async def wait_released_async(
     """Wait as ``wait_released`` does, without blocking the loop.
 
     The wait is completed even if the calling task is cancelled, once or more.
-
-    Raises:
-        BaseException: What the dataset or its iterator raised when it was closed.
     """
+    import anyio
+
     cancelled: asyncio.CancelledError | None = None
     joining: asyncio.Future[bool] | None = None
-    import anyio
 
     with anyio.CancelScope(shield=True):
         if host.is_lost():

@@ -10,6 +10,7 @@ import itertools
 import time
 from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aioloader._order.raising import ends_task
@@ -24,28 +25,29 @@ Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 Tune: TypeAlias = Callable[[float, bool], int]
 
 
+@dataclass(slots=True, eq=False)
 class Jobs:
     """The jobs of one batch: one for each of its samples, or one for all.
 
     Attributes:
+        over: Resolved at their end.
+        left: How many have not ended; never 0 once one has failed.
+        taken: How many have begun.
         began: When the first one began.
         busy: Their seconds, added up.
         found: What the latest one returned.
     """
 
-    def __init__(
-        self, task: BatchTask, job: Job, count: int, over: asyncio.Future[None]
-    ) -> None:
-        self.task = task
-        self.job = job
-        self.count = count
-        self.taken = 0
-        self.left = count  # never 0 once one has failed
-        self.over = over
-        self.error: BaseException | None = None
-        self.began: float = 0.0
-        self.busy: float = 0.0
-        self.found: Any = None
+    task: BatchTask
+    job: Job
+    count: int
+    over: asyncio.Future[None]
+    left: int
+    taken: int = 0
+    error: BaseException | None = None
+    began: float = 0.0
+    busy: float = 0.0
+    found: Any = None
 
 
 class Lanes:
@@ -70,7 +72,9 @@ class Lanes:
         self._queue: list[tuple[int, Jobs]] = []  # sorted
         self._idle: list[asyncio.Future[None]] = []
         self._lanes = 0
+        # Also some that have ended: a callback for each costs a step of the loop.
         self._tasks: set[asyncio.Task[None]] = set()
+        self._most_tasks = RESERVE
         self._is_closed = False
 
     async def run(self, task: BatchTask, job: Job, count: int) -> Jobs:
@@ -79,7 +83,7 @@ class Lanes:
         Raises:
             BaseException: The first one's that fails; the other jobs are dropped.
         """
-        jobs = Jobs(task, job, count, self._loop.create_future())
+        jobs = Jobs(task, job, count, self._loop.create_future(), count)
         if count:
             task.turn = task.turn or next(self._turns)  # as at its first run
             insort(self._queue, (task.turn, jobs))
@@ -98,10 +102,11 @@ class Lanes:
         if self._is_closed:
             work.close()
             return
+        if len(self._tasks) >= self._most_tasks:
+            self._tasks = {task for task in self._tasks if not task.done()}
+            self._most_tasks = 2 * len(self._tasks) + RESERVE
         context = self._context.copy()
-        task = self._loop.create_task(work, name=name, context=context)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(self._loop.create_task(work, name=name, context=context))
 
     async def aclose(self) -> None:
         """Cancel all tasks, each once, and wait until they have ended."""
@@ -110,6 +115,10 @@ class Lanes:
         for task in tasks:
             if not task.cancelling():  # by the end of the caller's loop
                 task.cancel()
+        if tasks:
+            asyncio.get_running_loop()  # raises if this is collected after its loop
+            await asyncio.sleep(0)  # idle lanes end; to wait for each costs more
+            tasks = [task for task in tasks if not task.done()]
         if tasks:
             await asyncio.wait(tasks)
         self._tasks.clear()  # cancelled ones refer to these lanes

@@ -12,16 +12,14 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch.utils.data import ChainDataset, ConcatDataset, StackDataset, Subset
-
 from aioloader._order.failures import noted
 from aioloader._order.raising import ends_task, raisable
 from aioloader._pipeline.cpu import CpuThread
 from aioloader.protocols import (
-    HasLifespan,
     Kind,
     is_async_function,
     kind_of,
+    own_datasets,
     reads_async,
 )
 
@@ -46,12 +44,8 @@ class Lifespan:
     def __init__(self, dataset: Any, make: MakeLifespan | None = None) -> None:
         self._dataset = dataset
         self._make = make
-        self._own = own_datasets(dataset)
         self._stack = contextlib.ExitStack()
         self._loop_stack = contextlib.AsyncExitStack()
-
-    def __bool__(self) -> bool:
-        return self._make is not None or bool(self._own)
 
     def enter(self) -> None:
         """Enter in this thread, which has no event loop for samples.
@@ -82,7 +76,7 @@ class Lifespan:
         make = self._make
         manager: Any = None
         try:
-            for dataset in self._own:
+            for dataset in own_datasets(self._dataset):
                 await self._loop_stack.enter_async_context(dataset.lifespan())
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
@@ -139,26 +133,6 @@ class Lifespan:
             )
 
 
-def own_datasets(dataset: Any) -> list[HasLifespan]:
-    """Return aioloader's own datasets: ``dataset``, or those in torch's wrappers."""
-    found: list[HasLifespan] = []
-    seen: set[int] = set()
-    left = [dataset]
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, HasLifespan):
-            found.append(one)
-        elif isinstance(one, Subset):
-            left.append(vars(one).get("dataset"))
-        elif isinstance(one, (ConcatDataset, ChainDataset, StackDataset)):
-            inner: Any = vars(one).get("datasets") or ()
-            left += inner.values() if isinstance(inner, dict) else inner
-    return found
-
-
 def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> None:
     """Check the argument ``lifespan`` of a loader.
 
@@ -166,8 +140,6 @@ def check_lifespan(make: Any, dataset: Any, transform: Any, collate_fn: Any) -> 
         TypeError: If it is not a function that returns a context manager.
         ValueError: If it returns an async one, and everything else is plain.
     """
-    if make is None:
-        return
     is_made = isinstance(
         make, (contextlib.ContextDecorator, contextlib.AsyncContextDecorator)
     )

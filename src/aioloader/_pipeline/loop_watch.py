@@ -98,14 +98,14 @@ class LoopWatch:
         self._held = self._computed = 0.0  # while it was late
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Watch during the ``with`` block; called on the loop."""
+    def reading(self, since: float) -> Iterator[None]:
+        """Watch during the ``with`` block, which started then; called on the loop."""
         self._readers += 1
         if self._readers == 1:
             self.thread = threading.get_ident()
             self.native = threading.get_native_id()
-            self.due = time.monotonic()
-            self._clocks = self.due, run_times()
+            self.due = since
+            self._clocks = time.monotonic(), run_times()
             self._set()
         try:
             yield

@@ -9,9 +9,10 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader._observe.records import LISTED, NOT_MADE, Listed
+from aioloader._observe.records import LISTED, NOT_MADE, Counters
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
@@ -19,15 +20,22 @@ from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import Host
-from aioloader._pipeline.lanes import RESERVE, Lanes
+from aioloader._pipeline.lanes import RESERVE, Lanes, Tune
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import Pool, Stage
+from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.stream import Stream
-from aioloader._pipeline.waiting import Latch, call_threadsafe, context_elsewhere
+from aioloader._pipeline.waiting import (
+    Latch,
+    call_threadsafe,
+    context_elsewhere,
+    running_loop,
+)
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
+    import contextvars
+
     from aioloader._pipeline.tuner import Tuner
 
 # Batches made within this many seconds are delivered together.
@@ -37,6 +45,8 @@ HOP = 0.002
 # with its first batch, as in a server that makes one loader per request.
 _HEAD_START = 0.001
 _TURNS = 8
+# After how many seconds the loop's lag is measured: shorter iterations show none.
+_UNWATCHED = 0.02
 _CLOSED = "the iterator was closed"
 _LOOP_ENDED = "the event loop of the loader has ended"
 
@@ -58,6 +68,8 @@ class Pipeline:
         make_ready: Makes ``ready``.
         head_start: Whether the first batch is read a moment before the others.
         tuner: Changes the maker's ``concurrency`` if the loader chooses it.
+        counters: Where the listing of shards and the loop's lag are noted, if at all.
+
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -72,34 +84,33 @@ class Pipeline:
         make_ready: Callable[..., ReadyQueue] = ReadyQueue,
         head_start: bool = False,
         tuner: "Tuner | None" = None,
+        counters: Counters | None = None,
     ) -> None:
         self.bookmark = bookmark
-        # A stream makes batches again that were delivered beyond the position.
-        without = bookmark.beyond if maker.kind is Kind.MAP else frozenset[int]()
         self.ready: ReadyQueue = make_ready(
             in_order=in_order,
             start=bookmark.done,
-            without=without,
-            pump=pool.pump if pool else None,
+            # A stream makes batches again that were delivered beyond the position.
+            without=bookmark.beyond if maker.kind is Kind.MAP else frozenset[int](),
         )
         self.maker = maker
         self.host = host
         if host.loop is not None:
             maker.side_loop = SideLoop(host.loop)
         self.pool = pool
-        self.stage: Stage | None = None
+        self.stage: Any = None  # what then moves batches to the device: a ``Staged``
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
         self.reads_here: bool = maker.reads and not (pool is not None and pool.reads)
         # Worker processes have copies of the dataset, with their own states.
-        is_here = pool is None or not pool.reads or pool.pump is None
+        is_here = pool is None or not (pool.reads and pool.pumps)
         self._keeps_state = maker.keeps_state and is_here
         self._sink = sink
         self.tuner = tuner
         if tuner is not None:
             tuner.ready = self.ready
-        self.listed: Listed = Listed()
+        self._counters = counters
         self.seconds_per_batch: float = 0.0  # of batches made in the thread
         self.is_closing: bool = False
         self._is_dismissed = self._is_abandoned = False
@@ -111,16 +122,17 @@ class Pipeline:
         self._is_called = False
         self._has_head_start = head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
-        self._to_pull: asyncio.Queue[BatchTask] = asyncio.Queue()
+        self._to_pull: asyncio.Queue[BatchTask]  # of an async stream
         self._stream: Stream | None = None
         self._async_stream: Stream | None = None
         # Plain code sees the context variables of its consumer.
-        self._context = context_elsewhere()
+        self.context: contextvars.Context = context_elsewhere()
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
             self._stream = Stream(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
             self._async_stream = Stream(maker, resume=resume)
+            self._to_pull = asyncio.Queue()
         host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
@@ -134,13 +146,21 @@ class Pipeline:
         """Take a request; its result goes into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
         if self.is_closing:
-            pass  # the consumer's wait has ended
-        elif self.pool is not None and self.pool.reads:
+            return  # the consumer's wait has ended
+        if self.pool is not None and self.pool.reads:
             self._into_pool(task)
         elif self.maker.is_plain:
             self._in_thread(task)
         else:
-            self._to_loop(task)
+            self._arriving.append(task)
+            if self._lanes is not None and running_loop() is self.host.loop:
+                self._arrive()
+            elif not self._is_called:  # one call serves all tasks until it runs
+                self._is_called = True
+                assert self.host.loop is not None
+                if not call_threadsafe(self.host.loop, self._arrive):
+                    text = "the event loop of the loader is closed"
+                    self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:
         """Read past the first batch: the consumer has asked for more."""
@@ -170,14 +190,37 @@ class Pipeline:
 
     def run_in_context(self, job: Callable[[], Any]) -> Any:
         """Run plain code with the consumer's context variables, in any thread."""
-        return self._context.copy().run(job)
+        return self.context.copy().run(job)
 
     # -- for the host -------------------------------------------------------------
 
     async def main(self) -> None:
         """Host the lanes and the reader of a stream, until dismissed."""
+        counters, loop = self._counters, asyncio.get_running_loop()
+        if counters is not None:
+            LISTED.set(counters.listed)  # the tasks of the lanes have this context
+        tune = None if self.tuner is None else self._tune(self.tuner)
+        lanes = Lanes(self.maker.concurrency, tune)
         try:
-            await self._host()
+            with contextlib.ExitStack() as watching:
+                if counters is not None:
+                    begun = time.monotonic(), watching
+                    timer = loop.call_later(_UNWATCHED, self._watch, *begun)
+                    watching.callback(timer.cancel)
+                try:
+                    self._lanes = lanes
+                    if self._async_stream is not None:
+                        reader = self._read_stream(self._async_stream, lanes)
+                        lanes.spawn(reader, "aioloader stream")
+                    if self._has_head_start:
+                        lanes.reserve = 0
+                    self._arrive()
+                    await self._closing.wait()
+                finally:
+                    self._lanes = None
+                    self._end_head_start()
+                    self._arriving.clear()
+                    await lanes.aclose()
         except BaseException as error:  # raised by the iterator's close or next step
             self._break(error)
         finally:
@@ -186,35 +229,24 @@ class Pipeline:
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
 
-    async def _host(self) -> None:
-        LISTED.set(self.listed)  # the tasks of the lanes have this context
-        lanes = Lanes(self.maker.concurrency, self._tune())
-        assert self.host.watch is not None
-        with self.host.watch.reading():
-            try:
-                self._lanes = lanes
-                if self._async_stream is not None:
-                    reader = self._read_stream(self._async_stream, lanes)
-                    lanes.spawn(reader, "aioloader stream")
-                if self._has_head_start:
-                    lanes.reserve = 0
-                self._arrive()
-                await self._closing.wait()
-            finally:
-                self._lanes = None
-                self._stop_timer()
-                self._arriving.clear()
-                await lanes.aclose()
-
-    def _tune(self) -> Callable[[float, bool], int] | None:
+    def _tune(self, tuner: "Tuner") -> Tune | None:
         """Return what chooses how many reads may be in flight, or None."""
-        tuner, maker = self.tuner, self.maker
-        if tuner is None or tuner.concurrency is None:
+        if tuner.concurrency is None:
             return None
-        note_read = tuner.note_read
+        note_read, maker = tuner.note_read, self.maker
         return lambda began, is_busy: note_read(
             began, failures=maker.failed_reads, is_busy=is_busy
         )
+
+    def _watch(self, since: float, watching: contextlib.ExitStack) -> None:
+        """Measure the loop's lag since then."""
+        from aioloader._pipeline.loop_watch import watch_of
+
+        assert self._counters is not None
+        loop = asyncio.get_running_loop()
+        watch = watch_of(loop, is_callers=self.host.is_callers)
+        self._counters.lag = partial(watch.lag, watch.counts)
+        watching.enter_context(watch.reading(since))
 
     def _break(self, error: BaseException) -> None:
         """Hand an error to the consumer: of its close, or else of its next step."""
@@ -260,7 +292,7 @@ class Pipeline:
     def drop_pool(self) -> None:
         """Drop the reference to workers that have ended or that nobody will join."""
         self.pool = None
-        self.ready.drop_pump()
+        self.ready.pump = None
 
     def join(self) -> bool:
         """Wait, bounded, until the stage and the pool's workers have ended."""
@@ -318,7 +350,7 @@ class Pipeline:
         def job() -> None:
             # The host is too if its lifespan could not be entered.
             if not (self.is_closing or self.host.is_closing):
-                self._context.run(self._work, task)
+                self.context.run(self._work, task)
 
         self.host.cpu.post(job)
 
@@ -328,7 +360,7 @@ class Pipeline:
         def work() -> Any:
             if self.is_closing:
                 raise LoaderClosedError(_CLOSED)
-            return self._context.run(job)
+            return self.context.run(job)
 
         return await self.host.cpu.call(work)
 
@@ -350,17 +382,6 @@ class Pipeline:
 
     # -- on the loop ------------------------------------------------------------------
 
-    def _to_loop(self, task: BatchTask) -> None:
-        """Make a batch on the loop, from any thread."""
-        self._arriving.append(task)
-        if self._lanes is not None and self.host.is_on_loop():
-            self._arrive()
-        elif not self._is_called:  # one call serves all tasks until it runs
-            self._is_called = True
-            assert self.host.loop is not None
-            if not call_threadsafe(self.host.loop, self._arrive):
-                self.fail(LoaderClosedError("the event loop of the loader is closed"))
-
     def _arrive(self) -> None:
         """Start what has arrived: only the first batch while it has a head start."""
         self._is_called = False
@@ -373,26 +394,22 @@ class Pipeline:
             else:
                 self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
             if self._has_head_start:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(_HEAD_START, self._wait, _TURNS)
+                later = asyncio.get_running_loop().call_later
+                self._timer = later(_HEAD_START, self._end_head_start, _TURNS)
 
-    def _wait(self, turns: int) -> None:
+    def _end_head_start(self, turns: int = 0) -> None:
+        """Start what else has arrived, after so many turns of the loop."""
+        timer, self._timer = self._timer, None  # it refers to this pipeline
         if turns:
-            self._timer = asyncio.get_running_loop().call_soon(self._wait, turns - 1)
-        else:
-            self._end_head_start()
-
-    def _end_head_start(self) -> None:
+            soon = asyncio.get_running_loop().call_soon
+            self._timer = soon(self._end_head_start, turns - 1)
+            return
+        if timer is not None:
+            timer.cancel()
         self._has_head_start = False
-        self._stop_timer()
         if self._lanes is not None:
             self._lanes.reserve = RESERVE
         self._arrive()
-
-    def _stop_timer(self) -> None:
-        timer, self._timer = self._timer, None  # it refers to this pipeline
-        if timer is not None:
-            timer.cancel()
 
     async def _amake(self, task: BatchTask, lanes: Lanes) -> None:
         read = self._read if self.reads_here and self._async_stream is None else None

@@ -16,22 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.waiting import LOOK_UP, Waiters
 from aioloader.errors import LoaderClosedError
 
-
-class Pump(Protocol):
-    """A source of results that must be read by the consumer."""
-
-    def descriptors(self) -> Sequence[int]:
-        """Return descriptors that are readable when ``collect`` has work."""
-
-    def collect(self) -> None:
-        """Read and deliver the results that have arrived, without blocking."""
+if TYPE_CHECKING:
+    from aioloader._pipeline.roles import LastingPool
 
 
 class ReadyQueue(Waiters):
@@ -41,9 +34,9 @@ class ReadyQueue(Waiters):
         in_order: Deliver by number, or else as they complete.
         start: The first number.
         without: Later numbers that will not come.
-        pump: The pump for the consumer to operate while it waits, or None.
 
     Attributes:
+        pump: The workers whose results the consumer collects while it waits, or None.
         naps: Whether the consumer wakes soon by itself.
     """
 
@@ -53,10 +46,9 @@ class ReadyQueue(Waiters):
         in_order: bool,
         start: int = 0,
         without: frozenset[int] = frozenset(),
-        pump: Pump | None = None,
     ) -> None:
         super().__init__()
-        self._pumps = [] if pump is None else [pump]
+        self.pump: LastingPool | None = None
         self._in_order = in_order
         self._next = start
         self._without = without
@@ -107,12 +99,13 @@ class ReadyQueue(Waiters):
         Raises:
             BaseException: The error given to ``fail``, when nothing is left.
         """
-        if not self._items:
+        if self.pump is not None and not self._items:
             self.collect()
         try:
             return self._items.popleft()
         except IndexError:
-            self._raise_broken()
+            if self._broken is not None:
+                self._raise_broken()
         return None
 
     def _raise_broken(self) -> None:
@@ -148,22 +141,21 @@ class ReadyQueue(Waiters):
         return len(self._early)
 
     # -- waiting: the consumer operates the pump, if there is one ---------------------
+    # Frames of a traceback may hold this queue for long, but must not hold the pump.
 
-    def drop_pump(self) -> None:
-        """Release the pump: the consumer is gone."""
-        self._pumps.clear()
-
-    def descriptors(self) -> list[int]:
+    def descriptors(self) -> Sequence[int]:
         """Return what is readable when ``collect`` has work."""
-        return [descriptor for pump in self._pumps for descriptor in pump.descriptors()]
+        pump = self.pump
+        return () if pump is None else pump.descriptors()
 
     def collect(self) -> None:
         """Read and deliver the results that have arrived."""
-        for pump in self._pumps:
+        pump = self.pump
+        if pump is not None:
             pump.collect()
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not self._pumps:
+        if self.pump is None:
             return super().wait(timeout)
         with contextlib.closing(_Bell()) as bell:
             if not self._enter(bell.ring):
@@ -192,7 +184,8 @@ class ReadyQueue(Waiters):
                 return False
 
     def wait_async(self, timeout: float | None = None) -> Coroutine[Any, Any, bool]:
-        return self._watch(timeout) if self._pumps else super().wait_async(timeout)
+        is_plain = self.pump is None
+        return super().wait_async(timeout) if is_plain else self._watch(timeout)
 
     async def _watch(self, timeout: float | None) -> bool:
         """Suspend while the loop watches the pump."""
@@ -203,14 +196,14 @@ class ReadyQueue(Waiters):
 class _Watch:
     """A loop's readers of a pump, while a task waits there."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pump: Pump) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: ReadyQueue) -> None:
         self._loop = loop
-        self._pump = pump
+        self._queue = queue
         self._watched: Sequence[int] = ()
         self._copies: list[int] = []
 
     def __enter__(self) -> None:
-        self._watched = self._pump.descriptors()
+        self._watched = self._queue.descriptors()
         # Duplicates: if the originals are closed meanwhile, their numbers may be reused
         # while the loop still watches them.
         for descriptor in self._watched:
@@ -226,8 +219,8 @@ class _Watch:
         self._copies = []
 
     def _look(self) -> None:
-        self._pump.collect()
-        if self._copies and self._pump.descriptors() != self._watched:
+        self._queue.collect()
+        if self._copies and self._queue.descriptors() != self._watched:
             self.__exit__()  # a part of the pump was replaced
             self.__enter__()
 

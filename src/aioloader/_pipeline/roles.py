@@ -1,14 +1,13 @@
-"""What a pipeline is given: a pool of workers, and a stage after it."""
+"""What makes batches elsewhere: a pool of workers, and a lease on one that lasts."""
 
 import abc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from aioloader._order.forks import fork_safe
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.ready import Pump
+from aioloader._pipeline.batch_task import BatchTask
 
 # A ``Pipeline``, which imports this module.
 Pipeline: TypeAlias = Any
@@ -20,15 +19,12 @@ class Pool(abc.ABC):
     Attributes:
         reads: Whether workers read the samples too.
         place: The host that the pipeline needs.
+        pumps: Whether the consumer itself collects results while it waits.
     """
 
     reads: bool
     place: Literal["thread", "pool"] = "thread"
-
-    @property
-    def pump(self) -> Pump | None:
-        """The pump that the consumer operates while it waits, or None."""
-        return None
+    pumps: bool = False
 
     def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""
@@ -78,7 +74,9 @@ class LastingPool(Pool):
 
 
 class Lease(Pool):
-    """Workers that may outlive the iteration, as it sees them.
+    """One iteration's hold on workers that may outlive it.
+
+    Once they have started, the pipeline's calls go to them directly.
 
     Args:
         start: Starts workers, or returns those that are kept; called with the first
@@ -99,18 +97,13 @@ class Lease(Pool):
         pumps: bool = False,
     ) -> None:
         self.reads = reads
+        self.pumps = pumps
         self._start = start
         self._keep = keep
-        self._pumps = pumps
         self._pool: LastingPool | None = None
         self._is_begun = False
         self._is_over = False
         self._lock = fork_safe(threading.RLock())
-
-    @property
-    def pump(self) -> "Lease | None":
-        """This lease, if the consumer collects results while it waits."""
-        return self if self._pumps else None
 
     def open(self, pipeline: Pipeline) -> None:
         """Start the workers or find the kept ones, once; may take long."""
@@ -124,6 +117,11 @@ class Lease(Pool):
             return
         with self._lock:
             self._pool = pool
+            self.submit = pool.submit  # type: ignore[method-assign]
+            self.restart = pool.restart  # type: ignore[method-assign]
+            self.explain = pool.explain  # type: ignore[method-assign]
+            if self.pumps and not self._is_over:
+                pipeline.ready.pump = pool
             if not self._keep:
                 # If anybody waits for their end, they are joined before this runs.
                 weakref.finalize(self, pool.close)
@@ -131,28 +129,11 @@ class Lease(Pool):
                     pool.end()
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Have the rest of ``task`` made."""
-        if self._pool is not None:
-            self._pool.submit(pipeline, task)
+        """Drop a task: the workers have not started, and the pipeline has failed."""
 
-    def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
-        return () if self._pool is None else self._pool.descriptors()
-
-    def collect(self) -> None:
-        """Deliver the results that have arrived."""
-        if self._pool is not None:
-            self._pool.collect()
-
-    def explain(self, task: BatchTask) -> str:
-        """Say which worker has ``task``, since when, and where it is stuck."""
-        if self._pool is None:
-            return "waits for the workers to start"
-        return self._pool.explain(task)
-
-    def restart(self, task: BatchTask) -> bool:
-        """Replace the workers that have ``task``; tell whether there are any."""
-        return self._pool is not None and self._pool.restart(task)
+    def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (a pool's)
+        """Say where a batch is while there are no workers."""
+        return "waits for the workers to start"
 
     def forget(self, pipeline: Pipeline) -> None:
         """End the lease."""
@@ -167,25 +148,3 @@ class Lease(Pool):
     def join(self) -> bool:
         """Wait until the workers are gone, if they are not kept."""
         return self._keep or self._pool is None or self._pool.join()
-
-
-class Stage(Protocol):
-    """A step between ``ready`` and the consumer, with its own thread."""
-
-    def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None if there is none yet."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until there is an item or the end; return False on timeout."""
-
-    async def wait_async(self, timeout: float | None = None) -> bool:
-        """Suspend until there is an item or the end; return False on timeout."""
-
-    def finish(self) -> None:
-        """End every wait: there will be no more items."""
-
-    def stop(self) -> None:
-        """Start ending, from any thread or finalizer."""
-
-    def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""

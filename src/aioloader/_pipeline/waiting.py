@@ -16,12 +16,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final
 
 from aioloader._order.forks import fork_safe
 
 LOOK_UP: Final = 1.0  # seconds; how late Ctrl-C may be
 _NOTHING: Final = contextlib.nullcontext()
+# Returns the loop that this thread runs, or None; the public twin raises.
+running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 
 
 class Waiters:
@@ -35,17 +38,15 @@ class Waiters:
 
     def __init__(self, is_true: Callable[[], bool] | None = None) -> None:
         self.lock = fork_safe(threading.RLock())  # a finalizer may need it too
-        self._wakes: deque[Callable[[], None]] = deque()
+        self._wakes: deque[Callable[[], object]] = deque()
         if is_true is not None:
             self._is_true = is_true
 
     def wake(self, count: int | None = None) -> None:
         """Wake ``count`` waiters (all, if None); called without the lock."""
         with self.lock:
-            number = len(self._wakes) if count is None else count
-            wakes = [
-                self._wakes.popleft() for _ in range(min(number, len(self._wakes)))
-            ]
+            number = len(self._wakes) if count is None else min(count, len(self._wakes))
+            wakes = [self._wakes.popleft() for _ in range(number)]
         for wake in wakes:
             wake()
 
@@ -71,14 +72,11 @@ class Waiters:
         """Suspend this task until woken; return False after ``timeout`` seconds."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
-
-        def wake() -> None:
-            call_threadsafe(loop, resolve, woken)
-
+        wake = partial(call_threadsafe, loop, resolve, woken)
         if not self._enter(wake):
             return True
         try:
-            with looking_up(loop):
+            with _looking_up(loop):
                 if timeout is None:
                     await woken
                 else:
@@ -91,14 +89,14 @@ class Waiters:
             raise
         return True
 
-    def _enter(self, wake: Callable[[], None]) -> bool:
+    def _enter(self, wake: Callable[[], object]) -> bool:
         with self.lock:
             if self._is_true():
                 return False
             self._wakes.append(wake)
             return True
 
-    def _leave(self, wake: Callable[[], None]) -> bool:
+    def _leave(self, wake: Callable[[], object]) -> bool:
         """Stop waiting; return whether it was not woken. Else pass the wake on."""
         with self.lock:
             if wake in self._wakes:
@@ -128,10 +126,7 @@ class Latch(Waiters):
 class _LookUp:
     """A timer on a loop of the main thread, as long as its tasks wait."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
-        self._waits = 0
-        self._is_on = False
+    _waits, _is_on = 0, False
 
     def __enter__(self) -> None:
         self._waits += 1
@@ -142,10 +137,9 @@ class _LookUp:
         self._waits -= 1
 
     def _tick(self) -> None:
-        loop = self._loop()
         self._is_on = False  # an interrupt may come before the next line has run
-        if self._waits and loop is not None:
-            loop.call_later(LOOK_UP, self._tick)
+        if self._waits:
+            asyncio.get_running_loop().call_later(LOOK_UP, self._tick)
             self._is_on = True
 
 
@@ -153,12 +147,12 @@ _LOOK_UPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LookUp]
 _LOOK_UPS = weakref.WeakKeyDictionary()
 
 
-def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
+def _looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
     """Return the context in which a task of ``loop``, which runs here, waits."""
     if threading.current_thread() is not threading.main_thread():
         return _NOTHING
     if (found := _LOOK_UPS.get(loop)) is None:
-        found = _LOOK_UPS[loop] = _LookUp(loop)
+        found = _LOOK_UPS[loop] = _LookUp()
     return found
 
 
@@ -175,11 +169,6 @@ def call_threadsafe(
             return False
         raise
     return True
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop that this thread runs, or None."""
-    return asyncio._get_running_loop()  # noqa: SLF001  (the public twin raises)
 
 
 def context_elsewhere() -> contextvars.Context:

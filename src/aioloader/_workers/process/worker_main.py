@@ -26,8 +26,7 @@ from aioloader._order.epoch import Bookmark
 from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.stream import Stream
@@ -124,7 +123,7 @@ class Endpoint:
     def lifespan(self) -> Iterator[None]:
         """Enter the lifespan of the dataset if it is read here, and leave it."""
         spec = self.spec
-        lifespan = Lifespan(spec.dataset, spec.lifespan) if spec.reads else Lifespan(())
+        lifespan = Lifespan(spec.dataset, spec.lifespan)
         try:
             lifespan.enter()
         except BaseException as error:  # raised by the loader
@@ -379,8 +378,7 @@ class _Server:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open(range(self._size))
         self._held: dict[int, tuple[int, int, bool]] = {}  # by the task's identity
-        reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
-        self._hosts = Hosts(*reads)
+        self._hosts = Hosts(spec.dataset, spec.lifespan)
         self._hosts.keep()
         self._host = self._hosts.lease("loop")
         self._pipelines: dict[int, Pipeline] = {}

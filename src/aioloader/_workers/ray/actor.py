@@ -19,8 +19,7 @@ import torch
 
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.cpu import stack_of
-from aioloader._pipeline.host import GRACE
-from aioloader._pipeline.hosts import Hosts
+from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import decode
 from aioloader._workers.info import (
@@ -117,7 +116,7 @@ class RayActor:
         info = WorkerInfo(self._number, spec.num_workers, seed, spec.dataset)
         be_worker_process(info, tell_torch=True)
         maker = maker_of(spec, around=seeded, seed=seed_for_sample, at=use_sample_rng)
-        self._hosts = Hosts(*((spec.dataset, spec.lifespan) if spec.reads else ((),)))
+        self._hosts = Hosts(spec.dataset, spec.lifespan)
         self._hosts.keep()
         host = self._hosts.lease("thread" if spec.is_plain else "loop")
         is_seeded = asyncio.run(host.cpu.call(lambda: spec.initialise(self._number)))

@@ -21,7 +21,6 @@ import torch
 
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
 from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
 from aioloader._pipeline.waiting import Latch
@@ -30,6 +29,7 @@ from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import deliver, pack_request
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError, WorkerDiedError
+from aioloader.protocols import own_datasets
 
 # Seconds at the end: to leave a dataset's lifespan, then for actors to end.
 _LEAVE, _GONE = 3.0, 5.0
@@ -373,7 +373,7 @@ class RayPool(LastingPool):
         self._settings, self._connection = (), None
 
     def _end_actors(self) -> None:
-        if Lifespan(self._spec.dataset, self._spec.lifespan):
+        if self._spec.lifespan is not None or own_datasets(self._spec.dataset):
             begun = [seat for seat in self._seats if seat.begun]
             self._await([_aside(seat.actor.leave) for seat in begun], _LEAVE)
         for seat in self._seats:
