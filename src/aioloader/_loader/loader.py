@@ -299,7 +299,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         context = multiprocessing_context
         context = arguments.context_of(context, self.num_workers, workers)
         self.multiprocessing_context = context
-        self._replace("device", found_here(device))
+        self._replace("device", None if device is None else found_here(device))
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
         self._may_repeat = not ranks.is_asked() and repeats_samples(given, shuffle)
         made = make_samplers(given, ranks, shuffle)
@@ -378,7 +378,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         live.refuse_again()
         options = self._options(settles=True)
         if options.chooses:
-            deaths, is_kept = live.tally.deaths, live.pools.has_kept()
+            deaths, is_kept = live.pools.servers.deaths, live.has_kept()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
         end_together(options)  # or refuse

@@ -35,7 +35,6 @@ from aioloader._pipeline.hosts import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.kept import Pools, Servers, Tally
 from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from aioloader._order.ranks import Part
     from aioloader._pipeline.iterator import BatchIterator, Steps
     from aioloader._pipeline.tuner import Tuning
+    from aioloader._workers.kept import Pools
 
 
 class Runtime:
@@ -61,9 +61,7 @@ class Runtime:
         self.hosts = Hosts(dataset)
         self.loads = Loads()
         self.slots = SlotPool()
-        self.pools = Pools()
-        self.servers = Servers()
-        self.tally = Tally()
+        self._pools: Pools | None = None
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
@@ -80,6 +78,20 @@ class Runtime:
         self._claim: Callable[[], Steps | None] = _nothing
         self._lock = fork_safe(threading.Lock())
         self._guesses_wrong = False
+
+    @property
+    def pools(self) -> "Pools":
+        """Its workers, from when they are first needed on."""
+        with self._lock:
+            if self._pools is None:
+                from aioloader._workers.kept import Pools
+
+                self._pools = Pools()
+            return self._pools
+
+    def has_kept(self) -> bool:
+        """Tell whether workers of an earlier iteration persist and take tasks."""
+        return self._pools is not None and self._pools.has_kept()
 
     @cached_property
     def cores(self) -> int:
@@ -108,7 +120,7 @@ class Runtime:
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
-        is_kept = options.persistent_workers and self.pools.has_kept()
+        is_kept = options.persistent_workers and self.has_kept()
         if self._base_seed is None or not is_kept:
             # Persistent workers keep theirs, as in torch.
             self._base_seed = draw_base_seed(generator)
@@ -160,7 +172,8 @@ class Runtime:
         epoch = self._to_resume(options, drawn, claim)
         try:
             if epoch is not None:
-                self.pools.drop()  # as in torchdata, workers start from the state
+                if self._pools is not None:
+                    self._pools.drop()  # as in torchdata, workers start from the state
                 resume(options, epoch)
                 self._base_seed = epoch.base_seed
             else:
@@ -278,8 +291,7 @@ class Runtime:
         return source
 
     def _note_first(self, options: Options, epoch: Epoch) -> None:
-        is_kept = self.pools.has_kept()
-        note_first(options, epoch, self.epoch, is_kept=is_kept)
+        note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     # -- what is known of epochs --------------------------------------------------
 
@@ -324,7 +336,8 @@ class Runtime:
         """Set which part of each batch later iterations deliver."""
         if self.part not in {None, part}:  # kept workers serve other ranks
             self.forget_ahead()
-            self.pools.close()
+            if self._pools is not None:
+                self._pools.close()
         self.part = part
 
     # -- states -------------------------------------------------------------------
@@ -341,7 +354,7 @@ class Runtime:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return loaded_again(now, loaded, drawn)
-        kept = self._base_seed if self.pools.has_kept() else None
+        kept = self._base_seed if self.has_kept() else None
         parts = now, self.numbers, self.epoch
         return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
 
@@ -400,8 +413,8 @@ class Runtime:
         """End all iterations and release everything; wait for it, bounded."""
         iterators = self._dismissed()
         with ExitStack() as stack:  # in reverse order, whatever is raised
-            stack.callback(self.servers.close)
-            stack.callback(self.pools.close)
+            if self._pools is not None:
+                stack.callback(self._pools.close)
             stack.callback(self.hosts.release)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
@@ -411,8 +424,8 @@ class Runtime:
         """End all iterations and release everything, without blocking the loop."""
         iterators = self._dismissed()
         async with AsyncExitStack() as stack:
-            stack.callback(self.servers.close)
-            stack.push_async_callback(self.pools.aclose)
+            if self._pools is not None:
+                stack.push_async_callback(self._pools.aclose)
             stack.push_async_callback(self.hosts.release_async)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
