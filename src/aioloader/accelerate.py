@@ -36,15 +36,10 @@ __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_b
 # Arguments that determine the samples: accelerate decides them.
 _DECIDED = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 # Arguments that torch's class would act on in the temporary loader of accelerate.
-_HIDDEN: dict[str, Any] = {
-    "num_workers": 0,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "multiprocessing_context": None,
-    "pin_memory": False,
-    "timeout": 0,
-    "worker_init_fn": None,
-}
+_HIDDEN = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "pin_memory"),
+    *("multiprocessing_context", "timeout", "worker_init_fn"),
+)
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
@@ -132,8 +127,7 @@ class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[mi
         if self.split_batches:
             per_rank, whole = self.batch_size // self.num_processes, self.batch_size
         mine = slice(self.process_index * per_rank, (self.process_index + 1) * per_rank)
-        first: list[Any] = []
-        batch: list[Any] = []
+        first, batch = list[Any](), list[Any]()
         samples = aiter(self.dataset)
         try:
             async for sample in samples:
@@ -179,9 +173,9 @@ def _is_ours(loader: Any) -> bool:
 
 def _bare(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy that torch's class can be built from without side effects."""
-    bare = copy.copy(loader)
-    for name, value in _HIDDEN.items():
-        object.__setattr__(bare, name, value)
+    bare, torchs = copy.copy(loader), inspect.signature(torch.utils.data.DataLoader)
+    for name in _HIDDEN:
+        object.__setattr__(bare, name, torchs.parameters[name].default)
     bare._is_accelerate_prepared = False  # set: the property does not check
     return bare
 

@@ -212,7 +212,7 @@ ELSEWHERE = {
     ),
     # Not raised there: a note, and what a function returns.
     "note": (
-        "_workers/remote_error.py",
+        "_workers/remote_tasks.py",
         "Caught … in DataLoader worker process …",
     ),
     "stores": ("datasets/_stores/failures.py", "cannot … …: …"),

@@ -386,7 +386,7 @@ def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
     assert next(iterator).tolist() == [0]
     assert loader._iterator is iterator
     loader._iterator = None
-    assert not loader._live.pools.has_kept()
+    assert not loader._live.has_kept()
     with pytest.raises(AttributeError, match="only be set to None"):
         loader._iterator = iterator
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.remote_tasks import RemoteError
 from aioloader.errors import DatasetError, WorkerError
 from failing import OddError
 

@@ -28,14 +28,8 @@ _LOG = logging.getLogger("aioloader")
 class Accelerator:
     """A device used through ``torch.accelerator``: XPU, MPS, any PrivateUse1.
 
-    If it has no streams (MPS), or its package lacks a call needed here, each copy
-    blocks the stage's thread; batches are still moved ahead of the step.
-
-    Args:
-        device: The device, with its index.
-
-    Attributes:
-        is_async: Whether copies run while the stage's thread does other work.
+    If it has no streams (MPS), or its package lacks a call needed here, copies are not
+    asynchronous: each blocks the stage's thread, but still ahead of the step.
     """
 
     _module: Any = torch.accelerator
@@ -47,7 +41,7 @@ class Accelerator:
         self._stream: Any = None  # made in the stage's thread: may take seconds
 
     def locker(self) -> Locker | None:
-        """Return the locker of host memory for the device, or None."""
+        """Return what page-locks host memory in place, or None."""
         return None
 
     def enter_thread(self) -> None:
@@ -65,12 +59,10 @@ class Accelerator:
         return not self.is_async or host.is_pinned()
 
     def staging(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of torch's page-locked pool, with dense strides of ``like``."""
-        # The pool is notified of each copy from its memory.
+        """Return memory of torch's page-locked pool, which learns of each copy."""
         return torch.empty_like(like, device="cpu", pin_memory=self.is_async)
 
     def copy(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin to copy page-locked memory to the device."""
         return host.to(self.device, non_blocking=self.is_async)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -92,13 +84,8 @@ class Accelerator:
     ) -> torch.Event | None:
         """Make this thread's current stream, the consumer's, wait for ``mark``.
 
-        Args:
-            mark: The end of the copies.
-            tensors: The copies; when they are dropped, their memory is not reused
-                before the consumer's kernels that were queued by then have ended.
-
-        Returns:
-            A mark on the consumer's stream.
+        The memory of ``tensors``, the copies, is not reused before the kernels that the
+        consumer has queued when it drops them. Returns a mark on its stream.
 
         Raises:
             RuntimeError: If a graph is being captured: a copy that is already queued
@@ -171,11 +158,9 @@ class CudaAccelerator(Accelerator):
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def locker(self) -> Locker | None:
-        """Return itself."""
         return self
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock whole pages; return whether they are locked."""
         if self._is_refused:
             return False
         with self._module.device(self.device):

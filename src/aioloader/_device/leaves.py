@@ -22,14 +22,8 @@ def map_leaves(
 ) -> Any:
     """Return ``value`` with each leaf replaced by ``convert(leaf)``.
 
-    A leaf is a tensor, an object that moves itself, or anything that is not a
-    container.
-
-    Args:
-        value: A leaf, or containers of leaves.
-        convert: Converts a leaf.
-        chosen: Tells by the key, field or position of a top-level entry whether to
-            convert it; None: all are converted.
+    ``chosen`` tells by the key, field or position of a top-level entry whether to
+    convert it; by default all are converted.
     """
     if is_leaf(value):
         return convert(value)
@@ -49,8 +43,7 @@ def map_leaves(
         return clone
     if hasattr(value, "_fields"):
         return type(value)(*parts.values())
-    made = [*parts.values()]
-    return tuple(made) if type(value) is tuple else like(value, made)
+    return like(value, [*parts.values()])
 
 
 def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
@@ -64,7 +57,6 @@ def leaves_of(value: Any, chosen: Choose | None = None) -> Iterator[Any]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Tell whether ``value`` is not a container."""
     if isinstance(value, (torch.Tensor, str, bytes)) or moves_itself(value):
         return True
     if isinstance(value, (Mapping, Sequence)):  # tuples are sequences

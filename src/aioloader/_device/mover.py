@@ -27,7 +27,6 @@ from aioloader._device.leaves import (
 from aioloader._device.naming import Choose, Keys, Transform
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
-from aioloader._transport.slots import Locker
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16
@@ -40,7 +39,6 @@ class Moved:
     """A batch whose copies have started.
 
     Attributes:
-        batch: The batch; ``late`` leaves are still on the host.
         port: The device; None if the batch stays on the host.
         mark: The end of the copies.
         arrived: The copies, for the allocator: objects with ``record_stream``.
@@ -95,9 +93,8 @@ class Mover:
 
     Args:
         port: The device; None if batches stay in host memory.
-        keys: Which entries of a batch move: their keys, or a function of a key; None:
-            all.
-        transform: That of ``Device``, run on the stream of the copies, or None.
+        keys: That of ``Device``, as is ``transform``.
+        transform: Run on the stream of the copies.
         pins: Whether batches that stay on the host are page-locked, for consumers that
             move them themselves.
     """
@@ -116,10 +113,6 @@ class Mover:
         self._transform = transform
         self._pins = pins
 
-    def locker(self) -> Locker | None:
-        """Return the locker of the memory that batches are written to, or None."""
-        return None if self.port is None else self.port.locker()
-
     def enter_thread(self) -> None:
         """Prepare this thread, the stage's own."""
         if self.port is not None:
@@ -135,10 +128,6 @@ class Mover:
         memory, not left in a locked slot: a consumer may drop a batch during its copy
         to the device, and torch waits for the copy only before it reuses its own pinned
         memory.
-
-        Raises:
-            torch.OutOfMemoryError: If the device has no room for it.
-            ValueError: If it lacks an entry that must move.
         """
         port = self.port
         if port is None:
@@ -252,12 +241,7 @@ def _copy_packed(
 
 
 def _chooser(keys: Keys, batch: Any) -> Choose:
-    """Return a function that tells by its key whether an entry of ``batch`` moves.
-
-    Raises:
-        TypeError: If the batch has no entries.
-        ValueError: If it lacks a named entry.
-    """
+    """Return a function that tells by its key whether an entry of ``batch`` moves."""
     if is_leaf(batch):
         raise TypeError(
             "Device.keys needs batches with entries, such as dicts or tuples, and this "

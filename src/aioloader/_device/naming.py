@@ -54,14 +54,10 @@ class Device(Generic[Made_co]):
     transform: Callable[[Any], Made_co] | None = None
 
     def __post_init__(self) -> None:
-        try:
-            ahead = operator.index(self.ahead)
-        except TypeError:
-            raise TypeError(
-                f"Device.ahead must be an integer, got {self.ahead!r}"
-            ) from None
-        if ahead < 1:
-            raise ValueError(f"Device.ahead must be at least 1, got {ahead}")
+        if not hasattr(self.ahead, "__index__"):
+            raise TypeError(f"Device.ahead must be an integer, got {self.ahead!r}")
+        if operator.index(self.ahead) < 1:
+            raise ValueError(f"Device.ahead must be at least 1, got {self.ahead}")
         keys, transform = self.keys, self.transform
         is_names = isinstance(keys, Collection) and not isinstance(keys, (str, bytes))
         if keys is not None and not (is_names or callable(keys)):
@@ -93,10 +89,6 @@ def device_of(device: Any) -> torch.device | None:
         device: Anything ``torch.device`` takes; an index of the current accelerator;
             ``"auto"``: that accelerator, or host memory if there is none; a
             ``DeviceMesh`` of one dimension: this rank's device.
-
-    Raises:
-        TypeError: If ``device`` does not name a device.
-        ValueError: If torch does not see the device here.
     """
     if device is None:
         return None

@@ -32,22 +32,10 @@ class Staged:
 
     A batch is moved when fewer than ``depth`` moved ones wait for the consumer. So up
     to ``depth`` are on the device in addition to the consumer's.
-
-    Args:
-        inner: The queue that batches come from.
-        mover: Moves them.
-        depth: How many are moved ahead, at least 1.
-        epoch: Epoch number, for notes on errors.
-        copies: The record of copies.
     """
 
     def __init__(
-        self,
-        inner: ReadyQueue,
-        mover: Mover,
-        depth: int,
-        epoch: int,
-        copies: Copies,
+        self, inner: ReadyQueue, mover: Mover, depth: int, epoch: int, copies: Copies
     ) -> None:
         self._inner = inner
         self._mover = mover
@@ -68,11 +56,7 @@ class Staged:
     # -- for the consumer ---------------------------------------------------------
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None if there is none yet.
-
-        Raises:
-            BaseException: The error that ended the pipeline, when nothing is left.
-        """
+        """Take the next item, or None if there is none yet."""
         if not self._has_started:
             self._has_started = True
             self._thread.post(self._serve)
@@ -85,7 +69,6 @@ class Staged:
         return item
 
     def finish(self) -> None:
-        """End every wait: there will be no more items."""
         self._ready.finish()
         self._inner.finish()
         self.stop()
@@ -98,12 +81,8 @@ class Staged:
             self._thread.stop(self._thread.ident)
 
     def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has.
-
-        A forked child does not have the thread.
-        """
         self._thread.join(GRACE)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive()  # a forked child does not have it
 
     def _hand_over(self, number: int, result: BatchResult) -> None:
         moved: Moved = result.batch

@@ -382,7 +382,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         refuse_again(self.dataset, is_begun=live.epoch is not None)
         options = self._options(settles=True)
         if options.chooses:
-            deaths, is_kept = live.tally.deaths, live.has_kept_workers()
+            deaths = live.kept().pools.servers.deaths
+            is_kept = live.has_kept_workers()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
         if options.is_own_stream:

@@ -47,7 +47,7 @@ class Observed:
         """Return the figures of the latest epoch so far; ``print`` shows a table."""
         from aioloader._observe.stats import LoaderStats
 
-        epoch, tally = self._live.epoch, self._live.tally
+        epoch, servers = self._live.epoch, self._live.kept().pools.servers
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
         is_under_way = any(one.is_under_way() for one in self._live.iterators())
@@ -57,8 +57,8 @@ class Observed:
             waited=counters.waited,
             in_flight=counters.in_flight if is_under_way else 0,
             failures=0 if policy is None else policy.count,
-            worker_deaths=tally.deaths,
-            worker_restarts=tally.restarts,
+            worker_deaths=servers.deaths,
+            worker_restarts=servers.restarts,
             resumed_at=0 if epoch is None else epoch.bookmark.read(),
             retries=0 if policy is None else policy.retries,
             batch_bytes=counters.bytes / max(1, counters.weighed),

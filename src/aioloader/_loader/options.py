@@ -218,7 +218,7 @@ class Options(Added):
     def target(self) -> Device[Any]:
         """Where batches are moved, and how; without a name: to host memory."""
         found = self.device if isinstance(self.device, Device) else Device(self.device)
-        if isinstance(found.name, torch.device):
+        if found.name is None or isinstance(found.name, torch.device):
             return found
         return replace(found, name=device_of(found.name))  # assigned to the loader
 

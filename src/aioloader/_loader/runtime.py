@@ -35,7 +35,7 @@ from aioloader._pipeline.host import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads
 from aioloader._transport.slots import SlotPool
-from aioloader._workers.kept import Pools, Servers, Tally
+from aioloader._workers.kept import Pools
 from aioloader.protocols import Kind, refuse_again
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class Kept:
     def __init__(self, dataset: Any) -> None:
         self.hosts = Hosts(dataset)
         self.pools = Pools()
-        self.servers = Servers()
 
 
 class Runtime:
@@ -69,7 +68,6 @@ class Runtime:
         self._dataset = dataset
         self.loads = Loads()
         self.slots = SlotPool()
-        self.tally = Tally()
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
@@ -413,7 +411,6 @@ class Runtime:
         iterators, kept = self._dismissed(), self._kept
         with ExitStack() as stack:  # in reverse order, whatever is raised
             if kept is not None:
-                stack.callback(kept.servers.close)
                 stack.callback(kept.pools.close)
                 stack.callback(kept.hosts.release)
             stack.callback(self.forget_ahead)
@@ -425,7 +422,6 @@ class Runtime:
         iterators, kept = self._dismissed(), self._kept
         async with AsyncExitStack() as stack:
             if kept is not None:
-                stack.callback(kept.servers.close)
                 stack.push_async_callback(kept.pools.aclose)
                 stack.push_async_callback(kept.hosts.release_async)
             stack.callback(self.forget_ahead)

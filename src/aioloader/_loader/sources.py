@@ -32,11 +32,10 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
-from aioloader._transport.slots import Locker
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
-from aioloader._workers.rng import EpochKeys, seed_batch, seed_sample, swapped_for
+from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
@@ -60,13 +59,12 @@ def make_source(
     if is_async and options.loop == "caller":
         maker.side_loop = SideLoop(asyncio.get_running_loop())
     mover = _mover(options, live)
-    locker = live.slots.locker = mover.locker() if mover else None
     if options.is_inline and mover is None and not is_async:
         from aioloader._pipeline.inline import InlineFeed
 
         host = hosts.lease("inline") if options.lifespan else None
         return InlineFeed(epoch, maker, host)
-    pool = _pool(options, epoch, maker, live, locker)
+    pool = _pool(options, epoch, maker, live)
     reads = None if pool is None else pool.reads
     if options.readers > 1 and not options.in_order:
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
@@ -263,15 +261,18 @@ def _mover(options: Options, live: "Runtime") -> "Mover | None":
 
     Without workers, batches are pinned where they are collated, as in torch.
     """
+    live.slots.locker = None
     pins = options.num_workers > 0 and options.pins
     if not (options.is_moved or pins):
         return None
+    to, port = options.target, None
     from aioloader._device.accelerator import accelerator_of
     from aioloader._device.mover import Mover
 
     to, port = options.target, None
     if to.name is not None:
         port = accelerator_of(to.name, live.accelerators)
+        live.slots.locker = port.locker()
     return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
@@ -282,7 +283,7 @@ def make_maker(options: Options, epoch: Epoch, live: "Runtime") -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
-    keys = EpochKeys(epoch.base_seed, epoch.number, part, by_sample)
+    keys = partial(keys_of, epoch.base_seed, epoch.number, part, by_sample=by_sample)
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
@@ -338,16 +339,13 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
 
 
 def _pool(
-    options: Options,
-    epoch: Epoch,
-    maker: BatchMaker,
-    live: "Runtime",
-    locker: Locker | None,
+    options: Options, epoch: Epoch, maker: BatchMaker, live: "Runtime"
 ) -> Pool | None:
     """Return the workers that make the batches, or None."""
-    workers, reads, kept = options.workers, options.reads_in_workers, live.kept()
+    workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
+    pools = live.kept().pools
     if workers == "thread":
         from aioloader._workers.threads import ThreadWorkers
 
@@ -357,7 +355,7 @@ def _pool(
             init=options.worker_init_fn,
             base_seed=epoch.base_seed,
         )
-        kept.pools.join_later(threads)
+        pools.join_later(threads)
         return threads
     spec = _spec(options, epoch, maker, reads=reads)
     keep = options.persistent_workers
@@ -373,9 +371,9 @@ def _pool(
     else:
         from aioloader._workers.process.pool import ProcessPool
 
-        servers, tally = kept.servers, live.tally
-        start = partial(ProcessPool, spec, options.start_method, servers, locker, tally)
-    begin = partial(kept.pools.open, start, keep=keep)
+        method, locker = options.start_method, live.slots.locker
+        start = partial(ProcessPool, spec, method, pools.servers, locker)
+    begin = partial(pools.kept, start) if keep else start
     return Lease(begin, reads=reads, keep=keep, pumps=workers == "process")
 
 

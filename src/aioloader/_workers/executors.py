@@ -8,6 +8,7 @@ lacks them.
 import itertools
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -15,6 +16,7 @@ from concurrent.futures import (
     Future,
     ThreadPoolExecutor,
 )
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool
 from aioloader._transport.codec import Buffers, decode
-from aioloader._workers.info import WorkerInfo, be_worker_thread
+from aioloader._workers.info import worker_thread
 from aioloader._workers.remote_tasks import (
     Packed,
     deliver,
@@ -42,12 +44,7 @@ _MAKERS: dict[str, BatchMaker] = {}  # in an executor's worker: the latest maker
 
 
 class ExecutorWorkers(Pool):
-    """Workers of an executor that the user owns.
-
-    Args:
-        executor: The user's executor.
-        spec: What its workers do.
-    """
+    """Workers of an executor that the user owns."""
 
     def __init__(self, executor: Executor, spec: WorkerSpec) -> None:
         self.reads = spec.reads
@@ -63,18 +60,16 @@ class ExecutorWorkers(Pool):
 
     def open(self, pipeline: Pipeline) -> None:
         """Pickle the ``WorkerSpec``, unless the executor has threads."""
-        if self._is_here:
-            return
-        try:
-            self._packed_spec = _packed(*self._spec.pickled())
-        except WorkerStartError as error:
-            pipeline.fail(error)
+        if not self._is_here:
+            try:
+                self._packed_spec = _packed(*self._spec.pickled())
+            except WorkerStartError as error:
+                pipeline.fail(error)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Hand ``task`` to the executor."""
         if self._is_here:
-            future = self._executor.submit(self._make_here, pipeline, task)
-            self._watch(future, pipeline, task)
+            self._call(pipeline, task, self._make_here, pipeline, task)
         elif self._packed_spec is not None:  # otherwise the pipeline has failed
             is_early = next(self._first) < self._spec.num_workers
             self._send(pipeline, task, self._packed_spec if is_early else None)
@@ -86,59 +81,55 @@ class ExecutorWorkers(Pool):
             future.cancel()
 
     def explain(self, task: BatchTask) -> str:  # noqa: ARG002  (the pool's protocol)
-        """Say where a batch is."""
         return f"is with {type(self._executor).__name__}"
 
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, as a worker thread."""
-        ident = threading.get_ident()
+        ident, spec = threading.get_ident(), self._spec
         number = self._numbers.setdefault(ident, len(self._numbers))
-        seed = self._spec.base_seed + number
         dataset = pipeline.maker.dataset
-        be_worker_thread(WorkerInfo(number, self._spec.num_workers, seed, dataset))
-        try:
+        with worker_thread(number, spec.num_workers, spec.base_seed, dataset):
             result = pipeline.make(task)
-            result.lane = number
-            return result
-        finally:
-            be_worker_thread(None)
+        result.lane = number
+        return result
 
     def _send(
         self, pipeline: Pipeline, task: BatchTask, packed_spec: Packed | None
     ) -> None:
-        request = _packed(*pack_request(pipeline, task, reads=self.reads))
-        future = self._executor.submit(_make_remotely, self._name, packed_spec, request)
-        self._watch(future, pipeline, task)
+        request = _packed(*pack_request(pipeline, task))
+        self._call(pipeline, task, _make_remotely, self._name, packed_spec, request)
 
-    def _take(self, pipeline: Pipeline, task: BatchTask, made: Any) -> None:
-        if self._is_here:
-            pipeline.deliver(task, made)
-        elif made is None:  # its worker lacks the ``WorkerSpec``
-            self._send(pipeline, task, self._packed_spec)
-        else:
-            deliver(pipeline, task, made, -1)
-
-    def _watch(
-        self, future: "Future[Any]", pipeline: Pipeline, task: BatchTask
+    def _call(
+        self,
+        pipeline: Pipeline,
+        task: BatchTask,
+        make: Callable[..., BatchResult | Packed | None],
+        *args: Any,
     ) -> None:
+        future = self._executor.submit(make, *args)
         self._futures.add(future)
+        future.add_done_callback(partial(self._take, pipeline, task))
 
-        def done(future: Future[Any]) -> None:
-            self._futures.discard(future)
-            if self._is_over:
-                return
-            try:
-                self._take(pipeline, task, future.result())
-            except BrokenExecutor as error:  # the same for all its batches
-                self._futures.clear()  # cancelling one now would break it (3.11)
-                pipeline.fail(error)
-            except CancelledError:
-                text = "the executor was shut down and has cancelled this batch"
-                pipeline.deliver(task, BatchResult(error=LoaderClosedError(text)))
-            except BaseException as error:  # of the executor
-                pipeline.deliver(task, BatchResult(error=error))
-
-        future.add_done_callback(done)
+    def _take(self, pipeline: Pipeline, task: BatchTask, future: "Future[Any]") -> None:
+        self._futures.discard(future)
+        if self._is_over:
+            return
+        try:
+            made = future.result()
+            if self._is_here:
+                pipeline.deliver(task, made)
+            elif made is None:  # its worker lacks the ``WorkerSpec``
+                self._send(pipeline, task, self._packed_spec)
+            else:
+                deliver(pipeline, task, made, -1)
+        except BrokenExecutor as error:  # the same for all its batches
+            self._futures.clear()  # cancelling one now would break it (3.11)
+            pipeline.fail(error)
+        except CancelledError:
+            text = "the executor was shut down and has cancelled this batch"
+            pipeline.deliver(task, BatchResult(error=LoaderClosedError(text)))
+        except BaseException as error:  # of the executor
+            pipeline.deliver(task, BatchResult(error=error))
 
 
 def _make_remotely(

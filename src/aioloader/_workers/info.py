@@ -1,11 +1,11 @@
 """``get_worker_info()`` for worker processes and threads, and their random numbers."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data._utils import worker as torch_worker
 
@@ -100,34 +100,40 @@ def seed_for_sample(task: BatchTask, position: int, stage: int) -> None:
     use_sample_rng(task, position, stage)
 
 
+# How the ``BatchMaker`` of a worker seeds that has a process for itself.
+SEEDS: Final[dict[str, Any]] = {
+    "around": seeded,
+    "reseed": seed_batch,
+    "seed": seed_for_sample,
+    "at": use_sample_rng,
+}
+
+
 # -- being a worker --------------------------------------------------------------------
 
 
-def be_worker_thread(info: WorkerInfo | None) -> None:
-    """Make ``get_worker_info`` return ``info`` in this thread, outside any batch."""
-    _HERE.info, _HERE.rng = info, None
-    _KEYED.set(None)
+@contextmanager
+def worker_thread(
+    number: int, num_workers: int, base_seed: int, dataset: Any
+) -> Iterator[None]:
+    """Make this thread a worker in the block: that is what ``get_worker_info`` says."""
+    _HERE.info = WorkerInfo(number, num_workers, base_seed + number, dataset)
+    try:
+        yield
+    finally:
+        _HERE.info = _HERE.rng = None
+        _KEYED.set(None)
 
 
-def be_worker_process(info: WorkerInfo, *, tell_torch: bool = False) -> None:
+def be_worker_process(info: WorkerInfo) -> None:
     """Make ``get_worker_info``, and torch's, return ``info`` in this process."""
     global _process  # noqa: PLW0603  (a process is one worker)
     _process = info
-    if tell_torch:
-        torch_worker._worker_info = torch_worker.WorkerInfo(  # noqa: SLF001  (where torch looks)
-            id=info.id,
-            num_workers=info.num_workers,
-            seed=info.seed,
-            dataset=info.dataset,
-        )
+    torch_worker._worker_info = torch_worker.WorkerInfo(**vars(info))  # noqa: SLF001  (where torch looks)
 
 
 def call_init(init: Callable[[int], Any] | None, worker: int) -> None:
-    """Call the user's ``worker_init_fn``, if there is one.
-
-    Raises:
-        BaseException: What it raises, noted.
-    """
+    """Call the user's ``worker_init_fn``, if there is one; note what it raises."""
     try:
         if init is not None:
             init(worker)

@@ -7,7 +7,6 @@ With ``persistent_workers`` they outlive the iteration.
 import contextlib
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioloader._order.forks import close_in_children, fork_safe
@@ -20,10 +19,42 @@ if TYPE_CHECKING:
     from aioloader._transport.channel import Channel
 
 
-class Pools:
-    """The pools of one loader."""
+class Servers:
+    """What the process pools of one loader share: idle supervisors, and counts.
+
+    Attributes:
+        deaths: Processes that died unexpectedly, in all epochs.
+        restarts: Processes that have replaced them.
+        is_shared: Whether to unpickle once for all workers: not if that starts threads.
+    """
 
     def __init__(self) -> None:
+        self.deaths = self.restarts = 0
+        self.is_shared = True
+        self._idle: list[Channel] = []
+        weakref.finalize(self, _close_all, self._idle)
+
+    def take(self) -> "Channel | None":
+        """Return the channel to an idle supervisor, now the caller's, or None."""
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def give_back(self, control: "Channel") -> None:
+        """Keep a supervisor that has ended its workers."""
+        close_in_children(control.close)
+        self._idle.append(control)
+
+    def close(self) -> None:
+        """End the idle supervisors."""
+        _close_all(self._idle)
+
+
+class Pools:
+    """The pools of one loader. They refer to ``servers``, and not to this object."""
+
+    def __init__(self) -> None:
+        self.servers = Servers()
         self._kept: list[LastingPool] = []
         self._ending: weakref.WeakSet[Pool] = weakref.WeakSet()
         self._lock = fork_safe(threading.Lock())
@@ -33,10 +64,8 @@ class Pools:
         """Tell whether workers of an earlier iteration persist and take tasks."""
         return any(pool.is_open() for pool in self._kept)
 
-    def open(self, start: "Callable[[], LastingPool]", *, keep: bool) -> "LastingPool":
-        """Return the kept pool or a new one, which is kept if ``keep`` is set."""
-        if not keep:
-            return start()
+    def kept(self, start: "Callable[[], LastingPool]") -> "LastingPool":
+        """Return the pool that is kept, or start one."""
         with self._lock:
             for pool in self._kept:
                 if pool.is_open():
@@ -59,6 +88,7 @@ class Pools:
         for pool in kept:
             pool.end()
         with contextlib.ExitStack() as stack:  # an error is raised after all waits
+            stack.callback(self.servers.close)
             for workers in (*self._ending, *kept):
                 stack.callback(workers.join)
 
@@ -66,6 +96,8 @@ class Pools:
         """End kept workers without blocking the loop."""
         if self._kept or self._ending:
             await in_new_thread(self.close)
+        else:
+            self.servers.close()
 
     def _take(self) -> "list[LastingPool]":
         with self._lock:
@@ -73,46 +105,7 @@ class Pools:
         return kept
 
 
-@dataclass
-class Tally:
-    """Counts of a loader's worker processes, over all epochs.
-
-    Attributes:
-        deaths: Processes that died unexpectedly.
-        restarts: Processes that have replaced them.
-    """
-
-    deaths: int = 0
-    restarts: int = 0
-
-
-class Servers:
-    """The supervisors of the fork server that a loader keeps between epochs."""
-
-    def __init__(self) -> None:
-        self._idle: list[Channel] = []
-        self._lock = fork_safe(threading.Lock())
-        # Whether to unpickle once for all workers: not if that starts threads.
-        self.is_shared = True
-        weakref.finalize(self, _close_all, self._idle)
-
-    def take(self) -> "Channel | None":
-        """Return the channel to an idle supervisor, now the caller's, or None."""
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def give_back(self, control: "Channel") -> None:
-        """Keep a supervisor that has ended its workers."""
-        close_in_children(control.close)
-        with self._lock:
-            self._idle.append(control)
-
-    def close(self) -> None:
-        """End the idle supervisors."""
-        with self._lock:
-            _close_all(self._idle)
-
-
 def _close_all(kept: "list[LastingPool] | list[Channel]") -> None:
-    while kept:
-        kept.pop().close()
+    with contextlib.suppress(IndexError):  # another thread took the last one
+        while kept:
+            kept.pop().close()

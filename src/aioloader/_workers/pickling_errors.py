@@ -14,19 +14,13 @@ _PARTS = (
 
 
 def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
-    """Return the message for ``spec``, whose pickling raised ``error``.
-
-    Args:
-        spec: The object that could not be pickled.
-        error: The error of pickling it.
-        reducers: Reducers of some types.
-    """
+    """Return the message for ``spec``, whose pickling raised ``error``."""
     for name in _PARTS:
         part = getattr(spec, name, None)
         found = _refusal(part, set(), reducers)
         if found is not None:
             path, culprit = found
-            what = _title(name, part) + path
+            what = (type(part).__name__ if name == "dataset" else name) + path
             return (
                 f"{what} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
@@ -40,15 +34,14 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
     )
 
 
-def _title(name: str, part: object) -> str:
-    return type(part).__name__ if name == "dataset" else name
-
-
 def _refusal(
     value: object, seen: set[int], reducers: Reducers
 ) -> tuple[str, object] | None:
     """Return the path from ``value`` to the culprit, and the culprit; or None."""
-    if len(seen) > 10_000 or id(value) in seen or _can_be_pickled(value, reducers):
+    if len(seen) > 10_000 or id(value) in seen:
+        return None
+    with contextlib.suppress(Exception):  # whatever a user's __reduce__ raises
+        encode_by_value(value, reducers)
         return None
     seen.add(id(value))
     for step, part in _parts(value):
@@ -83,12 +76,8 @@ def _state_of(value: Any) -> list[tuple[str, Any]]:
     except Exception:  # of the user's code
         return []
     states = state if isinstance(state, tuple) else (state,)  # a dict, and slots
-    return [
-        (f".{name}", part)
-        for one in states
-        if isinstance(one, dict)
-        for name, part in one.items()
-    ]
+    found = [one for one in states if isinstance(one, dict)]
+    return [(f".{name}", part) for one in found for name, part in one.items()]
 
 
 def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -99,17 +88,7 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with contextlib.suppress(ValueError):  # it is empty
             parts.append((f".<{name}>", cell.cell_contents))
-    defaults = (
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-    )
+    by_name = (function.__kwdefaults__ or {}).values()
+    defaults = (*(function.__defaults__ or ()), *by_name)
     parts += [(f".__defaults__[{place}]", part) for place, part in enumerate(defaults)]
     return parts + [(f".<{k}>", space[k]) for k in code.co_names if k in space]
-
-
-def _can_be_pickled(value: object, reducers: Reducers) -> bool:
-    try:
-        encode_by_value(value, reducers)
-    except Exception:  # whatever a user's __reduce__ raises
-        return False
-    return True

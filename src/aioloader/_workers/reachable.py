@@ -5,6 +5,7 @@ user's own functions for the globals they name: some thousand objects in all. No
 called, so what is made later is only guessed from the functions that may make it.
 """
 
+import contextlib
 import dis
 import gc
 import itertools
@@ -47,8 +48,7 @@ def holds_generator(*objects: Any) -> bool:
     types = tuple(generators)
     return any(
         (isinstance(one, types) and all(one is not other for other in shared))
-        or (isinstance(one, FunctionType) and _keeps_generator(one.__code__))
-        or (isinstance(one, cached_property) and _makes_generator(one.func))
+        or (isinstance(one, (FunctionType, cached_property)) and _keeps_generator(one))
         for one in reachable(*objects)
     )
 
@@ -102,63 +102,56 @@ def _held(one: Any) -> Iterable[Any]:
         items = one.values() if type(one) is dict else one
         return itertools.islice(items, _MOST_ITEMS)
     if isinstance(one, type):
-        return _methods(one)
-    found = [*_attributes(one).values(), *type(one).__mro__]
+        file = getattr(sys.modules.get(one.__module__), "__file__", None) or ""
+        if _is_basic(file) or (not file and one.__module__ != "__main__"):
+            return ()
+        # What a constructor keeps is an attribute of the instance.
+        return [value for name, value in vars(one).items() if name != "__init__"]
+    found: list[Any] = []
+    with contextlib.suppress(AttributeError):
+        # Not by ``getattr``, which may call the user's code.
+        found += object.__getattribute__(one, "__dict__").values()
+    found += type(one).__mro__
     if isinstance(one, FunctionType):
-        cells = one.__closure__ or ()
-        found += [cell.cell_contents for cell in cells if cell != CellType()]
-        found += _globals(one)
+        found += _of_function(one)
     elif isinstance(one, _WRAPPERS):
         found += gc.get_referents(one)
     return found
 
 
-def _methods(cls: type) -> list[Any]:
-    """Return what a class defines, but for its constructor.
-
-    What a constructor keeps is an attribute of the instance.
-    """
-    module = sys.modules.get(cls.__module__)
-    file = getattr(module, "__file__", None) or ""
-    if _is_basic(file) or (not file and cls.__module__ != "__main__"):
-        return []
-    return [value for name, value in vars(cls).items() if name != "__init__"]
-
-
-def _globals(function: FunctionType) -> list[Any]:
-    """Return the globals that a function of the user's names, but for classes."""
-    file = function.__code__.co_filename
-    if _is_basic(file) or _is_installed(file):
-        return []
-    found = (function.__globals__.get(name) for name in _names(function.__code__))
-    return [one for one in found if not isinstance(one, type)]
+def _of_function(function: FunctionType) -> list[Any]:
+    """Return its closure and, of a user's, the globals it names, but for classes."""
+    cells = function.__closure__ or ()
+    found = [cell.cell_contents for cell in cells if cell != CellType()]
+    file, space = function.__code__.co_filename, function.__globals__
+    if not (_is_basic(file) or _is_installed(file)):
+        names = {name for code in _codes(function) for name in code.co_names}
+        parts = (space.get(name) for name in names)
+        found += [part for part in parts if not isinstance(part, type)]
+    return found
 
 
-def _keeps_generator(code: CodeType) -> bool:
+def _keeps_generator(one: "FunctionType | cached_property[Any]") -> bool:
     """Tell whether code may make a generator, and keep it for its next call."""
-    if _MAKERS.isdisjoint(_names(code)) or _is_basic(code.co_filename):
+    is_kept = isinstance(one, cached_property)
+    codes = _codes(one.func if isinstance(one, cached_property) else one)
+    if _MAKERS.isdisjoint(name for code in codes for name in code.co_names):
         return False
-    return any(
-        step.opname in _STORES
-        for each in _nested(code)
-        for step in dis.get_instructions(each)
+    return is_kept or (
+        not _is_basic(codes[0].co_filename)
+        and any(
+            step.opname in _STORES
+            for code in codes
+            for step in dis.get_instructions(code)
+        )
     )
 
 
-def _makes_generator(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and not _MAKERS.isdisjoint(_names(code))
-
-
-def _names(code: CodeType) -> set[str]:
-    return {name for each in _nested(code) for name in each.co_names}
-
-
-def _nested(code: CodeType) -> list[CodeType]:
-    """Return code, and that of the functions in it."""
-    found = [code]
-    for one in found:
-        found += [each for each in one.co_consts if isinstance(each, CodeType)]
+def _codes(function: Any) -> list[CodeType]:
+    """Return the code of a function, and of the functions in it."""
+    found = [function.__code__] if isinstance(function, FunctionType) else []
+    for code in found:
+        found += [part for part in code.co_consts if isinstance(part, CodeType)]
     return found
 
 
@@ -174,11 +167,3 @@ def _is_basic(file: str) -> bool:
 @cache
 def _is_installed(file: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-
-
-def _attributes(one: Any) -> dict[str, Any]:
-    try:  # not by ``getattr``, which may call the user's code
-        found: dict[str, Any] = object.__getattribute__(one, "__dict__")
-    except AttributeError:
-        return {}
-    return found

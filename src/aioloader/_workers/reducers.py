@@ -73,11 +73,11 @@ def _reduce_rare(note: Note, tensor: torch.Tensor) -> Any:
     tensor = _flipped(tensor, *bits)
     shape, strides = tuple(tensor.shape), tensor.stride()
     if not tensor.numel():
-        return _rebuild_empty, (tensor.dtype, shape, strides)
+        empty = partial(torch.empty_strided, dtype=tensor.dtype, device="cpu")
+        return empty, (shape, strides)
     size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     block = tensor.as_strided((size,), (1,)).view(torch.uint8)
-    buffer = _noted(note, block)
-    return _rebuild_rare, (buffer, tensor.dtype, shape, strides, bits)
+    return _rebuild_rare, (_noted(note, block), tensor.dtype, shape, strides, bits)
 
 
 def _flipped(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:  # noqa: FBT001
@@ -101,12 +101,6 @@ def _rebuild_rare(
 ) -> torch.Tensor:
     memory = torch.frombuffer(buffer, dtype=dtype)
     return _flipped(memory.as_strided(shape, strides), *bits)
-
-
-def _rebuild_empty(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:

@@ -1,28 +1,29 @@
-"""Batches made in another process: the requests, and the answers.
+"""Batches made in another process: the requests, the answers, the errors.
 
 Workers of executors and of Ray get the ``WorkerSpec`` once, then requests, both pickled
 to a header and its buffers.
 """
 
-from collections import deque
+import traceback
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from aioloader._observe.records import NOT_MADE, Made
+from aioloader._observe.records import Made
 from aioloader._order.failures import Failure, FailurePolicy
+from aioloader._order.raising import STOPS, raisable
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode, encode
 from aioloader._transport.slots import MIN_BYTES, Lender
 from aioloader._workers.reducers import REDUCERS
-from aioloader._workers.remote_error import RemoteError
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerError
 
+_MOST_TEXT = 20_000
 # The header of a pickle, and its buffers in whatever form they travel.
 Packed: TypeAlias = tuple[bytes, list[Any]]
 
@@ -32,27 +33,16 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
     return BatchMaker(**spec.given(), policy=FailurePolicy(spec.on_error), **options)
 
 
-def pack_request(
-    pipeline: Pipeline, task: BatchTask, *, reads: bool
-) -> tuple[bytes, Buffers]:
-    """Return the pickle of a request; with the samples, unless the worker reads them.
-
-    Raises:
-        Exception: What the user's classes raise when pickled.
-    """
-    samples = None if reads else task.samples
-    keys = task.key, task.sample_keys
-    place = pipeline.maker.epoch, task.number
-    return encode((*place, task.indices, *keys, task.padding, samples), REDUCERS)
+def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
+    """Return the pickle of a request, with the samples that were read here."""
+    fields = task.number, task.indices, task.key, task.sample_keys, task.padding
+    return encode((pipeline.maker.epoch, *fields, task.samples), REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
     """Return the task of a request; set the maker to its epoch."""
-    maker.epoch, *fields, samples = decode(*copied(request, maker.pool))
-    task = BatchTask(*fields)
-    if samples is not None:
-        task.samples = samples
-    return task
+    maker.epoch, *fields = decode(*copied(request, maker.pool))
+    return BatchTask(*fields)
 
 
 def copied(packed: Packed, lender: Lender) -> Packed:
@@ -78,66 +68,64 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
     return began, read, started, transformed, collated, busy, spent[0], spent[1]
 
 
-class Answer(NamedTuple):
-    """The result of a request, if it is not just a batch.
-
-    The fields are those of ``BatchResult``, and ``missing`` of ``BatchTask``.
-
-    Attributes:
-        error: The ``RemoteError`` to raise.
-        failures: ``Failure``s whose error is a ``RemoteError``.
-        made: When it was made, if the pool does not send it separately.
-    """
-
-    batch: Any = None
-    error: Any = None
-    is_empty: bool = False
-    is_end: bool = False
-    failures: Sequence[Any] = ()
-    retries: int = 0
-    state: Any = None
-    dataset: tuple[int, Any] | None = None
-    made: Made = NOT_MADE
-    lane: int = 0
-    missing: int = 0
-
-
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    """Return the pickle of a result, and of the samples that failed since the last."""
-    failures = sendable(maker.policy.latest, worker)
-    answer = Answer(
-        result.batch,
-        result.error and RemoteError.of(result.error, worker),
-        result.is_empty,
-        missing=task.missing,
-        failures=failures,
-        retries=maker.policy.take_retries(),
-        made=task.made(),
-        lane=max(0, worker),
-    )
+    """Return the pickle of a result."""
+    result.made, result.dataset = task.made(), None  # the loader's own copy counts
     try:
-        return encode(answer, REDUCERS)
-    except Exception as refused:  # of the user's classes
-        refused.add_note(f"aioloader: {maker.place('send', task)}")
-        remote = RemoteError.of(refused, worker)
-        return encode(Answer(error=remote, failures=failures), REDUCERS)
+        return encode(remote(maker, task, result, worker), REDUCERS)
+    except Exception as error:  # of the user's classes
+        return encode(refused(maker, task, result, error, worker), REDUCERS)
 
 
-def sendable(failures: deque[Failure], worker: int) -> list[Failure]:
-    """Remove and return the latest failures, in a picklable form."""
-    found = [failures.popleft() for _ in range(len(failures))]
-    return [
+def remote(
+    maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
+) -> BatchResult:
+    """Put a result in the form that is sent, with what failed since the last one."""
+    latest, result.size = maker.policy.latest, task.size
+    if result.error is not None:
+        result.error = RemoteError.of(result.error, worker)  # type: ignore[assignment]
+    result.failures = [
         replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
-        for one in found
+        for one in [latest.popleft() for _ in range(len(latest))]
     ]
+    result.retries, result.lane = maker.policy.take_retries(), max(0, worker)
+    return result
+
+
+def refused(
+    maker: BatchMaker,
+    task: BatchTask,
+    result: BatchResult,
+    error: Exception,
+    worker: int,
+) -> BatchResult:
+    """Return what is sent instead of a result whose pickling has raised ``error``."""
+    error.add_note(f"aioloader: {maker.place('send', task)}")
+    return BatchResult(
+        error=RemoteError.of(error, worker),  # type: ignore[arg-type]
+        failures=result.failures,
+        retries=result.retries,
+        state=task.state,
+        size=task.size,
+        made=result.made,
+    )
+
+
+def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
+    """Return a result that was sent as it was before, and its failures."""
+    task.missing += len(task.indices) - result.size
+    if isinstance(result.error, RemoteError):
+        result.error = result.error.raisable()
+    failures = [replace(one, error=one.error.raisable()) for one in result.failures]
+    return result, failures
 
 
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
     """Deliver the answer of a worker to its pipeline."""
     try:
-        answer = decode(*copied(packed, pipeline.maker.pool))
+        result = decode(*copied(packed, pipeline.maker.pool))
     except Exception as error:  # of a user's class
         text = f"a batch of worker {worker} could not be unpickled: {error!r}"
         problem = WorkerError(text, worker=worker)
@@ -145,22 +133,89 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
         pipeline.receive(task, BatchResult(error=problem))
     else:
         task.samples = []
-        pipeline.receive(task, *opened(answer, task))
+        result.made = of_both(task, result.made)
+        pipeline.receive(task, *opened(result, task))
 
 
-def opened(answer: Answer, task: BatchTask) -> tuple[BatchResult, list[Failure]]:
-    """Return the pipeline's form of an answer: the result and the failures."""
-    task.missing += answer.missing
-    failures = [replace(one, error=one.error.raisable()) for one in answer.failures]
-    result = BatchResult(
-        answer.batch,
-        answer.error and answer.error.raisable(),
-        answer.is_empty,
-        answer.is_end,
-        retries=answer.retries,
-        state=answer.state,
-        dataset=answer.dataset,
-        made=of_both(task, answer.made),
-        lane=answer.lane,
-    )
-    return result, failures
+# -- errors ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """The user's exception, sent from a worker to the loader with its traceback.
+
+    It keeps its type. One that does not survive pickling is rebuilt without its
+    constructor and without attributes that cannot be pickled; only if its class cannot
+    be pickled, it becomes a ``WorkerError`` with the remote text.
+
+    Attributes:
+        pickled: The exception, header and buffers; None if it cannot be pickled.
+        text: Its traceback in the worker.
+        notes: Its notes, which some classes lose in pickling.
+        stop: The type of the cause, if it is one that ``raisable`` replaces.
+    """
+
+    pickled: tuple[bytes, list[bytearray]] | None
+    name: str
+    text: str
+    notes: list[str]
+    worker: int
+    stop: type[BaseException] | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, worker: int) -> "RemoteError":
+        error = raisable(error, "user code")
+        stop = next((one for one in STOPS if isinstance(error.__cause__, one)), None)
+        text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+        notes = list(getattr(error, "__notes__", ()))
+        return cls(_pickled(error), type(error).__name__, text, notes, worker, stop)
+
+    def raisable(self) -> BaseException:
+        """Return the exception, with notes on where it was raised."""
+        caught = f"Caught {self.name} in DataLoader worker process {self.worker}."
+        text = f"{caught}\nOriginal {self.text}"
+        notes = self.notes
+        try:
+            error = _restored(*self.pickled) if self.pickled is not None else None
+        except Exception:  # of the user's class
+            error = None
+        if isinstance(error, BaseException):
+            notes = [*notes, text]
+        else:
+            error = WorkerError(text, worker=self.worker)
+        if self.stop is not None:
+            error.__cause__ = self.stop()
+        for note in notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        return error
+
+
+def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
+    """Return a pickle that was checked to restore the same type."""
+    cls = type(error)
+    for form in (
+        lambda: error,
+        lambda: (cls, error.args, error.__dict__),
+        lambda: (cls, (str(error),), {}),
+    ):
+        try:
+            header, buffers = encode(form(), REDUCERS)
+            raws = [bytearray(buffer.raw()) for buffer in buffers]
+            back = _restored(header, raws)
+        except Exception:  # noqa: S112  (of the user's class; the next form keeps less)
+            continue
+        if type(back).__name__ == cls.__name__:
+            return header, raws
+    return None
+
+
+def _restored(header: bytes, buffers: list[bytearray]) -> Any:
+    found = decode(header, buffers)
+    if not isinstance(found, tuple):
+        return found
+    cls, args, attributes = found
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error

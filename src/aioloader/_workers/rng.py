@@ -7,12 +7,13 @@ their scheduling or a replay. Python's and numpy's own seeding does the mixing.
 
 import contextlib
 import hashlib
+import pickle
 import random
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -25,40 +26,25 @@ _KEY = struct.Struct("<4q")
 
 
 def key_of(base_seed: int, *place: int) -> int:
-    """Return a 63-bit seed for a place, such as (epoch, batch number).
-
-    Args:
-        base_seed: The seed that the loader drew for the epoch.
-        place: At most three numbers.
-    """
+    """Return a 63-bit seed for a place of at most three numbers: epoch, batch."""
     numbers = (*place, -1, -1, -1)[:3]
     digest = hashlib.blake2b(_KEY.pack(base_seed, *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass(frozen=True)
-class EpochKeys:
-    """The seeds of an epoch.
+def keys_of(
+    base_seed: int, epoch: int, part: Part, number: int, first: int, *, by_sample: bool
+) -> tuple[int, tuple[int, int, int] | None]:
+    """Return the key of a batch, and the base of its samples' keys or None.
 
-    Those of batches (``rng="batch"``) differ on each rank; those of samples
+    Keys of batches (``rng="batch"``) differ on each rank; those of samples
     (``"sample"``) are independent of batches and ranks.
     """
-
-    base_seed: int
-    epoch: int
-    part: Part
-    by_sample: bool
-
-    def __call__(
-        self, number: int, first: int
-    ) -> tuple[int, tuple[int, int, int] | None]:
-        """Return the key of a batch, and the base of its samples' keys or None."""
-        part = self.part
-        if not self.by_sample:
-            place = number * part.world_size + part.rank
-            return key_of(self.base_seed, self.epoch, place), None
-        of_epoch = key_of(self.base_seed, self.epoch)
-        return key_of(of_epoch, first), (of_epoch, first, part.world_size)
+    if not by_sample:
+        place = number * part.world_size + part.rank
+        return key_of(base_seed, epoch, place), None
+    of_epoch = key_of(base_seed, epoch)
+    return key_of(of_epoch, first), (of_epoch, first, part.world_size)
 
 
 def key_of_sample(task: BatchTask, position: int, stage: int) -> int:
@@ -93,11 +79,7 @@ def seed_all(key: int) -> None:
 
 @dataclass(frozen=True)
 class Keyed:
-    """Generators of one batch, for code that does not draw from the global ones.
-
-    Attributes:
-        key: The seed of all of them.
-    """
+    """Generators of one batch, for code that does not draw from the global ones."""
 
     key: int
 
@@ -117,17 +99,10 @@ class Keyed:
         return random.Random(self.key)  # noqa: S311  (no secret)
 
 
-def states() -> tuple[Any, ...]:
+def states() -> bytes:
     """Return the states of the global generators in a comparable form."""
-    numpy_state = np.random.get_state(legacy=True)
-    return (
-        torch.default_generator.get_state().numpy().tobytes(),
-        random.getstate(),
-        *(
-            repr(part.tolist()) if hasattr(part, "tolist") else part
-            for part in numpy_state
-        ),
-    )
+    torchs = torch.default_generator.get_state().numpy()
+    return pickle.dumps((torchs, random.getstate(), np.random.get_state()))
 
 
 @contextlib.contextmanager

@@ -17,21 +17,14 @@ from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.cpu import CpuThread, stack_of
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool
-from aioloader._workers.info import WorkerInfo, be_worker_thread, call_init
+from aioloader._workers.info import call_init, worker_thread
 
 # How long a close waits for a batch in progress, in seconds.
 _GRACE = 10.0
 
 
 class ThreadWorkers(Pool):
-    """The threads of one iteration.
-
-    Args:
-        number: How many threads.
-        reads: Whether they read the samples too.
-        init: The user's ``worker_init_fn``, or None.
-        base_seed: The iteration's seed; a worker adds its number to it.
-    """
+    """The threads of one iteration; ``init`` is the user's ``worker_init_fn``."""
 
     def __init__(
         self,
@@ -47,28 +40,22 @@ class ThreadWorkers(Pool):
         self._base_seed = base_seed
         self._tasks: queue.SimpleQueue[BatchTask | None] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: it is over
-        self._threads: list[CpuThread] = []
+        self._threads = [CpuThread(f"aioloader-worker-{k}") for k in range(number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
+        # Runs at the interpreter's exit, too, before the threads are joined.
+        self._end = weakref.finalize(self, _end, self._over, self._tasks, number)
 
     def open(self, pipeline: Pipeline) -> None:
-        """Start the threads, once."""
-        if self._threads:
-            return
-        for worker in range(self._number):
-            thread = CpuThread(f"aioloader-worker-{worker}")
-            thread.post(partial(self._live, pipeline, worker))
+        for worker, thread in enumerate(self._threads):
+            thread.post(partial(self._serve, pipeline, worker))
             thread.stop(thread.ident)
-            self._threads.append(thread)
-        # Runs at the interpreter's exit, before the threads are joined.
-        weakref.finalize(self, _end, self._over, self._tasks, self._number)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
-        """Have the rest of ``task`` made."""
         self._tasks.put(task)
 
     def forget(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (the pool's protocol)
         """End the threads after their current batches; finalizers may call it."""
-        _end(self._over, self._tasks, self._number)
+        self._end()
 
     def join(self) -> bool:
         """Wait until the threads have ended, bounded; a forked child has none."""
@@ -87,33 +74,22 @@ class ThreadWorkers(Pool):
                 )
         return "waits for a worker thread that is free"
 
-    # -- in the threads -----------------------------------------------------------
-
-    def _live(self, pipeline: Pipeline, worker: int) -> None:
-        seed = self._base_seed + worker
-        info = WorkerInfo(worker, self._number, seed, pipeline.maker.dataset)
-        be_worker_thread(info)
-        try:
-            self._serve(pipeline, worker)
-        finally:
-            be_worker_thread(None)  # frees the dataset here, not as the thread ends
-
     def _serve(self, pipeline: Pipeline, worker: int) -> None:
+        ident, dataset = threading.get_ident(), pipeline.maker.dataset
         if pipeline.host.failure() is not None:
             return
         try:
-            call_init(self._init, worker)
-        except BaseException as error:  # raised by the consumer
+            with worker_thread(worker, self._number, self._base_seed, dataset):
+                call_init(self._init, worker)
+                while (task := self._tasks.get()) is not None and not self._over:
+                    self._in_flight[ident] = task, time.monotonic()
+                    result = pipeline.make(task)
+                    result.lane = worker
+                    del self._in_flight[ident]
+                    pipeline.deliver(task, result)
+                    del task, result  # the consumer may drop it before the next comes
+        except BaseException as error:  # of ``worker_init_fn``: raised by the consumer
             pipeline.fail(error)
-            return
-        ident = threading.get_ident()
-        while (task := self._tasks.get()) is not None and not self._over:
-            self._in_flight[ident] = task, time.monotonic()
-            result = pipeline.make(task)
-            result.lane = worker
-            del self._in_flight[ident]
-            pipeline.deliver(task, result)
-            del task, result  # the consumer may drop it before the next one comes
 
 
 def _end(

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
-from aioloader._pipeline.batch_maker import Recipe
+from aioloader._pipeline.batch_maker import BatchMaker, Recipe
 from aioloader._transport.codec import (
     ONLY_TO_WORKERS,
     Buffers,
@@ -32,9 +32,9 @@ from aioloader._transport.codec import (
     decode,
     encode_by_value,
 )
-from aioloader._workers.info import call_init
+from aioloader._workers.info import WorkerInfo, be_worker_process, call_init
 from aioloader._workers.reducers import REDUCERS
-from aioloader._workers.rng import Rng, states
+from aioloader._workers.rng import Rng, seed_worker, states
 from aioloader.errors import WorkerStartError
 
 # Big buffers start on a page of their own; small ones share pages.
@@ -46,13 +46,9 @@ class WorkerSpec(Recipe):
     """What every worker of a loader needs to know.
 
     Attributes:
-        num_workers: How many there are.
         base_seed: The iteration's seed; a worker adds its number to it.
-        rng: The loader's ``rng`` argument.
         window: Batches that a worker with a loop makes at once.
         in_flight: Batches in flight in total.
-        worker_init_fn: The user's function, or None.
-        lifespan: The loader's ``lifespan`` argument, or None.
         datasets: States for the copies of a map-style dataset, by worker.
         has_generators: Whether the user's objects hold random generators, of which
             each worker has a copy.
@@ -79,16 +75,23 @@ class WorkerSpec(Recipe):
         is_own = self.rng == "worker" or self.worker_init_fn is not None
         return is_own or self.has_generators or self.is_stream() or self.keeps_state
 
-    def initialise(self, worker: int) -> bool:
-        """Call the user's init function; return whether it seeded the generators.
+    def begin(self, worker: int) -> None:
+        """Make this process a worker, and seed its generators."""
+        seed = seed_worker(self.base_seed, worker)
+        be_worker_process(WorkerInfo(worker, self.num_workers, seed, self.dataset))
 
-        Then shard a data pipe among the workers, as in torch.
+    def initialise(self, worker: int, maker: BatchMaker) -> None:
+        """Call the user's init function, and shard a data pipe, as in torch.
+
+        A function that seeds the generators has them seeded once, not per batch.
         """
         before = states() if self.worker_init_fn is not None else None
         call_init(self.worker_init_fn, worker)
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             graph_settings.apply_sharding(self.dataset, self.num_workers, worker)
-        return before is not None and states() != before
+        has_seeded = before is not None and states() != before
+        if has_seeded or self.rng == "worker":
+            maker.leave_generators()
 
     def pickled(self, reducers: Reducers = REDUCERS) -> tuple[bytes, Buffers]:
         """Return its pickle; the buffers are not copied.
@@ -126,18 +129,18 @@ def _logging_levels() -> dict[str, int]:
 
 @dataclass
 class Surroundings:
-    """The state of a process that user code relies on.
-
-    For workers that are not forked from the user's process: they get the state at the
-    start of the iteration.
-    """
+    """The state of the user's process, for workers that are not forked from it."""
 
     directory: str = field(default_factory=os.getcwd)
-    path: list[bytes] = field(default_factory=lambda: _pickled(sys.path))
+    path: list[str] = field(
+        default_factory=lambda: [part for part in sys.path if isinstance(part, str)]
+    )
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     affinity: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
-    filters: list[bytes] = field(default_factory=lambda: _pickled(warnings.filters))
+    filters: list[bytes] = field(
+        default_factory=lambda: _each(pickle.dumps, warnings.filters)
+    )
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     numpy_errors: Any = field(default_factory=np.geterr)
     levels: dict[str, int] = field(default_factory=_logging_levels)
@@ -150,14 +153,15 @@ class Surroundings:
 
         Libraries that would start threads on import are kept from it.
         """
-        os.environ.clear()
-        os.environ.update(self.environment | QUIET)
-        sys.path[:] = _unpickled(self.path)
+        self.enter_environment()
+        os.environ.update(QUIET)
+        sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.chdir(self.directory)
         with contextlib.suppress(OSError):  # of processors that went offline
             os.sched_setaffinity(0, self.affinity)
-        warnings.filters[:] = _unpickled(self.filters)  # type: ignore[index]
+        filters = _each(decode, self.filters)
+        warnings.filters[:] = filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (clears caches)
         torch.set_default_dtype(self.dtype)
         np.seterr(**self.numpy_errors)
@@ -171,20 +175,12 @@ class Surroundings:
         os.environ.update(self.environment)
 
 
-def _pickled(objects: Iterable[Any]) -> list[bytes]:
-    """Return pickles of the objects that can be pickled."""
+def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
+    """Convert objects, but for those that cannot be pickled or imported."""
     found = []
     for one in objects:
         with contextlib.suppress(Exception):
-            found.append(pickle.dumps(one, 5))
-    return found
-
-
-def _unpickled(pickles: Iterable[bytes]) -> list[Any]:
-    found = []
-    for one in pickles:
-        with contextlib.suppress(Exception):
-            found.append(pickle.loads(one))  # noqa: S301  (of the loader)
+            found.append(convert(one))
     return found
 
 
@@ -216,30 +212,23 @@ def _is_known(name: str) -> bool:
 def ship(spec: WorkerSpec) -> int:
     """Write ``spec`` to a memory file; return its descriptor, owned by the caller.
 
-    It is not changed, and each buffer is copied only into the file.
-
-    Raises:
-        WorkerStartError: If it cannot be pickled; names the attribute and a remedy.
+    Each buffer is copied only into the file.
     """
     header, buffers = spec.pickled({**SHIPPING, **ONLY_TO_WORKERS})
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
-    sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q")
+    sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
     file, at, small = os.memfd_create("aioloader-dataset"), 0, bytearray()
     try:
-        for part in (memoryview(sizes.tobytes()), *parts):
-            gap = _gap(at, part.nbytes)
-            small += bytes(gap)
+        for part in (memoryview(sizes), *parts):
+            small += bytes(_gap(at + len(small), part.nbytes))
             is_big = part.nbytes >= _BIG
             if not is_big:  # there may be millions
                 small += part
-            at += gap + part.nbytes
             if is_big or len(small) >= _BIG:
-                end = at - part.nbytes * is_big
-                _write(file, memoryview(bytes(small)), end - len(small))
-                small.clear()
+                at, small = _write(file, memoryview(small), at), bytearray()
             if is_big:
-                _write(file, part, at - part.nbytes)
-        _write(file, memoryview(small), at - len(small))
+                at = _write(file, part, at)
+        _write(file, memoryview(small), at)
     except BaseException:
         os.close(file)
         raise
@@ -259,12 +248,12 @@ def receive(file: int) -> WorkerSpec:
     return spec
 
 
-def _write(file: int, data: memoryview, at: int) -> None:
-    """Write all of ``data``: the kernel takes at most 2 GB at once."""
-    data = data.cast("B") if data.nbytes else data
+def _write(file: int, data: memoryview, at: int) -> int:
+    """Write all of ``data``, of which the kernel takes 2 GB at once; return the end."""
     while len(data):
         written = os.pwrite(file, data[: 1 << 30], at)
         data, at = data[written:], at + written
+    return at
 
 
 def _gap(at: int, nbytes: int) -> int:

@@ -39,7 +39,7 @@ RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
 
 # The kinds of results. READY: the worker takes requests; BATCH: a batch; ANSWER: any
-# other result of a request, an ``Answer``; FATAL: the ``RemoteError`` because of which
+# ``BatchResult`` of a request; FATAL: the ``RemoteError`` because of which
 # the worker could not start; LEFT: the ``RemoteError`` of leaving the lifespan.
 READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 

@@ -19,7 +19,7 @@ from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import InFlight
 from aioloader._transport.channel import Channel
 from aioloader._transport.slots import Locker
-from aioloader._workers.kept import Servers, Tally
+from aioloader._workers.kept import Servers
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.launcher import PATIENCE, ForkLauncher, Launcher
 from aioloader._workers.process.messages import (
@@ -54,21 +54,15 @@ class ProcessPool(LastingPool):
     Args:
         spec: What the workers do.
         method: How they start; its name in ``multiprocessing``.
-        servers: The loader's supervisors of the fork server.
+        servers: The loader's supervisors of the fork server, and counts of deaths.
         locker: Page-locks the memory that workers write batches to, or None.
-        tally: Counts the deaths of workers.
     """
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        method: str,
-        servers: Servers,
-        locker: Locker | None,
-        tally: Tally,
+        self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
     ) -> None:
         self._spec = spec
-        self._tally = tally
+        self._tally = servers
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False

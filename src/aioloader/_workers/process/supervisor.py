@@ -32,7 +32,7 @@ import torch
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers.process import worker_main
-from aioloader._workers.remote_error import RemoteError
+from aioloader._workers.remote_tasks import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 
 # Seconds for workers to end by themselves, and then after SIGTERM.

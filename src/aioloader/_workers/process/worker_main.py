@@ -33,13 +33,7 @@ from aioloader._pipeline.stream import Stream
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
-from aioloader._workers.info import (
-    WorkerInfo,
-    be_worker_process,
-    seed_for_sample,
-    seeded,
-    use_sample_rng,
-)
+from aioloader._workers.info import SEEDS
 from aioloader._workers.process.messages import (
     ANSWER,
     BATCH,
@@ -52,9 +46,12 @@ from aioloader._workers.process.messages import (
     Request,
     unpack,
 )
-from aioloader._workers.remote_error import RemoteError
-from aioloader._workers.remote_tasks import Answer, maker_of, sendable
-from aioloader._workers.rng import seed_batch, seed_worker
+from aioloader._workers.remote_tasks import (
+    RemoteError,
+    maker_of,
+    refused,
+    remote,
+)
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind
@@ -109,14 +106,7 @@ class Endpoint:
             self._samples = ArenaReader(self._ends.samples)
         inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
-        self.maker = maker_of(
-            spec,
-            pool=self._packer,
-            around=seeded,
-            reseed=seed_batch,
-            seed=seed_for_sample,
-            at=use_sample_rng,
-        )
+        self.maker = maker_of(spec, pool=self._packer, **SEEDS)
         self._is_restored = not self.maker.keeps_state
 
     @contextlib.contextmanager
@@ -199,36 +189,21 @@ class Endpoint:
         if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
             _end_process(result.error)
         self.enter("send", place)
-        policy, state, missing = self.maker.policy, task.state, task.missing
-        # Failures since the last result; the loader keeps the list and the budget.
-        failures = sendable(policy.latest, self.id) if policy.latest else []
-        retries = policy.take_retries() if policy.retries else 0
-        kind, value = BATCH, result.batch
-        has_more = failures or retries or missing or result.is_empty or result.is_end
-        if has_more or not (result.error is state is result.dataset is None):
-            kind = ANSWER
-            value = Answer(
-                result.batch,
-                result.error and RemoteError.of(result.error, self.id),
-                result.is_empty,
-                result.is_end,
-                failures,
-                retries,
-                state,
-                result.dataset and (self.id, result.dataset[1]),
-                missing=missing,
-            )
+        maker, policy, kind, value = self.maker, self.maker.policy, BATCH, result.batch
+        # The loader keeps the list of failures and the budget.
+        has_more = policy.latest or policy.retries or task.missing
+        is_batch = not (has_more or result.is_empty or result.is_end)
+        if not (is_batch and result.error is task.state is result.dataset is None):
+            kind, value = ANSWER, remote(maker, task, result, self.id)
+            result.state = task.state
+            result.dataset = result.dataset and (self.id, result.dataset[1])
         try:
             self.send(kind, ticket, value, task.made())
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # not picklable, or too large
-            error.add_note(f"aioloader: {self.maker.place('send', task)}")
             self._packer.reset()
-            remote = RemoteError.of(error, self.id)
-            value = Answer(
-                error=remote, failures=failures, state=state, missing=missing
-            )
+            value = refused(maker, task, result, error, self.id)
             self.send(ANSWER, ticket, value, task.made())
         self._arena.clear(place)
 
@@ -295,17 +270,13 @@ def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
     The loader raises an error before the first batch, which ends the epoch.
     """
     worker = endpoint.id
-    seed = seed_worker(spec.base_seed, worker)
-    info = WorkerInfo(worker, spec.num_workers, seed, spec.dataset)
-    be_worker_process(info, tell_torch=True)
+    spec.begin(worker)
     try:
         endpoint.prepare(spec)
         try:
-            seeds_itself = spec.initialise(worker)
+            spec.initialise(worker, endpoint.maker)
         except BaseException as error:  # raised by the loader
             endpoint.give_up(error)
-        if seeds_itself or spec.rng == "worker":
-            endpoint.maker.leave_generators()
         if endpoint.maker.is_plain:
             _serve_sync(endpoint)
         else:

@@ -22,16 +22,14 @@ from aioloader._pipeline.cpu import stack_of
 from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import decode
-from aioloader._workers.info import (
-    WorkerInfo,
-    be_worker_process,
-    seed_for_sample,
-    seeded,
-    use_sample_rng,
+from aioloader._workers.info import SEEDS
+from aioloader._workers.remote_tasks import (
+    Packed,
+    RemoteError,
+    maker_of,
+    open_request,
+    pack_answer,
 )
-from aioloader._workers.remote_error import RemoteError
-from aioloader._workers.remote_tasks import Packed, maker_of, open_request, pack_answer
-from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import WorkerSpec
 
 # Buffers of the dataset from this size on are shared by the node and read-only.
@@ -39,10 +37,9 @@ _SHARED_BYTES = 1 << 16
 
 
 class Begun(NamedTuple):
-    """An actor's report that it is ready or cannot start.
+    """An actor's report that its process is ready or cannot start.
 
     Attributes:
-        pid: Its process.
         host: Name of its machine.
         error: The error of the user's init function, of entering the lifespan or of
             unpickling, if it cannot start.
@@ -54,11 +51,7 @@ class Begun(NamedTuple):
 
 
 class RayActor:
-    """One worker, called by the loader through Ray.
-
-    Args:
-        number: Number of the worker.
-    """
+    """One worker, called by the loader through Ray."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -67,13 +60,7 @@ class RayActor:
         self._made: dict[int, Future[BatchResult]] = {}  # by the task's identity
 
     def begin(self, packed: Packed, path: list[str], dtype: torch.dtype) -> Begun:
-        """Take over settings of the loader's process, unless done, and start.
-
-        Args:
-            packed: The pickle of a ``WorkerSpec``; big buffers are in Ray's memory.
-            path: The module search path.
-            dtype: Torch's default type.
-        """
+        """Start with a ``WorkerSpec`` and settings of the loader's process, once."""
         me = Begun(os.getpid(), platform.node())
         if self._pipeline is None:
             try:
@@ -112,16 +99,12 @@ class RayActor:
             self._hosts.release()
 
     def _start(self, spec: WorkerSpec) -> Pipeline:
-        seed = seed_worker(spec.base_seed, self._number)
-        info = WorkerInfo(self._number, spec.num_workers, seed, spec.dataset)
-        be_worker_process(info, tell_torch=True)
-        maker = maker_of(spec, around=seeded, seed=seed_for_sample, at=use_sample_rng)
-        self._hosts = Hosts(spec.dataset, spec.lifespan)
+        spec.begin(self._number)
+        maker = maker_of(spec, **SEEDS)
+        self._hosts = Hosts(*((spec.dataset, spec.lifespan) if spec.reads else ((),)))
         self._hosts.keep()
         host = self._hosts.lease("thread" if spec.is_plain else "loop")
-        is_seeded = asyncio.run(host.cpu.call(lambda: spec.initialise(self._number)))
-        if is_seeded or spec.rng == "worker":
-            maker.leave_generators()
+        asyncio.run(host.cpu.call(lambda: spec.initialise(self._number, maker)))
         host.open()
         if (failure := host.failure()) is not None:
             raise failure

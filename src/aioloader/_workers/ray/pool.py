@@ -44,27 +44,6 @@ Done = Future[Any]
 
 
 @dataclass(eq=False, slots=True)
-class _Ticket:
-    """A batch in flight.
-
-    Attributes:
-        number: Its place among all requests.
-        has_failed: Whether an actor has died with it.
-        begun: The process that it was sent to.
-        since: When that was.
-        answer: Ray's reference to its answer; None while it waits.
-    """
-
-    number: int
-    pipeline: Pipeline
-    task: BatchTask
-    has_failed: bool = False
-    begun: Begun | None = None
-    since: float = 0.0
-    answer: Any = None
-
-
-@dataclass(eq=False, slots=True)
 class _Seat:
     """A worker: Ray may have restarted its actor since it was last heard from.
 
@@ -76,19 +55,34 @@ class _Seat:
     number: int
     actor: Any
     begun: Begun | None = None
-    tickets: list[_Ticket] = field(default_factory=list)
+    tickets: "list[_Ticket]" = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A batch in flight.
+
+    Attributes:
+        number: Its place among all requests.
+        has_failed: Whether an actor has died with it.
+        seat: The worker that it was sent to.
+        begun: The process there.
+        since: When it was sent.
+        answer: Ray's reference to its answer; None while it waits.
+    """
+
+    number: int
+    pipeline: Pipeline
+    task: BatchTask
+    has_failed: bool = False
+    seat: _Seat | None = None
+    begun: Begun | None = None
+    since: float = 0.0
+    answer: Any = None
 
 
 class RayPool(LastingPool):
-    """The actors of one loader; used from any thread.
-
-    Args:
-        workers: How many, and where.
-        spec: What they do.
-
-    Raises:
-        WorkerStartError: If something they need cannot be pickled.
-    """
+    """The actors of one loader; used from any thread."""
 
     def __init__(self, workers: RayWorkers, spec: WorkerSpec) -> None:
         self._ray, self._connection = workers.connect()  # kept until they have ended
@@ -128,23 +122,21 @@ class RayPool(LastingPool):
     # -- for iterations, from any thread --------------------------------------------
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Take a task; its result is delivered by the thread."""
         if not self._thread.post(partial(self._enter, pipeline, task)):
             self._refuse(pipeline)
 
     def forget(self, pipeline: Pipeline) -> None:
-        """Drop the requests of ``pipeline``."""
         self._thread.post(partial(self._forget, pipeline))
 
     def explain(self, task: BatchTask) -> str:
         """Describe the actor that has ``task``, since when, and its stack."""
-        seat, ticket = self._find(task)
-        if seat is None or ticket is None or ticket.begun is None:
+        ticket = self._find(task)
+        if ticket is None or ticket.seat is None or ticket.begun is None:
             return self._waits()
-        begun, is_first = ticket.begun, seat.tickets[:1] == [ticket]
+        seat, begun = ticket.seat, ticket.begun
         text = (
-            f"has been {'with' if is_first else 'queued at'} Ray worker {seat.number} "
-            f"(pid {begun.pid} on {begun.host}) for "
+            f"has been {'with' if seat.tickets[:1] == [ticket] else 'queued at'} Ray "
+            f"worker {seat.number} (pid {begun.pid} on {begun.host}) for "
             f"{time.monotonic() - ticket.since:.2f} s"
         )
         try:
@@ -154,14 +146,12 @@ class RayPool(LastingPool):
         return f"{text}, at:\n{stack}"
 
     def restart(self, task: BatchTask) -> bool:
-        """Replace the actor that has ``task``; return whether there is one."""
-        seat, _ = self._find(task)
-        if seat is not None:
-            self._thread.post(partial(self._replace, seat))
-        return seat is not None
+        ticket = self._find(task)
+        if ticket is None or ticket.seat is None:
+            return False
+        return self._thread.post(partial(self._replace, ticket.seat))
 
     def is_open(self) -> bool:
-        """Tell whether it takes tasks."""
         return not self._is_over
 
     def end(self) -> None:
@@ -172,19 +162,15 @@ class RayPool(LastingPool):
             self._thread.stop(self._ended.set)
 
     def join(self) -> bool:
-        """Wait, bounded, until the actors have ended; return whether they have."""
         is_gone = self._ended.wait(_LEAVE + _GONE + 1.0)
         if is_gone:
             self._thread.join(_GONE)
         return is_gone
 
-    def _find(self, task: BatchTask) -> tuple[_Seat, _Ticket] | tuple[None, None]:
-        """Return the worker that has ``task``, and its ticket."""
-        for seat in self._seats:
-            for ticket in seat.tickets[:]:
-                if ticket.task is task:
-                    return seat, ticket
-        return None, None
+    def _find(self, task: BatchTask) -> _Ticket | None:
+        """Return the ticket of ``task``, if a worker has it."""
+        tickets = [one for seat in self._seats for one in seat.tickets[:]]
+        return next((one for one in tickets if one.task is task), None)
 
     def _refuse(self, pipeline: Pipeline) -> None:
         pipeline.fail(self._error or LoaderClosedError("the Ray workers have ended"))
@@ -210,10 +196,8 @@ class RayPool(LastingPool):
     def _place(self) -> None:
         try:
             for number in range(self._spec.num_workers):
-                self._seats.append(
-                    seat := _Seat(number, self._make_actor.remote(number))
-                )
-                self._begin(seat)
+                self._seats.append(_Seat(number, self._make_actor.remote(number)))
+                self._begin(self._seats[-1])
         except Exception as error:  # of Ray: every iteration must learn of it
             self._fail(error)
 
@@ -299,16 +283,15 @@ class RayPool(LastingPool):
 
     def _send(self, seat: _Seat, ticket: _Ticket) -> None:
         try:
-            reads = self._spec.reads
-            request = pack_request(ticket.pipeline, ticket.task, reads=reads)
+            request = pack_request(ticket.pipeline, ticket.task)
         except Exception as error:  # the user's classes may raise when pickled
             result = BatchResult(error=error.with_traceback(None))
             ticket.pipeline.receive(ticket.task, result)
             return
-        seat.tickets.append(ticket)
-        ticket.begun, ticket.since = seat.begun, time.monotonic()
+        ticket.seat, ticket.begun, ticket.since = seat, seat.begun, time.monotonic()
         answer = seat.actor.make.options(max_task_retries=0).remote(request)
         ticket.answer = answer
+        seat.tickets.append(ticket)
         self._when(answer, partial(self._take, seat, ticket, answer))
 
     def _forget(self, pipeline: Pipeline) -> None:
