@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -71,21 +71,13 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Ends(NamedTuple):
-    """Descriptors of a worker.
+    """Descriptors of a worker."""
 
-    Attributes:
-        arena: The memory for its batches, and the table of those in flight.
-        requests: Requests, for any worker or for this one.
-        results: Results, shared by all workers, as what follows.
-        stacks: Where ``faulthandler`` writes stacks on request.
-        samples: The memory of samples that the loader has read; -1: it reads none.
-    """
-
-    arena: int
-    requests: int
-    results: int
-    stacks: int
-    samples: int = -1
+    arena: int  # the memory for its batches, and the table of those in flight
+    requests: int  # for any worker or for this one
+    results: int  # of all workers, as what follows
+    stacks: int  # where ``faulthandler`` writes stacks on request
+    samples: int = -1  # the memory of samples that the loader has read, if it reads
 
 
 class Endpoint:
@@ -120,38 +112,19 @@ class Endpoint:
         )
         self._is_restored = not self.maker.keeps_state
 
-    @contextlib.contextmanager
-    def lifespan(self) -> Iterator[None]:
-        """Enter the lifespan of the dataset if it is read here, and leave it."""
-        spec = self.spec
-        lifespan = Lifespan(spec.dataset, spec.lifespan) if spec.reads else Lifespan(())
-        try:
-            lifespan.enter()
-        except BaseException as error:  # raised by the loader
-            self.give_up(error)
-        try:
-            yield
-        finally:
-            with self.leaving():
-                lifespan.leave()
-
     def give_up(self, error: BaseException) -> NoReturn:
         """Make the loader end all iterations with ``error``, and end this worker."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             _end_process(error)
-        self.send_fatal(error)
+        with contextlib.suppress(OSError):  # the loader is gone
+            self._packer.reset()
+            self.send(FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
 
-    def send_fatal(self, error: BaseException) -> None:
-        """Report to the loader that this worker cannot serve."""
-        self._packer.reset()
-        self.send(FATAL, -1, RemoteError.of(error, self.id))
-
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Send what is raised at the end; print it if the loader does not wait."""
+    def leave(self, leave: Callable[[], object]) -> None:
+        """Call ``leave``; send what it raises, or print it if the loader is gone."""
         try:
-            yield
+            leave()
         except BaseException as error:  # of the user's code
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 name, pid = type(error).__name__, os.getpid()
@@ -167,7 +140,7 @@ class Endpoint:
                 sys.excepthook(type(error), error, error.__traceback__)
 
     def receive(self) -> Request:
-        received = self.requests.receive()
+        received = self.requests.receive_frame()
         assert received is not None
         if self._samples is None:
             return Request._make(decode(received[0]))
@@ -180,12 +153,12 @@ class Endpoint:
         task.again = request.again
         if not self._is_restored:
             self._is_restored = True
-            dataset, saved = self.maker.dataset, self.spec.datasets
+            saved = self.spec.datasets
             try:
                 if request.resume is not None:  # after a death
-                    dataset.load_state_dict(*request.resume)
+                    self.maker.dataset.load_state_dict(*request.resume)
                 elif self.id in saved:
-                    dataset.load_state_dict(saved[self.id])
+                    self.maker.dataset.load_state_dict(saved[self.id])
             except BaseException as error:  # of user code; handed to the consumer
                 task.result = BatchResult(error=error)
         return task
@@ -237,7 +210,7 @@ class Endpoint:
         self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
-        self._results.send(b"".join((head, *self._packer.pack(value))))
+        self._results.send_frame(b"".join((head, *self._packer.pack(value))))
 
 
 def _end_process(error: BaseException) -> NoReturn:
@@ -290,23 +263,24 @@ def die_with(parent: int | None) -> None:
         os._exit(0)
 
 
-def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
+def run(worker: int, ends: Ends, load: Callable[[], WorkerSpec]) -> None:
     """Serve requests until the loader is gone.
 
     The loader raises an error before the first batch, which ends the epoch.
     """
-    worker = endpoint.id
-    seed = seed_worker(spec.base_seed, worker)
-    info = WorkerInfo(worker, spec.num_workers, seed, spec.dataset)
-    be_worker_process(info, tell_torch=True)
+    endpoint = Endpoint(worker, ends)
     try:
+        spec = load()
+        seed = seed_worker(spec.base_seed, worker)
+        info = WorkerInfo(worker, spec.num_workers, seed, spec.dataset)
+        be_worker_process(info, tell_torch=True)
         endpoint.prepare(spec)
-        try:
-            seeds_itself = spec.initialise(worker)
-        except BaseException as error:  # raised by the loader
-            endpoint.give_up(error)
-        if seeds_itself or spec.rng == "worker":
-            endpoint.maker.leave_generators()
+        seeds_itself = spec.initialise(worker)
+    except BaseException as error:  # raised by the loader
+        endpoint.give_up(error)
+    if seeds_itself or spec.rng == "worker":
+        endpoint.maker.leave_generators()
+    try:
         if endpoint.maker.is_plain:
             _serve_sync(endpoint)
         else:
@@ -315,52 +289,43 @@ def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the loader is gone
     except Exception as error:
-        endpoint.send_fatal(error)
-
-
-# -- plain code ----------------------------------------------------------------------
+        endpoint.give_up(error)
 
 
 def _serve_sync(endpoint: Endpoint) -> None:
     maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, SyncStream]()
-    read = partial(maker.read, pause=endpoint.requests.pause) if maker.reads else None
+    read: Callable[[BatchTask], None] | None = None
+    if maker.reads:
+        read = partial(maker.read, pause=endpoint.requests.pause)
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
-    with endpoint.lifespan():
+    lifespan = Lifespan(maker.dataset, endpoint.spec.lifespan)
+    try:
+        lifespan.enter()
+    except BaseException as error:  # raised by the loader
+        endpoint.give_up(error)
+    with contextlib.ExitStack() as stack:
+        stack.callback(endpoint.leave, lifespan.leave)
+        stack.callback(lambda: [stream.close() for stream in streams.values()])
         endpoint.send(READY)
-        try:
-            while True:
-                request = endpoint.receive()
-                if request.ticket < 0:
-                    if request.iteration in streams:
-                        streams.pop(request.iteration).close()
-                    continue
-                task = endpoint.take(request, 0)
-                pull: Callable[[BatchTask], None] | None = read
-                if reads_stream:
-                    pull = _stream_of(endpoint, request, streams).pull
-                result = task.result or maker.make(task, pull, enter)
-                if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
-                    raise result.error  # it ends a worker, as in torch
-                endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
-        finally:
-            for stream in streams.values():
-                stream.close()
+        while True:
+            request = endpoint.receive()
+            if request.ticket < 0:
+                if request.iteration in streams:
+                    streams.pop(request.iteration).close()
+                continue
+            task = endpoint.take(request, 0)
+            if reads_stream:
+                stream = streams.get(request.iteration)
+                if stream is None:
+                    state, keys = request.resume or (None, None)
+                    stream = SyncStream(maker, resume=state, keys=keys)
+                    streams[request.iteration] = stream
+                read = stream.pull
+            result = task.result or maker.make(task, read, enter)
+            if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+                raise result.error  # it ends a worker, as in torch
+            endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
 
-
-def _stream_of(
-    endpoint: Endpoint, request: Request, streams: dict[int, SyncStream]
-) -> SyncStream:
-    """Return the stream of a request's iteration, opened by the first request."""
-    stream = streams.get(request.iteration)
-    if stream is None:
-        state, keys = request.resume or (None, None)
-        stream = streams[request.iteration] = SyncStream(
-            endpoint.maker, resume=state, keys=keys
-        )
-    return stream
-
-
-# -- coroutines ----------------------------------------------------------------------
 
 _OVER = -1
 
@@ -377,10 +342,11 @@ class _Server:
         self._endpoint = endpoint
         self._size = max(1, min(PLACES, spec.window))
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._open(range(self._size))
-        self._held: dict[int, tuple[int, int, bool]] = {}  # by the task's identity
-        reads = (spec.dataset, spec.lifespan) if spec.reads else ((), None)
-        self._hosts = Hosts(*reads)
+        for place in range(self._size):
+            self._free.put(place)
+        # By the task's identity: the ticket, and the places that are free afterwards.
+        self._held: dict[int, tuple[int, list[int]]] = {}
+        self._hosts = Hosts(spec.dataset if spec.reads else (), spec.lifespan)
         self._hosts.keep()
         self._host = self._hosts.lease("loop")
         self._pipelines: dict[int, Pipeline] = {}
@@ -408,11 +374,10 @@ class _Server:
                     pipeline.dismiss()
                 self._free.put(place)
                 continue
-            if request.is_alone:
-                for _ in range(self._size - 1):
-                    self._free.get()
+            others = self._size - 1 if request.is_alone else 0
+            places = [place, *(self._free.get() for _ in range(others))]
             task = endpoint.take(request, place)
-            self._held[id(task)] = (request.ticket, place, request.is_alone)
+            self._held[id(task)] = request.ticket, places
             if task.result is not None:
                 self._deliver(task, task.result)
             else:
@@ -432,8 +397,7 @@ class _Server:
             pipeline.ended.wait(GRACE)
         self._host.release()
         self._hosts.leave()
-        with self._endpoint.leaving():
-            self._hosts.release()
+        self._endpoint.leave(self._hosts.release)
 
     def _pipeline_of(self, request: Request) -> Pipeline:
         # Map-style datasets have no state per iteration: one pipeline serves all.
@@ -451,12 +415,9 @@ class _Server:
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Send a result, from any thread."""
-        ticket, place, is_alone = self._held.pop(id(task))
+        ticket, places = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             # The loader may be gone: then the thread that reads requests ends us.
-            self._endpoint.answer(task, ticket, place, result)
-        self._open(range(self._size) if is_alone else [place])
-
-    def _open(self, places: Iterable[int]) -> None:
+            self._endpoint.answer(task, ticket, places[0], result)
         for place in places:
             self._free.put(place)
