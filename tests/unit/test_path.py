@@ -13,10 +13,10 @@ TOOL = ROOT / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.
 # With coroutines some functions more or less are entered: tasks take turns differently.
 LIMITS = {
-    "for": (125, 25),
-    "for, two workers": (273, 48),
-    "async for, async dataset": (275, 40),
-    "async for, tar": (482, 69),
+    "for": (124, 24),
+    "for, two workers": (254, 46),
+    "async for, async dataset": (274, 39),
+    "async for, tar": (481, 68),
 }
 
 

@@ -132,7 +132,7 @@ class Dispatcher:
         for number in range(spec.num_workers):
             queue = self.queues[number % len(self.queues)]
             self.workers.append(Worker(number, queue, ArenaReader(locker=locker)))
-        stack.callback(lambda: [worker.arena.close() for worker in self.workers])
+        stack.callback(self._close_arenas)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Send a request for ``task``; a stream that has ended answers at once."""
@@ -278,6 +278,10 @@ class Dispatcher:
         assert self.samples is not None
         del self._readers[slot]
         self.samples.free(slot)
+
+    def _close_arenas(self) -> None:
+        for worker in self.workers:
+            worker.arena.close()
 
     def close(self) -> None:
         """Remove everything and close the queues of requests."""

@@ -59,7 +59,7 @@ class ForkServer:
 
     def wait(self) -> None:
         """Wait until it has imported its modules: its only frame stays unread."""
-        connection.wait([self.channel], _PATIENCE)  # type: ignore[list-item]
+        connection.wait([self.channel], _PATIENCE)
         try:
             is_ready = self.channel.receive_frame(socket.MSG_PEEK) is not None
         except EOFError:

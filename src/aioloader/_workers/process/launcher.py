@@ -94,7 +94,7 @@ class Launcher:
                 yield note
             else:
                 left = until - time.monotonic()
-                if left <= 0 or not connection.wait([control], left):  # type: ignore[list-item]
+                if left <= 0 or not connection.wait([control], left):
                     return
 
     def end(self) -> None:
@@ -118,10 +118,11 @@ class Launcher:
 
     def close(self) -> None:
         """Close what this process holds; without ``end`` the workers are killed."""
-        what = self.control, self._supervisor, self._process, self._patience
-        if self.control is not None:
-            self.control.shutdown(socket.SHUT_WR)
-            self.control = self._process = None
+        control, self.control = self.control, None
+        if control is not None:
+            control.shutdown(socket.SHUT_WR)
+            what = control, self._supervisor, self._process, self._patience
+            self._process = None
             with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
                 # Not Thread: a finalizer may run while threading holds its own locks.
                 _thread.start_new_thread(_see_off, what)

@@ -109,7 +109,7 @@ class Supervisor:
     def _wait_and_act(self) -> bool:
         """Wait for an event and handle it; return whether there may be more."""
         ready: list[Any] = connection.wait(
-            [self._control, self._loader, *self._workers]  # type: ignore[list-item]
+            [self._control, self._loader, *self._workers]
         )
         for pidfd in {*ready} & {*self._workers}:
             self._reap(pidfd)

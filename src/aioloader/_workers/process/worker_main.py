@@ -305,26 +305,29 @@ def _serve_sync(endpoint: Endpoint) -> None:
         endpoint.give_up(error)
     with contextlib.ExitStack() as stack:
         stack.callback(endpoint.leave, lifespan.leave)
-        stack.callback(lambda: [stream.close() for stream in streams.values()])
         endpoint.send(READY)
-        while True:
-            request = endpoint.receive()
-            if request.ticket < 0:
-                if request.iteration in streams:
-                    streams.pop(request.iteration).close()
-                continue
-            task = endpoint.take(request, 0)
-            if reads_stream:
-                stream = streams.get(request.iteration)
-                if stream is None:
-                    state, keys = request.resume or (None, None)
-                    stream = SyncStream(maker, resume=state, keys=keys)
-                    streams[request.iteration] = stream
-                read = stream.pull
-            result = task.result or maker.make(task, read, enter)
-            if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
-                raise result.error  # it ends a worker, as in torch
-            endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+        try:
+            while True:
+                request = endpoint.receive()
+                if request.ticket < 0:
+                    if request.iteration in streams:
+                        streams.pop(request.iteration).close()
+                    continue
+                task = endpoint.take(request, 0)
+                if reads_stream:
+                    stream = streams.get(request.iteration)
+                    if stream is None:
+                        state, keys = request.resume or (None, None)
+                        stream = SyncStream(maker, resume=state, keys=keys)
+                        streams[request.iteration] = stream
+                    read = stream.pull
+                result = task.result or maker.make(task, read, enter)
+                if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
+                    raise result.error  # it ends a worker, as in torch
+                endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
+        finally:
+            for stream in streams.values():
+                stream.close()
 
 
 _OVER = -1
