@@ -250,8 +250,7 @@ def await_news(loader: DataLoader[Any]) -> None:
     """Wait until who watches over the kept workers has something to say."""
     poll = select.poll()
     pool: Any = loader._live.pools._kept[0]
-    for descriptor in pool._launcher.descriptors():
-        poll.register(descriptor, select.POLLIN)
+    poll.register(pool._launcher.control, select.POLLIN)
     assert poll.poll(20_000), "nobody told of a death"
 
 

@@ -18,13 +18,7 @@ from hypothesis.stateful import (
 )
 
 from aioloader._transport import arena as module
-from aioloader._transport.arena import (
-    PLACES,
-    ArenaReader,
-    ArenaWriter,
-    SlotRef,
-    make_arena,
-)
+from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter, SlotRef
 from aioloader.errors import BatchTooLargeError
 
 SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
@@ -53,9 +47,8 @@ class Pair:
     """Both sides of one arena, in one process."""
 
     def __init__(self, locker: Locking | None = None) -> None:
-        descriptor = make_arena()
-        self.reader = ArenaReader(os.dup(descriptor), locker)
-        self.writer = ArenaWriter(descriptor)
+        self.writer = ArenaWriter()
+        self.reader = ArenaReader(os.dup(self.writer.descriptor), locker=locker)
 
     def pass_on(self, nbytes: int, value: int) -> np.ndarray[Any, Any]:
         """Return what the reader sees of a batch of ``value``s."""
@@ -112,7 +105,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(nbytes=SIZES)
     def give_back(self, nbytes: int) -> None:
         """Take a slot in vain."""
-        self.pair.writer.give_back(self._take(nbytes)[0])
+        self.pair.writer.free(self._take(nbytes)[0])
 
     @rule(nbytes=SIZES)
     def free_unread(self, nbytes: int) -> None:
@@ -187,10 +180,10 @@ def test_a_locked_slot_that_is_taken_in_vain() -> None:
         small = pair.pass_on(1, 1)  # a slot for what follows
         pair.pass_on(100_000, 1)
         del small
-        pair.writer.give_back(pair.writer.take(100_000)[0])
+        pair.writer.free(pair.writer.take(100_000)[0])
         before = pair.resident()
         for _ in range(3 * module._IDLE):
-            pair.writer.give_back(pair.writer.take(1)[0])
+            pair.writer.free(pair.writer.take(1)[0])
         assert pair.resident() >= before
 
 

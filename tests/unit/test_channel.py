@@ -27,9 +27,9 @@ def test_frames_arrive_whole(ends: Ends, size: int) -> None:
     """Of any size; one after the other."""
     frames = [bytes([number]) * size for number in range(3)]
     for frame in frames:
-        assert ends[0].send(frame)
+        assert ends[0].send_frame(frame)
     for frame in frames:
-        assert ends[1].receive() == (frame, [])
+        assert ends[1].receive_frame() == (frame, [])
 
 
 def test_a_default_timeout_of_the_process_does_not_count() -> None:
@@ -40,7 +40,7 @@ def test_a_default_timeout_of_the_process_does_not_count() -> None:
         adopted = Channel.adopt(os.dup(ends[1].fileno()))
     finally:
         socket.setdefaulttimeout(None)
-    assert [end._socket.gettimeout() for end in (*ends, adopted)] == [0, None, None]
+    assert [end.gettimeout() for end in (*ends, adopted)] == [0, None, None]
     for end in (*ends, adopted):
         end.close()
 
@@ -49,8 +49,8 @@ def test_a_default_timeout_of_the_process_does_not_count() -> None:
 def test_descriptors_travel(ends: Ends, size: int) -> None:
     """Copies of them, in order, beside small and big frames; not inheritable."""
     pipes = [os.pipe() for _ in range(3)]
-    ends[0].send(b"x" * size, [write for _, write in pipes])
-    received = ends[1].receive()
+    ends[0].send_frame(b"x" * size, [write for _, write in pipes])
+    received = ends[1].receive_frame()
     assert received is not None
     frame, copies = received
     assert (len(frame), len(copies)) == (size, 3)
@@ -64,36 +64,36 @@ def test_descriptors_travel(ends: Ends, size: int) -> None:
 
 def test_the_end_comes_after_all_frames(ends: Ends) -> None:
     """What was sent before a close is read first."""
-    ends[0].send(b"last")
+    ends[0].send_frame(b"last")
     ends[0].close()
-    assert ends[1].receive() == (b"last", [])
+    assert ends[1].receive_frame() == (b"last", [])
     for _ in range(2):
         with pytest.raises(EOFError):
-            ends[1].receive()
+            ends[1].receive_frame()
     with pytest.raises(OSError, match="Broken pipe"):
-        ends[1].send(b"to nobody")
+        ends[1].send_frame(b"to nobody")
 
 
 def test_the_loaders_end_never_blocks(ends: Ends) -> None:
     """A full queue refuses a frame; an empty one has none."""
-    assert ends[0].receive() is None
-    assert ends[1].receive(NO_WAIT) is None
+    assert ends[0].receive_frame() is None
+    assert ends[1].receive_frame(NO_WAIT) is None
     count = 0
-    while ends[0].send(b"x" * 10_000):
+    while ends[0].send_frame(b"x" * 10_000):
         count += 1
     assert count > 10
     for _ in range(count):
-        assert ends[1].receive() == (b"x" * 10_000, [])
-    assert ends[1].receive(NO_WAIT) is None
-    assert ends[0].send(b"again")
+        assert ends[1].receive_frame() == (b"x" * 10_000, [])
+    assert ends[1].receive_frame(NO_WAIT) is None
+    assert ends[0].send_frame(b"again")
 
 
 def test_several_readers_share_an_end(ends: Ends) -> None:
     """Each frame goes to one of them, whole."""
     twin = Channel.adopt(os.dup(ends[1].fileno()))
     for number in range(6):
-        ends[0].send(bytes([number]))
-    found = [end.receive() for _ in range(3) for end in (twin, ends[1])]
+        ends[0].send_frame(bytes([number]))
+    found = [end.receive_frame() for _ in range(3) for end in (twin, ends[1])]
     assert [one and one[0] for one in found] == [bytes([n]) for n in range(6)]
-    assert twin.receive(NO_WAIT) is None
+    assert twin.receive_frame(NO_WAIT) is None
     twin.close()

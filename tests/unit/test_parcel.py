@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from aioloader import default_collate
 from aioloader._collate.collate import lending
-from aioloader._transport.arena import ArenaReader, ArenaWriter, make_arena
+from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._workers.process.messages import Packer, slot_of, unpack
 
 INLINE = 1 << 14
@@ -42,9 +42,8 @@ class Post:
     """A packer, and the reader's side of its arena."""
 
     def __enter__(self) -> Self:
-        descriptor = make_arena()
-        self.reader = ArenaReader(os.dup(descriptor))
-        self.writer = ArenaWriter(descriptor)
+        self.writer = ArenaWriter()
+        self.reader = ArenaReader(os.dup(self.writer.descriptor))
         self.packer = Packer(self.writer, INLINE)
         return self
 

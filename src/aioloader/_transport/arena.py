@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,39 +74,41 @@ class _Slot:
             self.is_empty = True
 
 
-def make_arena() -> int:
-    """Return the descriptor of a new, empty arena; the caller owns it."""
-    descriptor = os.memfd_create("aioloader-arena")
-    os.ftruncate(descriptor, _PAGE)
-    return descriptor
-
-
 class _Side:
     """Either side: it owns its descriptor of the memory file, and has the first page.
 
-    Mappings, and views of them, stay valid when it is closed.
+    Without a descriptor it makes the file. Mappings, and views of them, stay valid when
+    it is closed.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    _locked: Container[int]  # the slots that the reader has locked, as far as known
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = os.memfd_create("aioloader-arena")
+            os.ftruncate(descriptor, _PAGE)
         self.descriptor = descriptor
         self._states = mmap.mmap(descriptor, _PAGE)
         self._cells = memoryview(self._states)[_MOST_SLOTS:].cast("q")
-        self._is_closed = False
+
+    def free(self, ref: SlotRef) -> None:
+        """Free a slot: of a batch that is not sent, or of a sent one."""
+        self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class ArenaWriter(_Side):
     """The side that takes and fills slots; used from any thread."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int | None = None) -> None:
         super().__init__(descriptor)
         self._slots: list[_Slot] = []
-        self._locked: set[int] = set()  # by the reader, as far as known here
+        self._locked: set[int] = set()
         self._count = 0
         self._end = _PAGE
         self._clock = 0
@@ -125,7 +127,11 @@ class ArenaWriter(_Side):
             self._clock += 1
             if not self._clock % _IDLE:
                 self._empty_idle()
-            slot = self._find(nbytes) or self._add(nbytes)
+            for slot in self._slots:
+                if slot.ref.size >= nbytes and self._is_free(slot):
+                    break
+            else:
+                slot = self._add(nbytes)
             slot.used_at, slot.is_empty = self._clock, False
             if self._states[slot.ref.number] == _LOCKED:
                 self._locked.add(slot.ref.number)
@@ -133,10 +139,6 @@ class ArenaWriter(_Side):
             view = np.frombuffer(slot.memory, np.uint8, slot.ref.size, slot.offset)
             slot.view = weakref.ref(view)
             return slot.ref, view
-
-    def give_back(self, ref: SlotRef) -> None:
-        """Free a slot that was taken and will not be sent or read."""
-        self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
 
     def begin(self, place: int, ticket: int) -> None:
         cell = place * _FIELDS
@@ -149,12 +151,6 @@ class ArenaWriter(_Side):
 
     def clear(self, place: int) -> None:
         self._cells[place * _FIELDS] = 0
-
-    def _find(self, nbytes: int) -> _Slot | None:
-        for slot in self._slots:
-            if slot.ref.size >= nbytes and self._is_free(slot):
-                return slot
-        return None
 
     def _is_free(self, slot: _Slot) -> bool:
         state = self._states[slot.ref.number]
@@ -206,7 +202,9 @@ class ArenaReader(_Side):
     ``locker`` page-locks slots when they are first leased.
     """
 
-    def __init__(self, descriptor: int, locker: Locker | None = None) -> None:
+    def __init__(
+        self, descriptor: int | None = None, *, locker: Locker | None = None
+    ) -> None:
         super().__init__(descriptor)
         self._locker = locker
         self._locked: dict[int, SlotRef] = {}
@@ -227,12 +225,8 @@ class ArenaReader(_Side):
                 self._locked[ref.number] = ref
         view = np.frombuffer(memory, np.uint8, nbytes, ref.start - first)
         self.lent += 1
-        weakref.finalize(view, self._return, ref.number).atexit = False
+        weakref.finalize(view, self._return, ref).atexit = False
         return view
-
-    def free(self, ref: SlotRef) -> None:
-        """Free a slot that was sent and is not wanted."""
-        self._free(ref.number)
 
     def in_flight(self) -> list[InFlight]:
         """Return the tickets that the writer has, the oldest first."""
@@ -251,9 +245,6 @@ class ArenaReader(_Side):
                 memory.unlock(ref.start - first)
                 memory.madvise(mmap.MADV_REMOVE, ref.start - first, ref.size)
 
-    def _free(self, number: int) -> None:
-        self._states[number] = _LOCKED if number in self._locked else _FREE
-
     def _segment_of(self, ref: SlotRef) -> tuple[int, LockableMap]:
         """Return the mapping of a slot; a new one extends to the file's end."""
         for first, memory in self._segments:
@@ -264,10 +255,10 @@ class ArenaReader(_Side):
         self._segments.append((ref.start, memory))
         return self._segments[-1]
 
-    def _return(self, number: int) -> None:
+    def _return(self, ref: SlotRef) -> None:
         if os.getpid() == self._pid:  # not for a forked child's copy of a view
             self.lent -= 1
-            self._free(number)
+            self.free(ref)
 
 
 def _too_large(size: int, available: int, refused: str = "") -> BatchTooLargeError:

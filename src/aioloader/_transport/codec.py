@@ -90,9 +90,6 @@ def decode(header: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     return pickle.loads(header, buffers=buffers)  # noqa: S301  (our own processes)
 
 
-# -- where buffers go -----------------------------------------------------------------
-
-
 def lay_out(
     raws: Sequence[memoryview], addresses: Sequence[int], at: int
 ) -> tuple[list[Place], Copies, int]:

@@ -13,6 +13,8 @@ import contextlib
 import mmap
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -44,26 +46,24 @@ class Locker(Protocol):
 class LockableMap(mmap.mmap):
     """A mapping whose parts can be page-locked."""
 
+    def __init__(self, *_args: Any, **_options: Any) -> None:
+        self._unlocks: dict[int, partial[None]] = {}
+
     def lock(self, locker: Locker, start: int, nbytes: int) -> bool:
         """Lock the pages from ``start`` on; return whether they are locked."""
         address = np.frombuffer(self, np.uint8, 1, start).ctypes.data
-        if not locker.lock(address, nbytes):
-            return False
-        self._locked()[start] = locker, address
-        return True
+        is_locked = locker.lock(address, nbytes)
+        if is_locked:
+            self._unlocks[start] = partial(locker.unlock, address)
+        return is_locked
 
     def unlock(self, start: int) -> None:
         """Unlock the range that starts at ``start``."""
-        locker, address = self._locked().pop(start)
-        locker.unlock(address)
+        self._unlocks.pop(start)()
 
-    def _locked(self) -> dict[int, tuple[Locker, int]]:
-        locked: dict[int, tuple[Locker, int]] = self.__dict__.setdefault("parts", {})
-        return locked
-
-    def __del__(self) -> None:
-        for start in list(self._locked()):
-            self.unlock(start)
+    def __del__(self) -> None:  # a weak reference's callback would come too late
+        for unlock in self._unlocks.values():
+            unlock()
 
 
 class Lender(Protocol):
@@ -71,16 +71,18 @@ class Lender(Protocol):
 
     def lease(self, nbytes: int) -> Any:
         """Return a writable buffer of ``nbytes``, owned by the code that holds it."""
-        ...
 
 
+@dataclass(eq=False)
 class SlotPool:
-    """Lease memory by size, in steps of an eighth, so that batch sizes may vary."""
+    """Lease memory by size, in steps of an eighth, so that batch sizes may vary.
 
-    def __init__(self) -> None:
-        self._free: dict[int, deque[LockableMap]] = {}
-        # Page-locks what is mapped from now on, if set.
-        self.locker: Locker | None = None
+    Attributes:
+        locker: Page-locks what is mapped from now on, if set.
+    """
+
+    locker: Locker | None = None
+    _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch.

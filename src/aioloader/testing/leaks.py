@@ -109,7 +109,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         return
     server = fork_server_in_use()
     shared = {
-        server and server.descriptor,
+        server and server.channel.fileno(),
         getattr(resource_tracker._resource_tracker, "_fd", None),  # noqa: SLF001
         getattr(forkserver._forkserver, "_forkserver_alive_fd", None),  # noqa: SLF001
     }

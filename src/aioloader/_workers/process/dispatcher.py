@@ -9,33 +9,48 @@ import contextlib
 import itertools
 import pickle
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+from aioloader._order.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef, make_arena
+from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.slots import Locker
-from aioloader._workers.process.messages import Packer, Request, slot_of
+from aioloader._workers.process.messages import (
+    BATCH,
+    RESULT_HEAD,
+    Packer,
+    Request,
+    slot_of,
+    unpack,
+)
 from aioloader._workers.process.replicas import Replicas
+from aioloader._workers.remote_tasks import of_both, opened
 from aioloader._workers.worker_spec import WorkerSpec
+from aioloader.errors import WorkerError
 from aioloader.protocols import is_stateful
 
 # Samples of up to this size travel inside the request.
 _INLINE_BYTES = 1 << 15
+# Batches that a consumer may hold, besides those in flight, before it gets copies.
+_HELD = 4
 
 
+@dataclass(eq=False)
 class Queue:
-    """A queue of requests, for any free worker or for a certain one."""
+    """A queue of requests, for any free worker or for a certain one.
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        # The far end is passed to workers, and used to take requests back.
-        self.near, self.far = Channel.pair()
-        # Tickets (numbers) and other frames that the kernel had no room for.
-        self.waiting: deque[int | bytes] = deque()
-        stack.callback(self.far.close)  # workers then see the end of requests
-        stack.callback(self.near.close)
+    Attributes:
+        far: The end that is passed to workers, and used to take requests back.
+        waiting: Requests that the kernel had no room for.
+    """
+
+    near: Channel
+    far: Channel
+    waiting: deque[Request] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -44,7 +59,6 @@ class Worker:
 
     Attributes:
         queue: Its requests: for it alone, if batches are assigned to workers.
-        arena: The loader's side of the memory of its batches.
         pid: Its process, once known.
         is_ready: Whether the process takes requests.
         starts: Processes started since the last one that took a batch.
@@ -105,34 +119,30 @@ class Dispatcher:
         # that has answered it.
         self._readers: dict[SlotRef, int | Worker] = {}
         if not spec.reads:
-            self.samples = ArenaWriter(make_arena())
+            self.samples = ArenaWriter()
             stack.callback(self.samples.close)
             self._packer = Packer(self.samples, _INLINE_BYTES)
-        count = spec.num_workers if spec.is_addressed else 1
-        self.queues = [Queue(stack) for _ in range(count)]
+        self.queues: list[Queue] = []
+        for _ in range(spec.num_workers if spec.is_addressed else 1):
+            queue = Queue(*Channel.pair())
+            self.queues.append(queue)
+            stack.callback(queue.far.close)
+            stack.callback(queue.near.close)  # workers then see the end of requests
         self.workers: list[Worker] = []
         for number in range(spec.num_workers):
-            arena = ArenaReader(make_arena(), locker)
-            self.workers.append(Worker(number, self.queues[number % count], arena))
+            queue = self.queues[number % len(self.queues)]
+            self.workers.append(Worker(number, queue, ArenaReader(locker=locker)))
         stack.callback(self._close_arenas)
-
-    def renew(self, worker: Worker) -> None:
-        worker.arena.close()
-        worker.arena = ArenaReader(make_arena(), self._locker)
-        worker.pid, worker.is_ready = None, False
-
-    # -- requests -------------------------------------------------------------------
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Send a request for ``task``; a stream that has ended answers at once."""
         worker = self.workers[task.number % len(self.workers)]
-        if self.replicas is not None and not task.again:
-            early = self.replicas.result_of(pipeline, worker.number)
+        number, indices, resume = task.number, task.indices, None
+        if self.replicas is not None:
+            early = self.replicas.result_of(pipeline, task, worker.number)
             if early is not None:
                 pipeline.receive(task, early)
                 return
-        number, indices, resume = task.number, task.indices, None
-        if self.replicas is not None:
             number //= len(self.workers)
             part = self.spec.part
             whole = len(indices) * part.world_size
@@ -147,59 +157,39 @@ class Dispatcher:
         name, epoch = next(self._names), pipeline.maker.epoch
         request = Request(name, id(pipeline), epoch, asked, task.again, resume)
         self.tickets[name] = Ticket(pipeline, task, request, worker)
-        worker.queue.waiting.append(name)
-        self.flush(worker.queue)
+        queue = worker.queue
+        if queue.waiting or not self._send(queue, request):
+            queue.waiting.append(request)
 
-    def flush(self, *queues: Queue) -> None:
-        """Send waiting requests (of all queues by default) while there is room."""
-        for queue in queues or self.queues:
-            waiting = queue.waiting
-            while waiting and self._is_sent(queue.near, waiting[0]):
-                waiting.popleft()
+    def flush(self, queue: Queue) -> None:
+        """Send waiting requests while there is room."""
+        while queue.waiting and self._send(queue, queue.waiting[0]):
+            queue.waiting.popleft()
 
-    def _is_sent(self, near: Channel, item: int | bytes) -> bool:
-        if isinstance(item, bytes):
-            return near.send(item)
-        ticket = self.tickets.get(item)
-        if ticket is None:
+    def _send(self, queue: Queue, request: Request) -> bool:
+        """Send a request if it is still wanted; return whether it need not wait."""
+        ticket = self.tickets.get(request.ticket)
+        if ticket is None and request.ticket >= 0:
             return True
-        request, slot = tuple(ticket.request), None
+        slot = None
         try:
             if self.samples is None:
-                frame = pickle.dumps(request, 5)
+                frame = pickle.dumps(tuple(request), 5)
             else:
-                frame = b"".join(self._packer.pack(request))
+                frame = b"".join(self._packer.pack(tuple(request)))
                 slot = slot_of(frame, 0)
         except Exception as error:  # the user's classes may raise when pickled
-            del self.tickets[item]
+            assert ticket is not None
+            del self.tickets[request.ticket]
             result = BatchResult(error=error.with_traceback(None))
             ticket.pipeline.receive(ticket.task, result)
             return True
-        ticket.slot = slot
-        if slot is not None:
-            self._readers[slot] = item
-        is_sent = near.send(frame)
-        if not is_sent:
-            self.free_samples(slot, item)
+        is_sent = queue.near.send_frame(frame)
+        if slot is not None and ticket is not None:
+            ticket.slot, self._readers[slot] = slot, request.ticket
+            if not is_sent:
+                self._free_unread(slot)
         return is_sent
-
-    # -- results --------------------------------------------------------------------
-
-    def accept(
-        self, worker: Worker, ticket: Ticket, result: BatchResult
-    ) -> BatchResult:
-        """Note a worker's result; return it as the consumer sees it."""
-        slot, request = ticket.slot, ticket.request
-        if slot is not None and self._readers.get(slot) == request.ticket:
-            self._readers[slot] = worker
-        if self.replicas is not None:
-            number = request.asked[0]
-            return self.replicas.passed(ticket.pipeline, worker.number, result, number)
-        if self._has_copies:
-            worker.has_new_copy = False
-            if result.dataset is not None:
-                worker.copy_state = (result.dataset[1],)
-        return result
 
     def forget(self, pipeline: Pipeline) -> None:
         for name, ticket in list(self.tickets.items()):
@@ -207,43 +197,91 @@ class Dispatcher:
                 del self.tickets[name]
         if self.replicas is not None:
             self.replicas.forget(pipeline)
-            frame = pickle.dumps(tuple(Request(-1, id(pipeline))), 5)
             for queue in self.queues:
-                queue.waiting.append(frame)
-            self.flush()
+                queue.waiting.append(Request(-1, id(pipeline)))
+                self.flush(queue)
 
-    # -- after the death of a worker --------------------------------------------------
+    def accept(
+        self, worker: Worker, head: tuple[Any, ...], frame: bytes | memoryview
+    ) -> None:
+        """Deliver the result of a request that a worker has answered."""
+        kind, number, name, *made = head
+        worker.starts = 0
+        slot = slot_of(frame, RESULT_HEAD.size)
+        ticket = self.tickets.pop(name, None)
+        if ticket is None:  # its iteration has ended, or the batch was made twice
+            if slot is not None:
+                worker.arena.free(slot)
+            return
+        task, failures = ticket.task, list[Failure]()
+        try:
+            most = self.spec.in_flight + _HELD
+            copy = slot is not None and sum(w.arena.lent for w in self.workers) >= most
+            value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
+        except Exception as error:  # of a user's class
+            text = f"a batch of worker {number} could not be unpickled: {error!r}"
+            problem = WorkerError(text, worker=number)
+            problem.__cause__ = error
+            result = BatchResult(error=problem)
+        else:
+            if kind == BATCH:
+                result = BatchResult(value)
+            else:
+                result, failures = opened(value, task)
+        result.made, result.lane = of_both(task, made), number
+        if self._has_copies or self.replicas is not None or ticket.slot is not None:
+            result = self._note(worker, ticket, result)
+        task.samples = []
+        ticket.pipeline.receive(task, result, failures)
 
-    def lose_copy(self, dead: Worker) -> None:
-        """Give the successor's dataset the state of the dead worker's."""
-        dead.has_new_copy = self._has_copies
-        for ticket in self.tickets.values():
-            if dead.has_new_copy and ticket.worker is dead:
-                ticket.request = ticket.request._replace(resume=dead.copy_state)
+    def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:
+        """Note what a worker has read; return its result as the consumer sees it."""
+        slot, request = ticket.slot, ticket.request
+        if slot is not None and self._readers.get(slot) == request.ticket:
+            self._readers[slot] = worker
+        if self.replicas is not None:
+            number = request.asked[0]
+            return self.replicas.passed(ticket.pipeline, worker.number, result, number)
+        worker.has_new_copy = False
+        if result.dataset is not None:
+            worker.copy_state = (result.dataset[1],)
+        return result
 
-    def free_samples(self, slot: SlotRef | None, reader: int | Worker | None) -> None:
-        """Free memory of samples that no worker will read.
+    def renew(self, dead: Worker, taken: Iterable[int]) -> None:
+        """Prepare for the successor of a worker that had ``taken`` these tickets.
 
-        A worker may have read and freed them, and the slot may hold other samples now.
+        It gets the state of the dead worker's copy of the dataset. Samples that only
+        the dead worker would have read are freed.
         """
-        known = None if slot is None else self._readers.get(slot)
-        if slot is not None and known is not None and known == reader:
-            assert self.samples is not None
-            del self._readers[slot]
-            self.samples.give_back(slot)
-
-    def free_answered(self, dead: Worker) -> None:
-        """Free the samples of its results that a dead worker may still have held."""
-        for slot in list(self._readers):
-            self.free_samples(slot, dead)
+        dead.arena.close()
+        dead.arena = ArenaReader(locker=self._locker)
+        dead.pid, dead.is_ready = None, False
+        if self._has_copies:
+            dead.has_new_copy = True
+            for ticket in self.tickets.values():
+                if ticket.worker is dead:
+                    ticket.request = ticket.request._replace(resume=dead.copy_state)
+        readers = {dead, *taken}
+        for slot, reader in list(self._readers.items()):
+            if reader in readers:
+                self._free_unread(slot)
 
     def take_back(self, queue: Queue) -> None:
         """Empty a queue, in the kernel and here; keep the tickets."""
-        while received := queue.far.receive(NO_WAIT):
+        while received := queue.far.receive_frame(NO_WAIT):
             slot = slot_of(received[0], 0) if self.samples is not None else None
-            if slot is not None:
-                self.free_samples(slot, self._readers.get(slot))
+            if slot in self._readers:
+                self._free_unread(slot)
         queue.waiting.clear()
+
+    def _free_unread(self, slot: SlotRef) -> None:
+        assert self.samples is not None
+        del self._readers[slot]
+        self.samples.free(slot)
+
+    def _close_arenas(self) -> None:
+        for worker in self.workers:
+            worker.arena.close()
 
     def close(self) -> None:
         """Remove everything and close the queues of requests."""
@@ -251,7 +289,3 @@ class Dispatcher:
         self.replicas = None  # it would keep pipelines alive
         for queue in self.queues:
             self.take_back(queue)
-
-    def _close_arenas(self) -> None:
-        for worker in self.workers:
-            worker.arena.close()

@@ -11,10 +11,10 @@ import gc
 import multiprocessing.spawn
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from multiprocessing import connection
 
@@ -34,13 +34,8 @@ class ForkServer:
     """The loader's handle on the fork server; made once, used from any thread."""
 
     def __init__(self) -> None:
-        self._channel, theirs = Channel.pair()
-        self.descriptor = self._channel.fileno()
-        self._is_ready = False
-        self._lock = fork_safe(threading.Lock())
-        self._pid = os.getpid()
-        close_in_children(self._channel.close)
-        weakref.finalize(self, self._channel.close)
+        self.channel, theirs = Channel.pair()
+        close_in_children(self.channel.close)
         try:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
             # Ctrl-C is for the loader's process, also while this one imports.
@@ -48,7 +43,6 @@ class ForkServer:
             command = _command(theirs.fileno())
             self.pid = os.posix_spawn(*command, setsigmask=blocked)
         except OSError as error:
-            self._channel.close()
             raise WorkerStartError(
                 f"the fork server of the worker processes could not be started: {error}"
             ) from error
@@ -57,26 +51,22 @@ class ForkServer:
 
     def is_alive(self) -> bool:
         """Tell whether this process can use it."""
-        if os.getpid() != self._pid:
-            return False
         try:
             ended, _ = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # reaped by other code
+        except ChildProcessError:  # of another process, or reaped by other code
             return False
         return not ended
 
     def wait(self) -> None:
-        """Wait until it has imported its modules."""
-        with self._lock:
-            if self._is_ready:
-                return
-            try:
-                connection.wait([self._channel], _PATIENCE)  # type: ignore[list-item]
-                self._is_ready = self._channel.receive() is not None
-            except EOFError:
-                with contextlib.suppress(ChildProcessError):  # reaped by other code
-                    os.waitpid(self.pid, 0)  # it is ending
-        if not self._is_ready:
+        """Wait until it has imported its modules: its only frame stays unread."""
+        connection.wait([self.channel], _PATIENCE)
+        try:
+            is_ready = self.channel.receive_frame(socket.MSG_PEEK) is not None
+        except EOFError:
+            is_ready = False
+            with contextlib.suppress(ChildProcessError):  # reaped by other code
+                os.waitpid(self.pid, 0)  # it is ending
+        if not is_ready:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
                 f"within {_PATIENCE:g} s; see what it printed"
@@ -87,18 +77,11 @@ class ForkServer:
         ours, theirs = Channel.pair()
         loader = os.pidfd_open(os.getpid())
         try:
-            self._channel.send(b"", [theirs.fileno(), loader])
-        except OSError:
-            ours.close()
-            raise
+            self.channel.send_frame(b"", [theirs.fileno(), loader])
         finally:
             theirs.close()
             os.close(loader)
         return ours
-
-    def abandon(self) -> None:
-        """Close this end: the server has ended, or belongs to another process."""
-        self._channel.close()
 
 
 _LOCK = fork_safe(threading.Lock())
@@ -115,7 +98,7 @@ def warm_fork_server() -> ForkServer:
     global _latest  # noqa: PLW0603  (a process has one)
     with _LOCK:
         if _latest is not None and not _latest.is_alive():
-            _latest.abandon()
+            _latest.channel.close()
             _latest = None
         if _latest is None:
             _latest = ForkServer()
@@ -140,54 +123,50 @@ class ServedLauncher(Launcher):
 
     With the method "spawn" each worker unpickles the dataset itself, as a new
     interpreter would; with "forkserver" the supervisor does so once, for all of them.
+    ``stack`` closes the file of the dataset.
     """
 
     def __init__(
-        self, spec: WorkerSpec, method: str, servers: Servers, ends: Sequence[int]
+        self,
+        spec: WorkerSpec,
+        method: str,
+        servers: Servers,
+        ends: Sequence[int],
+        stack: contextlib.ExitStack,
     ) -> None:
-        super().__init__(ends)
         self._method = method
         self._servers = servers
         self._surroundings = Surroundings()
-        self._file: int | None = ship(spec)
-        self._has_ended = False
+        file = ship(spec)
+        stack.callback(os.close, file)
+        self._descriptors = file, *ends
 
     def open(self) -> None:
-        assert self._file is not None
         is_shared = self._servers.is_shared and self._method != "spawn"
         order = self._surroundings, self._method, is_shared
         while True:
             idle = self._servers.take()
-            self._control = idle or _new_supervisor()
-            with contextlib.suppress(EOFError, OSError):
-                self._instruct("begin", order, (self._file, *self._ends))
-                up = self._await("up", PATIENCE)
-                self._supervisor = up.number if up is not None else 0
+            self.control = idle or _new_supervisor()
+            with contextlib.suppress(OSError):  # ``notes`` finds that it has died
+                self.instruct("begin", order, self._descriptors)
+            first = next(self.notes(PATIENCE), None)
+            if idle is None or (first is not None and first.word == "up"):
                 return
-            if idle is None:  # ``notes`` finds that it has died
-                return
-            self._hang_up()  # it died while idle
+            self.hang_up()  # it died while idle
 
     def join(self, timeout: float) -> bool:
         """Wait until the workers have ended; the supervisor is kept."""
-        self._has_ended = self._has_ended or super().join(timeout)
-        return self._has_ended
-
-    def close(self) -> None:
-        """Close what this process holds; without ``end`` the workers are killed."""
-        if self._has_ended and self._control is not None:
-            self._servers.give_back(self._control)
-            self._control = None
-        super().close()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        for note in self.notes(timeout):
+            if note.word == "ended" and self.control is not None:
+                self._servers.give_back(self.control)
+                self.control = None
+        return self.control is None
 
     def reopen(self, note: Note) -> None:
         """Start over: the supervisor has died, or has threads and cannot fork."""
         if note.word == "threads":
             self._servers.is_shared = False  # each worker unpickles
-        self._hang_up()
+        self.hang_up()
         self.open()
 
 
@@ -210,9 +189,6 @@ def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
     return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
 
 
-# -- the program of the fork server -------------------------------------------------
-
-
 def serve(descriptor: int) -> None:
     """Run the fork server: fork a supervisor per request, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -222,16 +198,15 @@ def serve(descriptor: int) -> None:
     os.dup2(nothing, 0)  # the terminal belongs to the loader's process
     os.close(nothing)
     if number_of_threads() > 1:
-        sys.stderr.write("aioloader: an import started threads in the fork server\n")
-        os._exit(1)
+        sys.exit("aioloader: an import started threads in the fork server")
     seed_worker(0, 0)  # its first call takes 2 ms longer than the next
     gc.collect()
     gc.freeze()
     os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
     channel = Channel.adopt(descriptor)
     with contextlib.suppress(EOFError, OSError):
-        channel.send(b"ready")
-        while received := channel.receive():
+        channel.send_frame(b"ready")
+        while received := channel.receive_frame():
             _fork(channel, *received[1])
     os._exit(0)
 
@@ -239,16 +214,12 @@ def serve(descriptor: int) -> None:
 def _fork(channel: Channel, control: int, loader: int) -> None:
     if os.fork() == 0:
         channel.close()
-        status = 1
         try:
             gc.disable()
             Supervisor(Channel.adopt(control), loader).serve()
-            status = 0
-        except SystemExit as leaving:
-            status = leaving.code if isinstance(leaving.code, int) else 1
-        except BaseException:
+        except Exception:
             sys.excepthook(*sys.exc_info())
         finally:
-            os._exit(status)
+            os._exit(0)
     os.close(control)
     os.close(loader)

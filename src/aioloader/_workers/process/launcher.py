@@ -5,23 +5,23 @@ has one (``fork_server``).
 """
 
 import _thread
-import abc
 import contextlib
 import multiprocessing
 import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
 from aioloader._order.forks import without_collector
 from aioloader._transport.channel import Channel
-from aioloader._transport.codec import decode
 from aioloader._workers.process.supervisor import (
     ASKED,
     TERMINATED,
@@ -41,134 +41,98 @@ _CONGESTED = 1.0
 _ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
 
 
-class Launcher(abc.ABC):
-    """Start workers, which share ``ends``, through a supervisor."""
+class Launcher:
+    """The channel to a supervisor, which starts workers that share ``ends``."""
 
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = tuple(ends)
-        self._control: Channel | None = None
-        self._supervisor = 0  # pid, once known
-        self._reap: Callable[[], object] = int  # does nothing: it is no child of ours
-        self._pending: list[Note] = []
-        self._is_over = False
-        self._patience = PATIENCE
-        self._pid = os.getpid()
+    control: Channel | None = None
+    _supervisor = 0  # pid, once known
+    _process: Any = None  # if it is a child of this process
+    _is_over = False
+    _patience = PATIENCE
 
-    @abc.abstractmethod
-    def open(self) -> None: ...
+    def instruct(
+        self, word: str, argument: Any = None, descriptors: Sequence[int] = ()
+    ) -> None:
+        """Send an instruction.
 
-    @abc.abstractmethod
-    def reopen(self, note: Note) -> None:
-        """Get another one, after the last note of the first."""
+        ``"start"`` (worker) comes with the descriptors of its arena and its queue of
+        requests; a note reports the death of a worker after ``"kill"`` (worker).
 
-    def advice(self) -> str:
-        """Return what to try if a worker is stuck."""
-        return ""
+        Raises:
+            OSError: If the supervisor is gone or accepts nothing for a second.
+        """
+        control, frame = self.control, pickle.dumps((word, argument), 5)
+        if control is None or control.send_frame(frame, descriptors):
+            return
+        poll = select.poll()
+        poll.register(control, select.POLLOUT)
+        poll.poll(_CONGESTED * 1000)
+        if not control.send_frame(frame, descriptors):
+            raise BlockingIOError("the workers' supervisor accepts no instructions")
 
-    def start(self, worker: int, descriptors: Sequence[int]) -> None:
-        """Start a worker; ``descriptors`` are its arena and its queue of requests."""
-        # ``notes`` finds that the supervisor has died.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._instruct("start", worker, descriptors)
+    def notes(self, timeout: float = 0.0) -> Iterator[Note]:
+        """Yield notes as they come, for ``timeout`` seconds; the last is "orphaned".
 
-    def descriptors(self) -> list[int]:
-        return [] if self._control is None else [self._control.fileno()]
-
-    def notes(self) -> list[Note]:
-        """Return the notes since the last call; never block."""
-        found, self._pending = self._pending, []
-        try:
-            while self._control is not None and (received := self._control.receive()):
-                found.append(decode(received[0]))
-                if found[-1].word == "threads":
-                    break  # nothing follows
-        except EOFError:
-            self._hang_up()
-            if not self._is_over:
-                found.append(Note("orphaned"))
-        return found
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker; a note reports its death."""
-        with contextlib.suppress(OSError):
-            self._instruct("kill", worker)
+        If the supervisor is replaced meanwhile, those of the next one follow.
+        """
+        until = time.monotonic() + timeout
+        while (control := self.control) is not None:
+            try:
+                received = control.receive_frame()
+            except EOFError:
+                if self._is_over:
+                    self.hang_up()
+                else:
+                    yield Note("orphaned")
+                if self.control is control:
+                    return
+                continue
+            if received is not None:
+                note: Note = pickle.loads(received[0])  # noqa: S301  (our own process)
+                if note.word == "up":
+                    self._supervisor = note.number
+                yield note
+            else:
+                left = until - time.monotonic()
+                if left <= 0 or not connection.wait([control], left):
+                    return
 
     def end(self) -> None:
         """End the workers in the background; their queues are already closed."""
         self._is_over = True
         with contextlib.suppress(OSError):
-            self._instruct("end")
-        if self._supervisor:
-            with contextlib.suppress(OSError):
-                os.kill(self._supervisor, signal.SIGCONT)  # a stopped one
+            if self._supervisor:
+                os.kill(self._supervisor, signal.SIGCONT)  # it may be stopped
+            self.instruct("end")
 
-    def join(self, timeout: float) -> bool:
-        """Wait until the supervisor has ended the workers; return whether it has."""
-        try:
-            return self._await("ended", timeout) is not None or self._control is None
-        except EOFError:
-            self._hang_up()
-            return True
+    def hang_up(self) -> None:
+        """Close the channel."""
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+    def abandon(self) -> None:
+        """Close a forked child's copy."""
+        self.hang_up()
+        self._process = None
 
     def close(self) -> None:
         """Close what this process holds; without ``end`` the workers are killed."""
-        control, self._control = self._control, None
-        reap, self._reap = self._reap, int
-        if control is None:
-            return
-        if os.getpid() != self._pid:  # a forked child's copy
-            control.close()
-            return
-        control.finish()
-        with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
-            # Not Thread: a finalizer may run while threading holds its own locks.
-            what = control, self._supervisor, reap, self._patience
-            _thread.start_new_thread(_see_off, what)
+        control, self.control = self.control, None
+        if control is not None:
+            control.shutdown(socket.SHUT_WR)
+            what = control, self._supervisor, self._process, self._patience
+            self._process = None
+            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
+                # Not Thread: a finalizer may run while threading holds its own locks.
+                _thread.start_new_thread(_see_off, what)
 
-    def _await(self, word: str, timeout: float) -> Note | None:
-        """Wait for a note, keeping earlier ones; return None on timeout.
-
-        Raises:
-            EOFError: If the supervisor is gone.
-        """
-        until = time.monotonic() + timeout
-        while self._control is not None:
-            while received := self._control.receive():
-                note: Note = decode(received[0])
-                if note.word == word:
-                    return note
-                self._pending.append(note)
-            left = max(0.0, until - time.monotonic())
-            if not connection.wait([self._control], left):  # type: ignore[list-item]
-                break
-        return None
-
-    def _hang_up(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-
-    def _instruct(
-        self, word: str, argument: Any = None, descriptors: Sequence[int] = ()
-    ) -> None:
-        """Send an instruction.
-
-        Raises:
-            OSError: If the supervisor is gone or accepts nothing for a second.
-        """
-        control, frame = self._control, pickle.dumps((word, argument), 5)
-        if control is None or control.send(frame, descriptors):
-            return
-        poll = select.poll()
-        poll.register(control.fileno(), select.POLLOUT)
-        poll.poll(_CONGESTED * 1000)
-        if not control.send(frame, descriptors):
-            raise BlockingIOError("the workers' supervisor accepts no instructions")
+    def advice(self) -> str:
+        """Return what to try if a worker is stuck."""
+        return ""
 
 
-def _see_off(
-    control: Channel, supervisor: int, reap: Callable[[], object], seconds: float
-) -> None:
+def _see_off(control: Channel, supervisor: int, process: Any, seconds: float) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
     try:
         control.pause(seconds)
@@ -178,16 +142,16 @@ def _see_off(
         pass
     finally:
         control.close()
-    reap()
+    if process is not None:
+        process.join()
 
 
 class ForkLauncher(Launcher):
     """Fork a supervisor, which inherits ``spec``, as ``multiprocessing`` does."""
 
     def __init__(self, spec: WorkerSpec, ends: Sequence[int]) -> None:
-        super().__init__(ends)
         self._spec: WorkerSpec | None = spec
-        self._process: Any = None
+        self._ends = ends
 
     def open(self) -> None:
         """Fork, and again if another thread held a lock at the time of the fork.
@@ -202,12 +166,11 @@ class ForkLauncher(Launcher):
         while time.monotonic() - began < _FORKING:
             count += 1
             self._fork()
-            with contextlib.suppress(EOFError):
-                is_alive = self._await("alive", _ALIVE)
-                if is_alive and self._await("up", patience):
-                    self._spec = None
-                    return
-            self._hang_up()
+            heard = [*islice(self.notes(_ALIVE), 1), *islice(self.notes(patience), 1)]
+            if [note.word for note in heard] == ["alive", "up"]:
+                self._spec = None
+                return
+            self.hang_up()
             self._process.kill()
             self._process.join()
             patience *= _LONGER
@@ -220,11 +183,13 @@ class ForkLauncher(Launcher):
 
     def join(self, timeout: float) -> bool:
         """Wait until the supervisor, which outlives the workers, has ended."""
-        if super().join(timeout):
-            self._reap()
-            return True
-        self._patience = 0.0
-        return False
+        for _ in self.notes(timeout):
+            pass
+        if self.control is not None:
+            self._patience = 0.0
+        elif self._process is not None:
+            self._process.join()
+        return self.control is None
 
     def advice(self) -> str:
         found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
@@ -240,13 +205,13 @@ class ForkLauncher(Launcher):
         )
 
     def _fork(self) -> None:
-        self._control, theirs = Channel.pair()
+        self.control, theirs = Channel.pair()
         # Duplicates: a forked child closes all descriptors of this process's pools.
         copies = [os.dup(end) for end in self._ends]
-        loader = os.pidfd_open(self._pid)
+        loader = os.pidfd_open(os.getpid())
         try:
             with _quiet_fork() as collects:
-                process = multiprocessing.get_context("fork").Process(
+                process: Any = multiprocessing.get_context("fork").Process(
                     target=be_forked,
                     args=(theirs, loader, self._spec, copies),
                     kwargs={"collects": collects},
@@ -254,9 +219,14 @@ class ForkLauncher(Launcher):
                     daemon=True,  # at exit, ``multiprocessing`` ends it
                 )
                 process.start()
-                self._process, self._supervisor = process, process.pid or 0
-                self._reap = process.join
-                _watch_by_pidfd(process)
+                self._process, self._supervisor = process, process.pid
+                # The pipes that ``multiprocessing`` watches a child with would stay
+                # open until it is reaped, and every process forked meanwhile would
+                # inherit one.
+                popen = process._popen  # noqa: SLF001  (there is no public way)
+                popen.finalizer()
+                popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+                popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
         finally:
             theirs.close()
             for descriptor in (loader, *copies):
@@ -298,15 +268,3 @@ def _quiet_fork() -> Iterator[bool]:
             if daemon is not None:
                 config["daemon"] = daemon
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _watch_by_pidfd(process: Any) -> None:
-    """Replace the pipes with which ``multiprocessing`` watches a child by a pidfd.
-
-    The pipes would stay open until the child is reaped, and every process forked
-    meanwhile would inherit one.
-    """
-    popen = process._popen  # noqa: SLF001  (there is no public way)
-    popen.finalizer()
-    popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
-    popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))

@@ -101,7 +101,7 @@ class Packer(threading.local):
     def reset(self) -> None:
         """Start a new batch; memory lent for a failed one is free again."""
         if self._ref is not None:
-            self._arena.give_back(self._ref)
+            self._arena.free(self._ref)
         self._forget()
 
     def lease(self, nbytes: int) -> Any:
@@ -128,20 +128,21 @@ class Packer(threading.local):
         if self._ref is not None:
             return None
         arrays: list[Array] = []
-        addresses: list[Place] = []
+        spans: list[Place] = []
+        kinds: list[Any] = []
         try:
-            form = _form_of(value, arrays, addresses)
+            form = _form_of(value, arrays, spans, kinds)
         except (TypeError, RuntimeError):
             return None
-        if sum(nbytes for _, nbytes in addresses) + ALIGN * len(arrays) > (
-            self._inline_bytes
-        ) or (len(arrays) > 1 and do_overlap(addresses)):
+        most = sum(nbytes for _, nbytes in spans) + ALIGN * len(arrays)
+        if most > self._inline_bytes or (len(arrays) > 1 and do_overlap(spans)):
             return None
-        known = self._heads.get(form)
+        key = form, *kinds
+        known = self._heads.get(key)
         if known is None:
             if len(self._heads) >= _MOST_HEADS:
                 self._heads.clear()
-            known = self._heads[form] = _describe(form, arrays)
+            known = self._heads[key] = _describe(form, arrays)
         parts: list[Any] = [known[0]]
         for array, gap in zip(arrays, known[1], strict=True):
             parts += (array, gap)
@@ -150,7 +151,9 @@ class Packer(threading.local):
     def _pickled(self, value: Any) -> list[Any]:
         spans: list[Span] = []
         header, buffers = encode(value, reducers(spans.append))
-        if _have_small_overlaps(spans):
+        places = [(address, nbytes) for _, address, nbytes in spans]
+        has_small = any(nbytes < LEAST_BYTES for _, nbytes in places)
+        if has_small and do_overlap(places):
             # Tensors that share memory stay together, however small.
             spans.clear()
             header, buffers = encode(value, reducers(spans.append), least_bytes=0)
@@ -202,7 +205,7 @@ class Packer(threading.local):
         self._ref, self._view = self._arena.take(max(end, self._wanted))
         _copy(copies, _bytes_of(self._view))
         if before is not None:
-            self._arena.give_back(before)
+            self._arena.free(before)
         return places
 
 
@@ -218,11 +221,8 @@ def _copy(copies: Copies, memory: memoryview) -> None:
         memory[start : start + raw.nbytes] = raw
 
 
-def _have_small_overlaps(spans: list[Span]) -> bool:
-    """Tell whether some tensors that share memory would stay in the header."""
-    if len(spans) < 2 or min(nbytes for *_, nbytes in spans) >= LEAST_BYTES:
-        return False
-    return do_overlap([(address, nbytes) for _, address, nbytes in spans])
+# Maps the bytes of a description to the structure and the leaves of a batch.
+_DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
 
 
 def unpack(
@@ -234,7 +234,19 @@ def unpack(
     """
     number, length = _PLAIN_HEAD.unpack_from(frame, at)
     if number == _PLAIN:
-        return _unpack_plain(memoryview(frame)[at + _PLAIN_HEAD.size :], length)
+        at += _PLAIN_HEAD.size
+        description = bytes(frame[at : at + length])
+        known = _DESCRIPTIONS.get(description)
+        if known is None:
+            if len(_DESCRIPTIONS) >= _MOST_HEADS:
+                _DESCRIPTIONS.clear()
+            known = _DESCRIPTIONS[description] = decode(description)
+        octets = bytearray(frame[at + length :])
+        tensors = [
+            torch.from_numpy(np.ndarray(shape, dtype, octets, start))
+            for shape, dtype, start in known[1]
+        ]
+        return _assemble(known[0], iter(tensors))
     number, start, size, used, length, count = _HEAD.unpack_from(frame, at)
     at += _HEAD.size
     places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
@@ -249,6 +261,16 @@ def unpack(
     return decode(rest[:length] if length else buffers.pop(), buffers)
 
 
+def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if form is None:
+        return next(tensors)
+    kind, keys, parts = form
+    values = [_assemble(part, tensors) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return values if kind is list else tuple(values)
+
+
 def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
     """Return the slot of a packed batch, if it has one."""
     if _PLAIN_HEAD.unpack_from(frame, at)[0] < 0:
@@ -256,8 +278,10 @@ def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
     return SlotRef(*_HEAD.unpack_from(frame, at)[:3])
 
 
-def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
-    """Return the structure of a batch as a key; append its arrays.
+def _form_of(
+    value: Any, arrays: list[Array], spans: list[Place], kinds: list[Any]
+) -> Any:
+    """Return the structure of a batch; append arrays, their memory, types and shapes.
 
     It must consist of plain tensors in lists, tuples and dicts.
     """
@@ -267,8 +291,9 @@ def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
         if not value.is_contiguous() or 0 in shape or 1 in shape:
             raise TypeError("strides may not follow from the shape")
         arrays.append(array)
-        addresses.append((value.data_ptr(), value.nbytes))
-        return value.dtype, shape
+        spans.append((value.data_ptr(), value.nbytes))
+        kinds += (value.dtype, shape)
+        return None
     if kind not in {list, tuple, dict} or not value:
         raise TypeError("no tensor")
     if kind is dict:
@@ -277,7 +302,7 @@ def _form_of(value: Any, arrays: list[Array], addresses: list[Place]) -> Any:
         keys, value = tuple(value), value.values()
     else:
         keys = ()
-    return kind, keys, tuple([_form_of(part, arrays, addresses) for part in value])
+    return kind, keys, tuple([_form_of(part, arrays, spans, kinds) for part in value])
 
 
 def _describe(form: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
@@ -288,49 +313,8 @@ def _describe(form: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
         end = aligned(start + array.nbytes)
         gaps.append(bytes(end - start - array.nbytes))
         start = end
-    description = pickle.dumps((_without_leaves(form), leaves), 5)
+    description = pickle.dumps((form, leaves), 5)
     return _PLAIN_HEAD.pack(_PLAIN, len(description)) + description, gaps
-
-
-def _without_leaves(form: Any) -> Any:
-    if len(form) == 2:
-        return None
-    kind, keys, parts = form
-    return kind, keys, [_without_leaves(part) for part in parts]
-
-
-# Maps the bytes of a description to the structure and the leaves of a batch.
-_DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
-
-
-def _unpack_plain(frame: memoryview, length: int) -> Any:
-    description = bytes(frame[:length])
-    known = _DESCRIPTIONS.get(description)
-    if known is None:
-        if len(_DESCRIPTIONS) >= _MOST_HEADS:
-            _DESCRIPTIONS.clear()
-        known = _DESCRIPTIONS[description] = decode(description)
-    form, leaves = known
-    memory = bytearray(frame[length:])
-    return _assemble(
-        form,
-        iter(
-            [
-                torch.from_numpy(np.ndarray(shape, dtype, memory, start))
-                for shape, dtype, start in leaves
-            ]
-        ),
-    )
-
-
-def _assemble(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if form is None:
-        return next(tensors)
-    kind, keys, parts = form
-    values = [_assemble(part, tensors) for part in parts]
-    if kind is dict:
-        return dict(zip(keys, values, strict=True))
-    return values if kind is list else tuple(values)
 
 
 def _address(buffer: Any) -> int:

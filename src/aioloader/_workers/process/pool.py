@@ -10,10 +10,10 @@ import logging
 import os
 import threading
 from multiprocessing import connection
+from typing import TYPE_CHECKING
 
-from aioloader._order.failures import Failure
 from aioloader._order.forks import close_in_children, fork_safe
-from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import InFlight
@@ -21,29 +21,27 @@ from aioloader._transport.channel import Channel
 from aioloader._transport.slots import Locker
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
-from aioloader._workers.process.launcher import PATIENCE, ForkLauncher, Launcher
+from aioloader._workers.process.launcher import PATIENCE, ForkLauncher
 from aioloader._workers.process.messages import (
-    BATCH,
     FATAL,
     LEFT,
     READY,
     RESULT_HEAD,
     STAGES,
-    slot_of,
     unpack,
 )
 from aioloader._workers.process.supervisor import UNKNOWN, Note
-from aioloader._workers.remote_tasks import of_both, opened
 from aioloader._workers.worker_spec import WorkerSpec
-from aioloader.errors import LoaderClosedError, WorkerError
+from aioloader.errors import LoaderClosedError
+
+if TYPE_CHECKING:
+    from aioloader._workers.process.fork_server import ServedLauncher
 
 _LOG = logging.getLogger("aioloader")
 
 # Limits on processes of one worker that end without taking a batch: before the first is
 # ready, and in total, since an idle one may be killed too.
 _STARTS, _STARTS_IN_ALL = 3, 10
-# Batches that a consumer may hold, besides those in flight, before it gets copies.
-_HELD = 4
 # While results keep coming, deaths are checked for once in this many collections.
 _SELDOM = 32
 
@@ -58,11 +56,12 @@ class ProcessPool(LastingPool):
         locker: Page-locks the memory that workers write batches to, or None.
     """
 
+    _launcher: "ForkLauncher | ServedLauncher"
+
     def __init__(
         self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
     ) -> None:
-        self._spec = spec
-        self._tally = servers
+        self._servers = servers
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False
@@ -81,13 +80,12 @@ class ProcessPool(LastingPool):
             shared = [far_results.fileno(), far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
-            self._launcher: Launcher
             if method == "fork":
                 self._launcher = ForkLauncher(spec, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
 
-                self._launcher = ServedLauncher(spec, method, servers, shared)
+                self._launcher = ServedLauncher(spec, method, servers, shared, stack)
             starting.callback(self._launcher.close)
             close_in_children(self._abandon)  # before workers are forked from here
             self._launcher.open()
@@ -95,8 +93,6 @@ class ProcessPool(LastingPool):
                 self._start(worker)
             starting.pop_all()
             self._stack = stack.pop_all()
-
-    # -- for iterations -----------------------------------------------------------
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         with self._lock:
@@ -115,7 +111,8 @@ class ProcessPool(LastingPool):
     def descriptors(self) -> list[int]:
         if self._is_over:
             return []
-        return [self._results.fileno(), *self._launcher.descriptors()]
+        ends = self._results, self._launcher.control
+        return [end.fileno() for end in ends if end is not None]
 
     def collect(self, *, seldom: int = _SELDOM) -> None:
         """Deliver the results that have arrived and handle deaths; never block."""
@@ -125,11 +122,15 @@ class ProcessPool(LastingPool):
             try:
                 self._collections += 1
                 has_results = self._collect_results()
-                if not has_results or not self._collections % seldom:
-                    while not self._is_over and (notes := self._launcher.notes()):
-                        for note in notes:
-                            self._handle(note)
-                self._dispatcher.flush()
+                is_due = not has_results or not self._collections % seldom
+                if is_due and not self._is_over:
+                    for note in self._launcher.notes():
+                        self._handle(note)
+                        if self._is_over:
+                            break
+                for queue in self._dispatcher.queues:
+                    if queue.waiting:
+                        self._dispatcher.flush(queue)
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
@@ -140,62 +141,30 @@ class ProcessPool(LastingPool):
                 )
                 raise
 
-    # -- results ------------------------------------------------------------------
-
     def _collect_results(self) -> bool:
         has_results = False
         with contextlib.suppress(EOFError):
-            while not self._is_over and (received := self._results.receive()):
+            while not self._is_over and (received := self._results.receive_frame()):
                 has_results = True
-                self._take(received[0])
+                frame = received[0]
+                head = RESULT_HEAD.unpack_from(frame)
+                worker = self._dispatcher.workers[head[1]]
+                if head[0] == READY:
+                    worker.is_ready = True
+                elif head[0] == FATAL:
+                    self._fail(unpack(frame, RESULT_HEAD.size, worker.arena).raisable())
+                else:
+                    self._dispatcher.accept(worker, head, frame)
         return has_results
-
-    def _take(self, frame: bytes | memoryview) -> None:
-        kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
-        worker = self._dispatcher.workers[number]
-        if kind == READY:
-            worker.is_ready = True
-            return
-        if kind == FATAL:
-            self._fail(unpack(frame, RESULT_HEAD.size, worker.arena).raisable())
-            return
-        worker.starts = 0
-        slot = slot_of(frame, RESULT_HEAD.size)
-        ticket = self._dispatcher.tickets.pop(name, None)
-        if ticket is None:  # its iteration has ended, or the batch was made twice
-            if slot is not None:
-                worker.arena.free(slot)
-            return
-        task, failures = ticket.task, list[Failure]()
-        try:
-            most, workers = self._spec.in_flight + _HELD, self._dispatcher.workers
-            copy = slot is not None and sum(one.arena.lent for one in workers) >= most
-            value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
-        except Exception as error:  # of a user's class
-            text = f"a batch of worker {number} could not be unpickled: {error!r}"
-            problem = WorkerError(text, worker=number)
-            problem.__cause__ = error
-            result = BatchResult(error=problem)
-        else:
-            if kind == BATCH:
-                result = BatchResult(value)
-            else:
-                result, failures = opened(value, task)
-        result.made, result.lane = of_both(task, made), number
-        result = self._dispatcher.accept(worker, ticket, result)
-        task.samples = []
-        ticket.pipeline.receive(task, result, failures)
-
-    # -- starts and deaths --------------------------------------------------------
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
         ends = [worker.arena.descriptor, worker.queue.far.fileno()]
-        self._launcher.start(worker.number, ends)
+        # If the supervisor has died, ``notes`` says so.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._launcher.instruct("start", worker.number, ends)
 
     def _handle(self, note: Note) -> None:
-        if self._is_over:
-            return
         if note.word == "failed":
             assert note.error is not None
             self._fail(note.error.raisable())
@@ -225,7 +194,7 @@ class ProcessPool(LastingPool):
         from aioloader._workers.process.recovery import Death, recover
 
         death = Death(worker, exitcode, self.stack())
-        self._tally.deaths += 1
+        self._servers.deaths += 1
         if death.taken:
             worker.starts = 0  # it had taken a batch, whose ticket counts deaths
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
@@ -241,7 +210,7 @@ class ProcessPool(LastingPool):
             )
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
-        self._tally.restarts += 1
+        self._servers.restarts += 1
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
@@ -251,8 +220,6 @@ class ProcessPool(LastingPool):
             pipeline.fail(error)
         self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
-
-    # -- when a batch does not come -----------------------------------------------
 
     def explain(self, task: BatchTask) -> str:
         """Say which workers have ``task``, since when, and where they are stuck."""
@@ -276,7 +243,8 @@ class ProcessPool(LastingPool):
         with self._lock:
             for worker, _ in holders:
                 if not self._is_over:
-                    self._launcher.kill(worker.number)
+                    with contextlib.suppress(OSError):
+                        self._launcher.instruct("kill", worker.number)
         return bool(holders)
 
     def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
@@ -298,8 +266,6 @@ class ProcessPool(LastingPool):
             while part := os.read(self._stacks, 1 << 16):
                 found += part
         return found.decode(errors="replace")
-
-    # -- the end ------------------------------------------------------------------
 
     def is_open(self) -> bool:
         """Tell whether it takes tasks; notices deaths of idle workers."""
@@ -331,7 +297,7 @@ class ProcessPool(LastingPool):
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
             with contextlib.suppress(EOFError, OSError):
-                while received := self._results.receive():
+                while received := self._results.receive_frame():
                     kind, number, *_ = RESULT_HEAD.unpack_from(received[0])
                     if kind == LEFT and first is None:
                         arena = self._dispatcher.workers[number].arena
@@ -352,4 +318,4 @@ class ProcessPool(LastingPool):
         self._is_over = self._is_ended = True
         self._stack.close()
         self._results.close()
-        self._launcher.close()
+        self._launcher.abandon()

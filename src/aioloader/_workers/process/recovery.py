@@ -9,13 +9,12 @@ of workers that have died or are stuck.
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
 from aioloader._pipeline.batch_task import BatchResult, shorten
-from aioloader._transport.arena import InFlight
-from aioloader._workers.process.dispatcher import Dispatcher, Ticket, Worker
+from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES
 from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.process.supervisor import UNKNOWN, kill_group
@@ -37,7 +36,7 @@ class Death:
         self.worker = worker
         self.pid = worker.pid
         self.exitcode = exitcode
-        self.taken: Sequence[InFlight] = worker.arena.in_flight()
+        self.taken = worker.arena.in_flight()
         self.cause = cause_of(exitcode)
         self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
 
@@ -58,90 +57,64 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
 
     Its arena is replaced, and with it the table of what it had taken.
     """
-    dead = death.worker
-    dispatcher.renew(dead)
-    dispatcher.free_answered(dead)
-    dispatcher.lose_copy(dead)
+    dead, tickets = death.worker, dispatcher.tickets
+    dispatcher.renew(dead, [one.ticket for one in death.taken])
     if dispatcher.replicas is not None:
         _end_streams(dispatcher, dispatcher.replicas, death)
     for one in death.taken:
-        ticket = dispatcher.tickets.get(one.ticket)
-        if ticket is not None:
-            _count_death(dispatcher, death, ticket, one)
-    _send_again(dispatcher, dead)
-
-
-def _count_death(
-    dispatcher: Dispatcher, death: Death, ticket: Ticket, one: InFlight
-) -> None:
-    """Count a death against a batch, if it was the only one that the worker had.
-
-    If there were others, the culprit is unknown: next time each has a worker to itself.
-    """
-    ticket.deaths += len(death.taken) == 1
-    ticket.request = ticket.request._replace(is_alone=True)
-    dispatcher.free_samples(ticket.slot, one.ticket)
-    ticket.slot = None
-    if ticket.deaths >= _MOST_DEATHS:
-        del dispatcher.tickets[one.ticket]
-        task = ticket.task
-        error = death.error(
-            f", in stage {STAGES[one.stage]!r} of batch {task.number}, sample indices "
-            f"{shorten(task.indices)}; it is not the first worker that this batch has "
-            "cost",
-            task.number,
-        )
-        ticket.pipeline.receive(task, BatchResult(error=error))
-
-
-def _send_again(dispatcher: Dispatcher, dead: Worker) -> None:
-    """Resend the requests that neither wait nor are with a live worker.
-
-    A live worker may have taken a request without having noted it yet: that batch is
-    made twice, with equal results, and the later one is dropped.
-    """
+        ticket = tickets.get(one.ticket)
+        if ticket is None:
+            continue
+        # If there were others, the culprit is unknown: next time each has a worker to
+        # itself.
+        ticket.deaths += len(death.taken) == 1
+        ticket.request = ticket.request._replace(is_alone=True)
+        if ticket.deaths >= _MOST_DEATHS:
+            del tickets[one.ticket]
+            task = ticket.task
+            error = death.error(
+                f", in stage {STAGES[one.stage]!r} of batch {task.number}, sample "
+                f"indices {shorten(task.indices)}; it is not the first worker that "
+                "this batch has cost",
+                task.number,
+            )
+            ticket.pipeline.receive(task, BatchResult(error=error))
+    # A live worker may have taken a request without having noted it yet: that batch is
+    # made twice, with equal results, and the later one is dropped.
     workers = dispatcher.workers
     taken = {one.ticket for worker in workers for one in worker.arena.in_flight()}
     dispatcher.take_back(dead.queue)
-    for name, ticket in sorted(dispatcher.tickets.items()):
+    for name, ticket in sorted(tickets.items()):
         if name not in taken and ticket.worker.queue is dead.queue:
-            dead.queue.waiting.append(name)
+            dead.queue.waiting.append(ticket.request)
 
 
 def _end_streams(dispatcher: Dispatcher, replicas: Replicas, death: Death) -> None:
     """End the streams that a dead worker was reading, unless they can continue."""
     dead, tickets = death.worker, dispatcher.tickets
     held = [tickets[one.ticket] for one in death.taken if one.ticket in tickets]
-    for ticket in held:
-        replicas.begin(ticket.pipeline, dead.number)
     is_hopeless = (
         len(death.taken) == len(held) == 1 and held[0].deaths + 1 >= _MOST_DEATHS
     )  # the batch that killed it would kill the next one
-    if not is_hopeless:
-        _continue_streams(dispatcher, replicas, dead)
     error = death.error(
         "; its position in its iterable dataset is lost, and so is the data that it "
         "had not yet read: start a new iteration, or use a map-style dataset, whose "
         "batches any worker can make again"
     )
-    for pipeline in replicas.lose(dead.number, error):
-        for name, ticket in sorted(tickets.items()):
-            if ticket.pipeline is pipeline and ticket.worker is dead:
-                del tickets[name]
-                early = replicas.result_of(pipeline, dead.number)
-                over = BatchResult(is_empty=True, has_ended=True)
-                pipeline.receive(ticket.task, early or over)
-
-
-def _continue_streams(dispatcher: Dispatcher, replicas: Replicas, dead: Worker) -> None:
-    """Continue each stream in the successor, from its last known state."""
-    tickets = dispatcher.tickets.values()
-    for pipeline in {ticket.pipeline for ticket in tickets}:
-        if replicas.restart(pipeline, dead.number):
-            resume = replicas.resume_of(pipeline, dead.number)
-            for ticket in tickets:
-                if ticket.pipeline is pipeline and ticket.worker is dead:
-                    ticket.request = ticket.request._replace(resume=resume)
+    pipelines = [ticket.pipeline for ticket in held]
+    continued = replicas.restart(
+        dead.number, pipelines, error, can_continue=not is_hopeless
+    )
+    for name, ticket in sorted(tickets.items()):
+        if ticket.worker is not dead:
+            continue
+        result = replicas.result_of(ticket.pipeline, ticket.task, dead.number)
+        if result is not None:
+            del tickets[name]
+            ticket.pipeline.receive(ticket.task, result)
+        elif ticket.pipeline in continued:
+            resume = replicas.resume_of(ticket.pipeline, dead.number)
+            ticket.request = ticket.request._replace(resume=resume)
 
 
 def await_orphan(pid: int | None) -> None:

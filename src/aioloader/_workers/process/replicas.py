@@ -5,11 +5,13 @@ whose streams have ended. A stream with a state can continue in another process.
 and synchronous.
 """
 
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aioloader._order.epoch import Bookmark, Progress
-from aioloader._pipeline.batch_task import BatchResult
+from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.position import has_state
 from aioloader.errors import WorkerDiedError
 
@@ -22,7 +24,6 @@ class _Stream:
 
     Attributes:
         has_begun: Whether its process has started to read.
-        has_ended: Whether there is no more.
         lost: The error that its next request raises.
         read: Which of its batches have arrived.
         state: Its last state, if it was continued after a death.
@@ -41,17 +42,21 @@ class Replicas:
     def __init__(self, number: int, *, has_state: bool = False) -> None:
         self._number = number
         self._has_state = has_state
-        self._streams: dict[Pipeline, list[_Stream]] = {}
+        self._streams: defaultdict[Pipeline, list[_Stream]] = defaultdict(
+            lambda: [_Stream() for _ in range(number)]
+        )
 
-    def result_of(self, pipeline: Pipeline, worker: int) -> BatchResult | None:
-        """Return the result of a new request if it is known without the worker."""
-        streams = self._streams_of(pipeline)
+    def result_of(
+        self, pipeline: Pipeline, task: BatchTask, worker: int
+    ) -> BatchResult | None:
+        """Return the result of a request if it is known without the worker."""
+        streams = self._streams[pipeline]
         stream = streams[worker]
+        if task.again or not stream.has_ended:
+            return None
         if stream.lost is not None:
             lost, stream.lost = stream.lost, None
             return BatchResult(error=lost, has_ended=True)
-        if not stream.has_ended:
-            return None
         if all(one.has_ended for one in streams):
             return BatchResult(is_end=True, has_ended=True)
         return BatchResult(is_empty=True, has_ended=True)
@@ -62,7 +67,7 @@ class Replicas:
         ``number`` is the position of the batch in the worker's own stream; its first
         request has the lowest one.
         """
-        stream = self._streams_of(pipeline)[worker]
+        stream = self._streams[pipeline][worker]
         if stream.read is None:
             first = pipeline.bookmark.states.get(worker)
             states = {} if first is None else {0: first}
@@ -71,14 +76,11 @@ class Replicas:
 
     def resume_of(self, pipeline: Pipeline, worker: int) -> Any:
         """Return the state that a stream continues from, and its seeds; or None."""
-        state = self._streams_of(pipeline)[worker].state
+        state = self._streams[pipeline][worker].state
         state = state or pipeline.bookmark.states.get(worker)
         if state is None:
             return None
         return state, pipeline.maker.seeds(worker, self._number)
-
-    def begin(self, pipeline: Pipeline, worker: int) -> None:
-        self._streams_of(pipeline)[worker].has_begun = True
 
     def passed(
         self, pipeline: Pipeline, worker: int, result: BatchResult, number: int = 0
@@ -88,7 +90,7 @@ class Replicas:
         The end of one stream is an empty result; the request after the last end ends
         the iteration.
         """
-        stream = self._streams_of(pipeline)[worker]
+        stream = self._streams[pipeline][worker]
         stream.has_begun = True
         if stream.read is not None:
             stream.read.take(number, result.state)
@@ -97,13 +99,32 @@ class Replicas:
         stream.has_ended = True
         return BatchResult(is_empty=True, has_ended=True, state=result.state)
 
-    def restart(self, pipeline: Pipeline, worker: int) -> bool:
-        """Continue a dead worker's stream in its successor; return whether possible.
+    def restart(
+        self,
+        worker: int,
+        held: Collection[Pipeline],
+        error: WorkerDiedError,
+        *,
+        can_continue: bool,
+    ) -> list[Pipeline]:
+        """Continue a dead worker's streams in its successor; return those iterations.
 
-        It is if the stream's state after all sent batches is known.
+        A stream can continue if its state after all sent batches is known. Others end
+        with ``error`` if the worker was reading them, or had (``held``) a request.
         """
-        stream = self._streams_of(pipeline)[worker]
-        if stream.read is None or stream.has_ended:
+        continued = []
+        for pipeline, streams in self._streams.items():
+            stream = streams[worker]
+            if not stream.has_ended:
+                if can_continue and self._rewind(stream):
+                    continued.append(pipeline)
+                elif stream.has_begun or pipeline in held:
+                    stream.has_ended, stream.lost = True, error
+        return continued
+
+    def _rewind(self, stream: _Stream) -> bool:
+        """Let a stream start from its last state; return whether that is known."""
+        if stream.read is None:
             return False
         bookmark = stream.read.bookmark()
         state = bookmark.states.get(0)
@@ -111,29 +132,8 @@ class Replicas:
         if bookmark.beyond or not can:
             return False
         stream.has_begun = False
-        if state is not None:
-            stream.state = state
+        stream.state = state or stream.state
         return True
-
-    def lose(self, worker: int, error: WorkerDiedError) -> list[Pipeline]:
-        """End the streams that a dead worker was reading; return their iterations.
-
-        The next request to the worker raises the error if none is in flight.
-        """
-        lost = []
-        for pipeline, streams in self._streams.items():
-            stream = streams[worker]
-            if stream.has_begun and not stream.has_ended:
-                stream.has_ended, stream.lost = True, error
-                lost.append(pipeline)
-        return lost
 
     def forget(self, pipeline: Pipeline) -> None:
         self._streams.pop(pipeline, None)
-
-    def _streams_of(self, pipeline: Pipeline) -> list[_Stream]:
-        streams = self._streams.get(pipeline)
-        if streams is None:
-            streams = [_Stream() for _ in range(self._number)]
-            self._streams[pipeline] = streams
-        return streams

@@ -2,10 +2,9 @@
 
 It forks the workers with its copy of the dataset, reports starts and deaths to the
 loader, forks replacements, and ends everything: it waits, then terminates, then kills.
-There are two kinds. One is forked from the user's process by ``iter()``, for one set of
-workers, and inherits the dataset. The other is forked from the clean fork server,
-serves a loader from epoch to epoch, and unpickles the dataset again for each set of
-workers, with modules that it has already imported.
+One kind is forked from the user's process by ``iter()``, for one set of workers, and
+inherits the dataset. The other is forked from the clean fork server, serves a loader
+from epoch to epoch, and unpickles the dataset again for each set of workers.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import gc
 import importlib
 import io
 import logging
-import multiprocessing
 import multiprocessing.process
 import os
 import pickle
@@ -106,23 +104,22 @@ class Supervisor:
 
     def tell(self, note: Note) -> None:
         with contextlib.suppress(OSError):  # it is gone, or does not read
-            self._control.send(pickle.dumps(note, 5))
+            self._control.send_frame(pickle.dumps(note, 5))
 
     def _wait_and_act(self) -> bool:
         """Wait for an event and handle it; return whether there may be more."""
         ready: list[Any] = connection.wait(
-            [self._control, self._loader, *self._workers]  # type: ignore[list-item]
+            [self._control, self._loader, *self._workers]
         )
         for pidfd in {*ready} & {*self._workers}:
             self._reap(pidfd)
         if self._control not in ready:
             return self._loader not in ready
-        received = self._control.receive()
+        received = self._control.receive_frame()
         assert received is not None
         word, argument = decode(received[0])
         if word == "begin":
-            surroundings, method, is_shared = argument
-            return self._begin(surroundings, method, is_shared, received[1])
+            return self._begin(*argument, descriptors=received[1])
         if word == "start":
             self._start(argument, received[1])
         elif word == "kill":
@@ -134,13 +131,12 @@ class Supervisor:
             return self._is_served
         return True
 
-    # -- sets of workers, one after the other ---------------------------------------
-
     def _begin(
         self,
         surroundings: Surroundings,
         method: str,
         is_shared: bool,  # noqa: FBT001  (from a message)
+        *,
         descriptors: list[int],
     ) -> bool:
         """Enter the surroundings and unpickle; return whether workers can be forked.
@@ -149,9 +145,9 @@ class Supervisor:
         """
         self._file, *self._ends = descriptors
         self._surroundings, self._start_method = surroundings, method
+        self.tell(Note("up", number=os.getpid()))
         try:
             surroundings.enter()
-            self.tell(Note("up", number=os.getpid()))
             # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
             self._spec = receive(self._file) if is_shared else None
@@ -168,8 +164,10 @@ class Supervisor:
         """End the workers: their queues are closed, so most end by themselves."""
         if not connection.wait([self._loader], timeout=0):  # it is not alone
             self._await_all(ASKED)
-        # A stopped one would not notice SIGTERM.
-        self._signal_all(signal.SIGTERM, signal.SIGCONT)
+        for _, process in self._workers.values():
+            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)  # a stopped one would not notice
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
@@ -178,8 +176,6 @@ class Supervisor:
             self._spec, self._ends = None, []
             gc.collect()
             self.tell(Note("ended"))
-
-    # -- workers --------------------------------------------------------------------
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         ends = worker_main.Ends(*descriptors, *self._ends)
@@ -207,16 +203,13 @@ class Supervisor:
         if self._surroundings is not None:
             multiprocessing.set_start_method(self._start_method, force=True)
             self._surroundings.enter_environment()
-        endpoint, spec = worker_main.Endpoint(worker, ends), self._spec
-        if spec is None:
-            try:
-                spec = receive(self._file)
-            except BaseException as error:
-                endpoint.send_fatal(error)
-                raise SystemExit(1) from None
+        worker_main.run(worker, ends, self._spec_of_worker)
+
+    def _spec_of_worker(self) -> WorkerSpec:
+        spec = receive(self._file) if self._spec is None else self._spec
         if self._collects:
             gc.enable()
-        worker_main.run(endpoint, spec)
+        return spec
 
     def _reap(self, pidfd: int) -> None:
         worker, process = self._workers.pop(pidfd)
@@ -228,8 +221,8 @@ class Supervisor:
         self.tell(Note("died", worker, status))
 
     def _kill_all(self) -> None:
-        self._signal_all(signal.SIGKILL)
         for _, process in self._workers.values():
+            process.kill()
             kill_group(process.pid)
         self._await_all(TERMINATED)
 
@@ -239,12 +232,6 @@ class Supervisor:
         while self._workers and (left := until - time.monotonic()) > 0:
             for pidfd in connection.wait([*self._workers], left):
                 self._reap(pidfd)  # type: ignore[arg-type]
-
-    def _signal_all(self, *numbers: int) -> None:
-        for _, process in self._workers.values():
-            for number in numbers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
 
 
 def be_forked(
@@ -318,12 +305,8 @@ def _ignored_signals() -> dict[int, Any]:
             signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return found
-
-
-def _leave(_number: int, _frame: Any) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
 
 
 def kill_group(pid: int) -> None:
@@ -333,6 +316,5 @@ def kill_group(pid: int) -> None:
 
 
 def number_of_threads() -> int:
-    """Return the number of threads of this process; 1 if it is unknown."""
-    tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.exists() else 1
+    """Return the number of threads of this process."""
+    return len(list(Path("/proc/self/task").iterdir()))

@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,21 +67,13 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Ends(NamedTuple):
-    """Descriptors of a worker.
+    """Descriptors of a worker."""
 
-    Attributes:
-        arena: The memory for its batches, and the table of those in flight.
-        requests: Requests, for any worker or for this one.
-        results: Results, shared by all workers, as what follows.
-        stacks: Where ``faulthandler`` writes stacks on request.
-        samples: The memory of samples that the loader has read; -1: it reads none.
-    """
-
-    arena: int
-    requests: int
-    results: int
-    stacks: int
-    samples: int = -1
+    arena: int  # the memory for its batches, and the table of those in flight
+    requests: int  # for any worker or for this one
+    results: int  # of all workers, as what follows
+    stacks: int  # where ``faulthandler`` writes stacks on request
+    samples: int = -1  # the memory of samples that the loader has read, if it reads
 
 
 class Endpoint:
@@ -109,38 +101,19 @@ class Endpoint:
         self.maker = maker_of(spec, pool=self._packer, **SEEDS)
         self._is_restored = not self.maker.keeps_state
 
-    @contextlib.contextmanager
-    def lifespan(self) -> Iterator[None]:
-        """Enter the lifespan of the dataset if it is read here, and leave it."""
-        spec = self.spec
-        lifespan = Lifespan(spec.dataset, spec.lifespan)
-        try:
-            lifespan.enter()
-        except BaseException as error:  # raised by the loader
-            self.give_up(error)
-        try:
-            yield
-        finally:
-            with self.leaving():
-                lifespan.leave()
-
     def give_up(self, error: BaseException) -> NoReturn:
         """Make the loader end all iterations with ``error``, and end this worker."""
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             _end_process(error)
-        self.send_fatal(error)
+        with contextlib.suppress(OSError):  # the loader is gone
+            self._packer.reset()
+            self.send(FATAL, -1, RemoteError.of(error, self.id))
         raise SystemExit(1)
 
-    def send_fatal(self, error: BaseException) -> None:
-        """Report to the loader that this worker cannot serve."""
-        self._packer.reset()
-        self.send(FATAL, -1, RemoteError.of(error, self.id))
-
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Send what is raised at the end; print it if the loader does not wait."""
+    def leave(self, leave: Callable[[], object]) -> None:
+        """Call ``leave``; send what it raises, or print it if the loader is gone."""
         try:
-            yield
+            leave()
         except BaseException as error:  # of the user's code
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 name, pid = type(error).__name__, os.getpid()
@@ -156,7 +129,7 @@ class Endpoint:
                 sys.excepthook(type(error), error, error.__traceback__)
 
     def receive(self) -> Request:
-        received = self.requests.receive()
+        received = self.requests.receive_frame()
         assert received is not None
         if self._samples is None:
             return Request._make(decode(received[0]))
@@ -169,12 +142,12 @@ class Endpoint:
         task.again = request.again
         if not self._is_restored:
             self._is_restored = True
-            dataset, saved = self.maker.dataset, self.spec.datasets
+            saved = self.spec.datasets
             try:
                 if request.resume is not None:  # after a death
-                    dataset.load_state_dict(*request.resume)
+                    self.maker.dataset.load_state_dict(*request.resume)
                 elif self.id in saved:
-                    dataset.load_state_dict(saved[self.id])
+                    self.maker.dataset.load_state_dict(saved[self.id])
             except BaseException as error:  # of user code; handed to the consumer
                 task.result = BatchResult(error=error)
         return task
@@ -211,7 +184,7 @@ class Endpoint:
         self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
-        self._results.send(b"".join((head, *self._packer.pack(value))))
+        self._results.send_frame(b"".join((head, *self._packer.pack(value))))
 
 
 def _end_process(error: BaseException) -> NoReturn:
@@ -264,19 +237,20 @@ def die_with(parent: int | None) -> None:
         os._exit(0)
 
 
-def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
+def run(worker: int, ends: Ends, load: Callable[[], WorkerSpec]) -> None:
     """Serve requests until the loader is gone.
 
     The loader raises an error before the first batch, which ends the epoch.
     """
-    worker = endpoint.id
-    spec.begin(worker)
+    endpoint = Endpoint(worker, ends)
     try:
+        spec = load()
+        spec.begin(worker)
         endpoint.prepare(spec)
-        try:
-            spec.initialise(worker, endpoint.maker)
-        except BaseException as error:  # raised by the loader
-            endpoint.give_up(error)
+        spec.initialise(worker, endpoint.maker)
+    except BaseException as error:  # raised by the loader
+        endpoint.give_up(error)
+    try:
         if endpoint.maker.is_plain:
             _serve_sync(endpoint)
         else:
@@ -285,17 +259,20 @@ def run(endpoint: Endpoint, spec: WorkerSpec) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the loader is gone
     except Exception as error:
-        endpoint.send_fatal(error)
-
-
-# -- plain code ----------------------------------------------------------------------
+        endpoint.give_up(error)
 
 
 def _serve_sync(endpoint: Endpoint) -> None:
     maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, Stream]()
     read = partial(maker.read, pause=endpoint.requests.pause) if maker.reads else None
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
-    with endpoint.lifespan():
+    lifespan = Lifespan(maker.dataset, endpoint.spec.lifespan)
+    try:
+        lifespan.enter()
+    except BaseException as error:  # raised by the loader
+        endpoint.give_up(error)
+    with contextlib.ExitStack() as stack:
+        stack.callback(endpoint.leave, lifespan.leave)
         endpoint.send(READY)
         try:
             while True:
@@ -305,10 +282,14 @@ def _serve_sync(endpoint: Endpoint) -> None:
                         streams.pop(request.iteration).close()
                     continue
                 task = endpoint.take(request, 0)
-                pull: Callable[[BatchTask], None] | None = read
                 if reads_stream:
-                    pull = _stream_of(endpoint, request, streams).pull
-                result = task.result or maker.make(task, pull, enter)
+                    stream = streams.get(request.iteration)
+                    if stream is None:
+                        state, keys = request.resume or (None, None)
+                        stream = Stream(maker, resume=state, keys=keys)
+                        streams[request.iteration] = stream
+                    read = stream.pull
+                result = task.result or maker.make(task, read, enter)
                 if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
                     raise result.error  # it ends a worker, as in torch
                 endpoint.answer(task, request.ticket, 0, maker.leave(task, result))
@@ -316,21 +297,6 @@ def _serve_sync(endpoint: Endpoint) -> None:
             for stream in streams.values():
                 stream.close()
 
-
-def _stream_of(
-    endpoint: Endpoint, request: Request, streams: dict[int, Stream]
-) -> Stream:
-    """Return the stream of a request's iteration, opened by the first request."""
-    stream = streams.get(request.iteration)
-    if stream is None:
-        state, keys = request.resume or (None, None)
-        stream = streams[request.iteration] = Stream(
-            endpoint.maker, resume=state, keys=keys
-        )
-    return stream
-
-
-# -- coroutines ----------------------------------------------------------------------
 
 _OVER = -1
 
@@ -347,8 +313,10 @@ class _Server:
         self._endpoint = endpoint
         self._size = max(1, min(PLACES, spec.window))
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._open(range(self._size))
-        self._held: dict[int, tuple[int, int, bool]] = {}  # by the task's identity
+        for place in range(self._size):
+            self._free.put(place)
+        # By the task's identity: the ticket, and the places that are free afterwards.
+        self._held: dict[int, tuple[int, list[int]]] = {}
         self._hosts = Hosts(spec.dataset, spec.lifespan)
         self._hosts.keep()
         self._host = self._hosts.lease("loop")
@@ -377,11 +345,10 @@ class _Server:
                     pipeline.dismiss()
                 self._free.put(place)
                 continue
-            if request.is_alone:
-                for _ in range(self._size - 1):
-                    self._free.get()
+            others = self._size - 1 if request.is_alone else 0
+            places = [place, *(self._free.get() for _ in range(others))]
             task = endpoint.take(request, place)
-            self._held[id(task)] = (request.ticket, place, request.is_alone)
+            self._held[id(task)] = request.ticket, places
             if task.result is not None:
                 self._deliver(task, task.result)
             else:
@@ -401,8 +368,7 @@ class _Server:
             pipeline.ended.wait(GRACE)
         self._host.release()
         self._hosts.leave()
-        with self._endpoint.leaving():
-            self._hosts.release()
+        self._endpoint.leave(self._hosts.release)
 
     def _pipeline_of(self, request: Request) -> Pipeline:
         # Map-style datasets have no state per iteration: one pipeline serves all.
@@ -420,12 +386,9 @@ class _Server:
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Send a result, from any thread."""
-        ticket, place, is_alone = self._held.pop(id(task))
+        ticket, places = self._held.pop(id(task))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             # The loader may be gone: then the thread that reads requests ends us.
-            self._endpoint.answer(task, ticket, place, result)
-        self._open(range(self._size) if is_alone else [place])
-
-    def _open(self, places: Iterable[int]) -> None:
+            self._endpoint.answer(task, ticket, places[0], result)
         for place in places:
             self._free.put(place)
