@@ -250,5 +250,5 @@ def test_an_interrupt_while_the_fork_server_starts() -> None:
         os.kill(server.pid, signal.SIGINT)
         assert server.is_alive()
     finally:
-        server.abandon()
+        server.channel.close()
         os.waitpid(server.pid, 0)

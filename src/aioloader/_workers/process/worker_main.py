@@ -264,7 +264,9 @@ def run(worker: int, ends: Ends, load: Callable[[], WorkerSpec]) -> None:
 
 def _serve_sync(endpoint: Endpoint) -> None:
     maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, Stream]()
-    read = partial(maker.read, pause=endpoint.requests.pause) if maker.reads else None
+    read: Callable[[BatchTask], object] | None = None
+    if maker.reads:
+        read = partial(maker.read, pause=endpoint.requests.pause)
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
     lifespan = Lifespan(maker.dataset, endpoint.spec.lifespan)
     try:
