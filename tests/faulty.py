@@ -230,7 +230,7 @@ ALL_OUTCOMES = [outcomes, outcomes_on_asyncio, outcomes_on_uvloop]
 
 def workers_of(loader: DataLoader[Any]) -> dict[int, int]:
     """Return the pids of the loader's kept workers, by number."""
-    return pids_of(loader._live.kept().pools._kept[0])
+    return pids_of(loader._live.pools._kept[0])
 
 
 def pids_of(pool: Any) -> dict[int, int]:
@@ -249,7 +249,7 @@ def pids_of(pool: Any) -> dict[int, int]:
 def await_news(loader: DataLoader[Any]) -> None:
     """Wait until who watches over the kept workers has something to say."""
     poll = select.poll()
-    pool: Any = loader._live.kept().pools._kept[0]
+    pool: Any = loader._live.pools._kept[0]
     poll.register(pool._launcher.control, select.POLLIN)
     assert poll.poll(20_000), "nobody told of a death"
 

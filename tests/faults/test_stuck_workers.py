@@ -31,7 +31,7 @@ def raised(loader: DataLoader[Any], consume: Any) -> str:
     with pytest.raises(BatchTimeoutError) as caught:
         consume(loader)
     assert caught.value.batch == 1
-    for pool in loader._live.kept().pools._kept:
+    for pool in loader._live.pools._kept:
         for pid in pids_of(pool).values():
             kill_and_wait(pid)
     loader.close()
@@ -65,7 +65,7 @@ def test_the_stage_is_named() -> None:
         )
         with pytest.raises(BatchTimeoutError, match=f"stage '{stage[:7]}"):
             list(loader)
-        for pid in pids_of(loader._live.kept().pools._kept[0]).values():
+        for pid in pids_of(loader._live.pools._kept[0]).values():
             kill_and_wait(pid)
         loader.close()
 
@@ -141,7 +141,7 @@ def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
     )
     with pytest.raises(BatchTimeoutError, match="batch 1"):
         consume(loader)
-    for pid in pids_of(loader._live.kept().pools._kept[0]).values():
+    for pid in pids_of(loader._live.pools._kept[0]).values():
         kill_and_wait(pid)
     loader.close()
 

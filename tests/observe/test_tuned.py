@@ -259,7 +259,7 @@ def test_workers_between_epochs(caplog: pytest.LogCaptureFixture) -> None:
         iter(loader)
         seen.append(int(loader.num_workers))
         tuning.figures = Figures(1, 101, batches=100 * rate, waited=50)
-        live.kept().pools.servers.deaths = deaths
+        live.pools.servers.deaths = deaths
     with caplog.at_level(logging.INFO, logger="aioloader"):
         iter(loader)
     assert seen == [8, 12, 12, 12, 6]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch.utils.data
 
@@ -24,18 +24,12 @@ from aioloader._loader.loader import DataLoader
 from aioloader._observe.words import seconds_text, table
 
 _END = object()
+# Of one loader in one round, by the names in ``_table``.
+Figures: TypeAlias = dict[str, float]
 
 
 class UserCodeError(Exception):
     """The user's code raised an error, which is the cause."""
-
-
-class Figures(NamedTuple):
-    """The figures of one loader in one round."""
-
-    batches: float  # per second, from the first one to the last
-    first: float  # seconds from ``iter`` to the first batch
-    waits: float  # share of the time in which the consumer waited
 
 
 def run(options: Namespace) -> None:
@@ -136,7 +130,11 @@ def _one_round(source: Any, options: Namespace) -> Figures:
             waited += latest - asked
             count += 1
     seconds = latest - first or 1.0  # of one batch, none
-    return Figures(count / seconds, first - began, waited / seconds)
+    return {
+        "batches": count / seconds,
+        "first": first - began,
+        "waits": waited / seconds,
+    }
 
 
 def _table(
@@ -154,10 +152,10 @@ def _table(
     ]
     rows = []
     for title, name, text in titles:
-        mine = [getattr(one, name) for one in ours]
+        mine = [one[name] for one in ours]
         row = [title, text(median(mine))]
         if theirs:
-            other = [getattr(one, name) for one in theirs]
+            other = [one[name] for one in theirs]
             better = (mine, other) if name == "batches" else (other, mine)
             ratios = [a / b for a, b in zip(*better, strict=True) if b]
             row += [text(median(other)), f"{median(ratios):.2f}" if ratios else "-"]

@@ -36,11 +36,8 @@ Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 default_convert: Callable[[Any], Any] = torch_convert
 
 
-class _Lent(threading.local):
-    pool: Lender | None = None  # from which this thread may allocate batches
-
-
-_LENT = _Lent()
+# By thread: ``pool``, from which it may allocate batches.
+_LENT = threading.local()
 
 
 class lending:  # noqa: N801  (a context manager, read as a verb)
@@ -53,7 +50,8 @@ class lending:  # noqa: N801  (a context manager, read as a verb)
         self._before: Lender | None = None
 
     def __enter__(self) -> None:
-        self._before, _LENT.pool = _LENT.pool, self._pool
+        self._before = getattr(_LENT, "pool", None)
+        _LENT.pool = self._pool
 
     def __exit__(self, *_exc: object) -> None:
         _LENT.pool = self._before
@@ -195,9 +193,10 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     The memory returns to its pool when the tensor and all its views are gone.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < MIN_BYTES or _LENT.pool is None:
+    pool: Lender | None = getattr(_LENT, "pool", None)
+    if nbytes < MIN_BYTES or pool is None:
         return None
-    slot = _LENT.pool.lease(nbytes)
+    slot = pool.lease(nbytes)
     return torch.frombuffer(slot, dtype=dtype).view(shape)
 
 

@@ -382,7 +382,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         refuse_again(self.dataset, is_begun=live.epoch is not None)
         options = self._options(settles=True)
         if options.chooses:
-            deaths = live.kept().pools.servers.deaths
+            deaths = live.pools.servers.deaths
             is_kept = live.has_kept_workers()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
@@ -447,19 +447,19 @@ class DataLoader(Observed, TorchLoader[Batch]):
         )
 
     def __enter__(self) -> "DataLoader[Batch]":
-        self._live.kept().hosts.keep()
+        self._live.hosts.keep()
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._live.kept().hosts.leave():
+        if self._live.hosts.leave():
             self.close()
 
     async def __aenter__(self) -> "DataLoader[Batch]":
-        self._live.kept().hosts.keep()
+        self._live.hosts.keep()
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        if self._live.kept().hosts.leave():
+        if self._live.hosts.leave():
             await self.aclose()
 
     def close(self) -> None:

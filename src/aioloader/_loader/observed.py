@@ -47,7 +47,7 @@ class Observed:
         """Return the figures of the latest epoch so far; ``print`` shows a table."""
         from aioloader._observe.stats import LoaderStats
 
-        epoch, servers = self._live.epoch, self._live.kept().pools.servers
+        epoch, servers = self._live.epoch, self._live.pools.servers
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
         is_under_way = any(one.is_under_way() for one in self._live.iterators())

@@ -51,14 +51,6 @@ if TYPE_CHECKING:
     from aioloader._pipeline.tuner import Tuning
 
 
-class Kept:
-    """What makes batches, and outlives an epoch if the loader is entered or says so."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.hosts = Hosts(dataset)
-        self.pools = Pools()
-
-
 class Runtime:
     """What a loader has in its own process and never copies."""
 
@@ -83,19 +75,30 @@ class Runtime:
         self._ahead: Ahead | None = None
         self._claim: weakref.ref[Steps] | None = None
         self._lock = fork_safe(threading.Lock())
-        self._kept: Kept | None = None
+        self._hosts: Hosts | None = None
+        self._pools: Pools | None = None
         self._guesses_wrong = False
 
-    def kept(self) -> Kept:
-        """Return what makes batches; a plain ``for`` needs none of it."""
+    # Where batches are made, and by whom; a plain ``for`` needs neither.
+    @property
+    def hosts(self) -> Hosts:
+        """The hosts of the loader's iterations."""
         with self._lock:
-            if self._kept is None:
-                self._kept = Kept(self._dataset)
-            return self._kept
+            if self._hosts is None:
+                self._hosts = Hosts(self._dataset)
+            return self._hosts
+
+    @property
+    def pools(self) -> Pools:
+        """The workers of the loader's iterations."""
+        with self._lock:
+            if self._pools is None:
+                self._pools = Pools()
+            return self._pools
 
     def has_kept_workers(self) -> bool:
         """Tell whether workers of an earlier iteration persist."""
-        return self._kept is not None and self._kept.pools.has_kept()
+        return self._pools is not None and self._pools.has_kept()
 
     @cached_property
     def cores(self) -> int:
@@ -154,9 +157,8 @@ class Runtime:
             if saved is not None:
                 epoch = self._claimed(options, drawn, claim, saved)
             if epoch is not None:
-                if self._kept is not None:
-                    # As in torchdata, workers start from the state.
-                    self._kept.pools.drop()
+                if self._pools is not None:
+                    self._pools.drop()  # as in torchdata, workers start from the state
                 resume(options, epoch)
                 self._base_seed = epoch.base_seed
             else:
@@ -332,8 +334,8 @@ class Runtime:
     def replace_workers(self) -> None:
         """End kept workers: they serve other ranks."""
         self.forget_ahead()
-        if self._kept is not None:
-            self._kept.pools.close()
+        if self._pools is not None:
+            self._pools.close()
 
     # -- states -------------------------------------------------------------------
 
@@ -408,22 +410,24 @@ class Runtime:
 
     def close(self) -> None:
         """End all iterations and release everything; wait for it, bounded."""
-        iterators, kept = self._dismissed(), self._kept
+        iterators = self._dismissed()
         with ExitStack() as stack:  # in reverse order, whatever is raised
-            if kept is not None:
-                stack.callback(kept.pools.close)
-                stack.callback(kept.hosts.release)
+            if self._pools is not None:
+                stack.callback(self._pools.close)
+            if self._hosts is not None:
+                stack.callback(self._hosts.release)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.callback(iterator.close)
 
     async def aclose(self) -> None:
         """End all iterations and release everything, without blocking the loop."""
-        iterators, kept = self._dismissed(), self._kept
+        iterators = self._dismissed()
         async with AsyncExitStack() as stack:
-            if kept is not None:
-                stack.push_async_callback(kept.pools.aclose)
-                stack.push_async_callback(kept.hosts.release_async)
+            if self._pools is not None:
+                stack.push_async_callback(self._pools.aclose)
+            if self._hosts is not None:
+                stack.push_async_callback(self._hosts.release_async)
             stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.push_async_callback(iterator.aclose)

@@ -53,7 +53,7 @@ def make_source(
 
         return GatherFeed(tensors, epoch)
     epoch.on_error = options.on_error
-    hosts = live.kept().hosts
+    hosts = live.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
@@ -345,7 +345,7 @@ def _pool(
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
-    pools = live.kept().pools
+    pools = live.pools
     if workers == "thread":
         from aioloader._workers.threads import ThreadWorkers
 

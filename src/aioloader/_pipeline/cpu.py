@@ -335,12 +335,8 @@ def _await_at_exit() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-class _AtExit:
-    """Finalized after everything made later: iterators, for one, still post jobs."""
-
-
 _STARTED: weakref.WeakSet[CpuThread] = weakref.WeakSet()
 # All that run, as long as they do: an object may be gone before its thread has ended.
 _THREADS: set[threading.Thread] = set()
-_at_exit = _AtExit()
-weakref.finalize(_at_exit, _await_at_exit)
+# Finalized after everything made later: iterators, for one, still post jobs.
+weakref.finalize(_STARTED, _await_at_exit)

@@ -42,19 +42,14 @@ class WorkerInfo:
         keyed = _KEYED.get()
         if keyed is not None:
             return keyed
-        if _HERE.rng is None:
-            _HERE.rng = Keyed(self.seed)
-        return _HERE.rng
+        rng: Keyed | None = getattr(_HERE, "rng", None)
+        if rng is None:
+            rng = _HERE.rng = Keyed(self.seed)
+        return rng
 
 
-class _Here(threading.local):
-    """The info of this worker thread, and generators seeded for it."""
-
-    info: WorkerInfo | None = None
-    rng: Keyed | None = None
-
-
-_HERE = _Here()
+# By worker thread: its ``info``, and ``rng``, the generators seeded for it.
+_HERE = threading.local()
 # Generators of the current batch: per thread, and in coroutines per task.
 _KEYED: ContextVar[Keyed | None] = ContextVar("aioloader_rng", default=None)
 _NOTHING = nullcontext()
@@ -68,7 +63,7 @@ def get_worker_info() -> WorkerInfo | None:
     In a worker process ``torch.utils.data.get_worker_info()`` returns the same, without
     ``rng``.
     """
-    return _HERE.info or _process
+    return getattr(_HERE, "info", None) or _process
 
 
 # -- before a batch or a sample --------------------------------------------------------
