@@ -90,7 +90,8 @@ def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
     By process: those of workers that were forked from this one are followed too.
     """
     seen: defaultdict[int, set[CodeType]] = defaultdict(set)
-    with tempfile.TemporaryDirectory() as folder:
+    # Threads and workers may still write as they end.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def profile(frame: FrameType, event: str, _arg: Any) -> None:
             code, pid = frame.f_code, os.getpid()

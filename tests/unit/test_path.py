@@ -13,8 +13,8 @@ TOOL = ROOT / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.
 # With coroutines some functions more or less are entered: tasks take turns differently.
 LIMITS = {
-    "for": (80, 16),
-    "for, two workers": (191, 39),
+    "for": (81, 16),
+    "for, two workers": (192, 39),
     "async for, async dataset": (180, 30),
     "async for, tar": (330, 53),
 }

@@ -33,28 +33,13 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "loop": ("thread", "caller"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
-# Counts: whether they may be None, the least one, and the words about lower ones.
+# Counts, and whether they may be None.
 _COUNTS = {
-    "num_workers": (
-        False,
-        0,
-        (
-            "num_workers option should be non-negative; "
-            "use num_workers=0 to disable multiprocessing."
-        ),
-    ),
-    "prefetch_factor": (
-        True,
-        1,
-        "prefetch_factor option should be non-negative and at least 1, got {}",
-    ),
-    "snapshot_every_n_steps": (
-        True,
-        0,
-        "snapshot_every_n_steps must be at least 0 (0 and None mean never), got {}",
-    ),
-    "concurrency": (False, 1, "concurrency must be at least 1, got {}"),
-    "prefetch_bytes": (True, 1, "prefetch_bytes must be at least 1, got {}"),
+    "num_workers": False,
+    "prefetch_factor": True,
+    "snapshot_every_n_steps": True,
+    "concurrency": False,
+    "prefetch_bytes": True,
 }
 # What took the place of former arguments.
 _FORMER = {
@@ -180,20 +165,39 @@ def _check_seeds(options: Options) -> None:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    for name, (is_optional, least, words) in _COUNTS.items():
-        value = given[name]
-        if value is None and is_optional:
-            continue
+    for name, is_optional in _COUNTS.items():
         try:
-            is_enough = operator.index(value) >= least
+            if not (is_optional and given[name] is None):
+                operator.index(given[name])
         except TypeError:
             or_auto = " or 'auto'" if name in FIRST else ""
             raise TypeError(
-                f"{name} must be an integer{or_auto}, got {value!r}"
+                f"{name} must be an integer{or_auto}, got {given[name]!r}"
             ) from None
-        if not is_enough:
-            raise ValueError(words.format(value))
-    timeout = given["timeout"]
+    if given["num_workers"] < 0:
+        raise ValueError(
+            "num_workers option should be non-negative; "
+            "use num_workers=0 to disable multiprocessing."
+        )
+    factor, steps = given["prefetch_factor"], given["snapshot_every_n_steps"]
+    if factor is not None and factor < 1:
+        raise ValueError(
+            "prefetch_factor option should be non-negative and at least 1, "
+            f"got {factor}"
+        )
+    if steps is not None and steps < 0:
+        raise ValueError(
+            "snapshot_every_n_steps must be at least 0 (0 and None mean "
+            f"never), got {steps}"
+        )
+    for name in ("concurrency", "prefetch_bytes"):
+        count = given[name]
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    _check_timeout(given["timeout"])
+
+
+def _check_timeout(timeout: Any) -> None:
     try:
         is_time = bool(timeout >= 0)  # as torch: numpy's and a tensor's count
     except TypeError:

@@ -383,7 +383,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         options = self._options(settles=True)
         if options.chooses:
             deaths = live.pools.servers.deaths
-            is_kept = live.has_kept_workers()
+            is_kept = live.has_kept()
             auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
             options = self._options()
         if options.is_own_stream:

@@ -96,7 +96,7 @@ class Runtime:
                 self._pools = Pools()
             return self._pools
 
-    def has_kept_workers(self) -> bool:
+    def has_kept(self) -> bool:
         """Tell whether workers of an earlier iteration persist."""
         return self._pools is not None and self._pools.has_kept()
 
@@ -123,7 +123,7 @@ class Runtime:
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
             seed_pipe(pipe, generator)
-        is_kept = options.persistent_workers and self.has_kept_workers()
+        is_kept = options.persistent_workers and self.has_kept()
         if self._base_seed is None or not is_kept:
             # Persistent workers keep theirs, as in torch.
             self._base_seed = draw_base_seed(generator)
@@ -290,7 +290,7 @@ class Runtime:
         return replace(setting, cores=self.cores, used=counters.used())
 
     def _note_first(self, options: Options, epoch: Epoch) -> None:
-        note_first(options, epoch, self.epoch, is_kept=self.has_kept_workers())
+        note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     # -- what is known of epochs --------------------------------------------------
 
@@ -351,7 +351,7 @@ class Runtime:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return loaded_again(now, loaded, drawn)
-        kept = self._base_seed if self.has_kept_workers() else None
+        kept = self._base_seed if self.has_kept() else None
         parts = now, self.numbers, self.epoch
         return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
 

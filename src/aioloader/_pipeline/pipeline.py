@@ -199,9 +199,9 @@ class Pipeline:
         counters, loop = self._counters, asyncio.get_running_loop()
         if counters is not None:
             LISTED.set(counters.listed)  # the tasks of the lanes have this context
-        tune = None if self.tuner is None else self._tune(self.tuner)
-        lanes = Lanes(self.maker.concurrency, tune)
         try:
+            tune = None if self.tuner is None else self._tune(self.tuner)
+            lanes = Lanes(self.maker.concurrency, tune)
             with contextlib.ExitStack() as watching:
                 if counters is not None:
                     begun = time.monotonic(), watching

@@ -61,7 +61,8 @@ class ThreadWorkers(Pool):
         """Wait until the threads have ended, bounded; a forked child has none."""
         until = time.monotonic() + _GRACE
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            if thread.ident() is not None:  # else a fork came before its start
+                thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def explain(self, task: BatchTask) -> str:
