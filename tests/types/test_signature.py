@@ -9,7 +9,7 @@ from aioloader._loader import signature
 from aioloader._loader.options import NAMES
 
 PARAMETERS = inspect.signature(DataLoader.__init__).parameters
-APART = {"self", "dataset", "batch_size", "collate_fn"}
+APART = {"self", "dataset", "batch_size", "collate_fn", "transform"}
 
 
 def test_arguments_are_all_there() -> None:
@@ -19,12 +19,12 @@ def test_arguments_are_all_there() -> None:
     }
     named = get_type_hints(signature.KeywordOnly)
     assert set(named) == keyword_only - {"tail", "transform", "device"}
-    assert set(get_type_hints(signature.WithTransform)) == set(PARAMETERS) - APART
+    assert set(get_type_hints(signature.Arguments)) == set(PARAMETERS) - APART
 
 
 def test_they_have_the_same_types() -> None:
     """But those that make other batches: ``tail="pad"``, and a device's transform."""
-    given = get_type_hints(signature.WithTransform)
+    given = get_type_hints(signature.Arguments)
     assert given.pop("device") == signature.Place
     assert given.pop("tail") == Literal["wrap", "drop", "uneven"] | None
     assert given == {name: PARAMETERS[name].annotation for name in given}

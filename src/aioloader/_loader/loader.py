@@ -148,7 +148,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         batch_size: int | None = 1,
         *,
         collate_fn: "Callable[[Any], Awaitable[Batch]]",
-        **arguments: "Unpack[sig.WithTransform]",
+        transform: Callable[[Any], Any] | None = None,
+        **arguments: "Unpack[sig.Arguments]",
     ) -> None: ...
     @overload
     def __init__(
@@ -157,7 +158,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         batch_size: int | None = 1,
         *,
         collate_fn: Callable[[Any], Batch],
-        **arguments: "Unpack[sig.WithTransform]",
+        transform: Callable[[Any], Any] | None = None,
+        **arguments: "Unpack[sig.Arguments]",
     ) -> None: ...
     @overload
     def __init__(

@@ -101,9 +101,3 @@ class Arguments(KeywordOnly, total=False):
     generator: torch.Generator | None
     tail: Literal["wrap", "drop", "uneven"] | None
     device: Place
-
-
-class WithTransform(Arguments, total=False):
-    """The same, with ``transform``."""
-
-    transform: Callable[[Any], Any] | None
