@@ -165,10 +165,10 @@ class Options(Added):
         """Return the part of one of our streams that this rank reads."""
         if self.rank is not None:
             stream = stream.shard(self.part.rank, self.part.world_size)
-        if (stream.ranks or (0, 1))[1] == 1:
-            return stream
+        is_one = (stream.ranks or (0, 1))[1] == 1
         is_skipped = parts_of(self.on_error)[0] == "skip"
-        return stream.evened(self.tail or "wrap", is_skipped=is_skipped)
+        tail = "uneven" if is_one else self.tail or "wrap"
+        return stream.evened(tail, is_skipped=is_skipped)
 
     # -- where it is made ---------------------------------------------------------
 

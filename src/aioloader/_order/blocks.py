@@ -6,7 +6,7 @@ columns until a row is requested. A sample that failed is a ``Bad`` in a list.
 
 import inspect
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -48,6 +48,7 @@ class Bad:
 
     error: BaseException  # why; its message says where
     is_users: bool = False  # user code raised it, and need not fail again
+    then: "Block" = field(default_factory=list)  # what follows it in the same position
 
 
 def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
@@ -121,10 +122,31 @@ def failed(error: BaseException, what: str = "the dataset") -> Bad:
 
 
 def unreadable(block: Block) -> list[int]:
-    """Return the positions of samples or shards that the source could not read."""
+    """Return the positions of samples or shards that the source could not read.
+
+    A position is there as often as there are such samples in it.
+    """
     if not isinstance(block, list) or Bad not in set(map(type, block)):
         return []
-    return [k for k, one in enumerate(block) if type(one) is Bad and not one.is_users]
+    return [
+        k
+        for k, one in enumerate(block)
+        if type(one) is Bad
+        for each in (one, *one.then)
+        if type(each) is Bad and not each.is_users
+    ]
+
+
+def spread(block: Block) -> Block:
+    """Return the block with what follows failed samples in their positions."""
+    if not isinstance(block, list) or Bad not in set(map(type, block)):
+        return block
+    spread: list[Any] = []
+    for sample in block:
+        spread.append(sample)
+        if type(sample) is Bad:
+            spread += sample.then
+    return spread
 
 
 def pick(block: Block, indices: Sequence[int]) -> Block:

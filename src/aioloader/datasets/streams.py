@@ -127,9 +127,10 @@ class Stream(Iterated[Sample_co]):
 
         It repeats as often as needed, so ranks with uneven shards have equal numbers of
         batches, and none waits for another at the end. For that it must be the last
-        step: with ``on_error="skip"`` later samples then replace failed ones, but not
-        with ``readers``. If the number of ranks does not divide ``count``, the loader's
-        ``tail`` decides about the last samples.
+        step: with ``on_error="skip"`` later samples then take the places of failed
+        ones. (If ranks take turns at a reader, the same ones must fail on each.) If the
+        number of ranks does not divide ``count``, the loader's ``tail`` decides about
+        the last samples.
 
         A loader's next epoch, or one resumed from its state, continues where its last
         one stopped, so that each reader reads every sample before it reads any again.
@@ -293,8 +294,12 @@ class _EpochLength(_Step):
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
         count, real = self._parts(reading.share)
-        counts_failed = not self.leaves_out or reading.share.in_turns
-        parameters: Any = {"count": count, "real": real, "counts_failed": counts_failed}
+        parameters: Any = {
+            "count": count,
+            "real": real,
+            "leaves_out": self.leaves_out,
+            "in_turns": reading.share.in_turns,
+        }
         return EpochPart(upstream, state, reading, **parameters)
 
     def _parts(self, share: Share) -> tuple[int, int]:

@@ -7,7 +7,7 @@ its samples were passed on. Loading it makes the block again, and drops those.
 
 import asyncio
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -251,13 +251,14 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
             f"of the {count:,} samples that the state says to read again, there are "
             f"{at:,} now; restore the others, or restart the epoch"
         )
-    found = {at + place: block[place].error for place in unreadable(block)}
+    lost = unreadable(block)
+    found = {at + place: block[place].error for place in lost}
     stop = min(at + len(block), count)
-    now = {place for place in found if place < stop}
-    then = {place for place in known if at <= place < stop}
+    now = Counter(at + place for place in lost if at + place < stop)
+    then = Counter(place for place in known if at <= place < stop)
     if now == then:
         return
-    place = min(now ^ then)
+    place = min((now - then) | (then - now))
     error = found.get(place)
     what = "could not be read when the state was saved, and now it can"
     if error is not None:

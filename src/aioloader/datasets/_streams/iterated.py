@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from aioloader._observe.warnings import warn
-from aioloader._order.blocks import Bad, Block
+from aioloader._order.blocks import Bad, Block, spread
 from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._options import check_at_least
@@ -323,7 +323,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self.fills: bool = deal.is_alone
         total = stream.total()
         self.real: int | None = None if total is None else deal.part(total)
-        self.leaves_out: bool = stream.leaves_out and deal.is_alone
+        self.leaves_out: bool = stream.leaves_out
         self.refills: bool = stream.refills
         self._stream = stream
         self._epoch = epoch
@@ -418,7 +418,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 await self._release()
         if block is None and (limit is None or not self.fills):
             raise StopAsyncIteration
-        return [] if block is None else block
+        if block is None:
+            return []
+        return spread(block) if self.leaves_out else block
 
     async def _open(self) -> Alone | Readers:
         """Open the readers at their positions in the state."""

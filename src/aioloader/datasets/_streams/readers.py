@@ -47,9 +47,9 @@ class Alone:
         self.at = at
         self._cursor = cursor
         self._known: State | None = known  # until a sample, or the end, was read
-        # Samples taken; those that the cursor knows of; those without a position.
+        # Samples taken; those that the cursor knows of.
         self._taken: int = known["taken"]
-        self._passed, self._left_out = self._taken, 0
+        self._passed = self._taken
         self._again = wanted - self._taken  # samples to drop first
         self._most, self._leaves_out = ahead, leaves_out
         self._ask = 1
@@ -62,8 +62,6 @@ class Alone:
         block = self._cursor.take(1)
         self._taken += 1
         self.at += 1
-        if self._leaves_out:
-            self._leave_out(block)
         return block
 
     async def one(self) -> Block | None:
@@ -89,11 +87,7 @@ class Alone:
             await self._settle()
         block = await self._cursor.pull(limit)
         self._known, self._has_ended = None, not len(block)
-        self._taken += len(block)
-        self._passed = self._taken
-        self.at += len(block)
-        if self._leaves_out:
-            self._leave_out(block)
+        self.at += self._count(block)
         return block if len(block) else None
 
     async def _settle(self) -> None:
@@ -102,27 +96,27 @@ class Alone:
         while self._again:
             block = await self._cursor.pull(self._again)
             self._known = None
-            self._taken = self._passed = self._taken + len(block)
-            self._again = self._again - len(block) if len(block) else 0
+            count = self._count(block)
+            self._again = self._again - count if len(block) else 0
 
     def _pass(self) -> None:
         self._cursor.pass_on(self._taken - self._passed)
         self._passed = self._taken
 
-    def _leave_out(self, block: Block) -> None:
-        """Note that failed samples, which were counted, have no position."""
-        if isinstance(block, list):
-            bad = sum(type(one) is Bad for one in block)
-            self.at -= bad
-            self._left_out += bad
+    def _count(self, block: Block) -> int:
+        """Note that a block was pulled; return how many positions it has."""
+        count = len(block)
+        if self._leaves_out and isinstance(block, list):
+            count -= sum(type(one) is Bad for one in block)
+        self._taken = self._passed = self._taken + count
+        return count
 
     def states(self) -> list[State]:
         if self._known is not None:
             return [self._known]
         self._pass()
         ended = {"ended": True} if self.has_ended() else {}
-        taken = self._taken - self._left_out
-        return [{"taken": taken, "state": self._cursor.state(), **ended}]
+        return [{"taken": self._taken, "state": self._cursor.state(), **ended}]
 
     def has_ended(self) -> bool:
         """Return whether it is known that there are no more samples."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -421,7 +422,10 @@ class Repeated(Step):
 class EpochPart(Step):
     """One reader's part of an epoch of a given length, of an endless stream.
 
-    Of ``count`` samples, ``real`` are not padding, which the next epoch has again.
+    Of ``count`` samples, ``real`` are not padding, which the next epoch has again. If
+    it ``leaves_out`` failed ones, others take their places. Where readers take turns, a
+    failed sample comes with the one that takes its place: ``Bad.then``. So a count of
+    samples, ``taken`` too, is always one of places.
     """
 
     kind = "epoch_length"
@@ -429,12 +433,39 @@ class EpochPart(Step):
     starts: ClassVar[State] = {"given": 0, "again": 0, "next": None}
     count: int
     real: int
-    counts_failed: bool
+    leaves_out: bool
+    in_turns: bool
+
+    async def _replay(self, count: int, known: list[int] | None) -> None:
+        # The state may be that of readers that took turns.
+        before, self.in_turns = self.in_turns, self.leaves_out
+        await super()._replay(count, known)
+        self.in_turns = before
+
+    async def _places(self, limit: int) -> Block:
+        """Return the samples of the next places, each with those that failed there."""
+        block = await self.upstream.pull(limit)
+        if not self.leaves_out or not isinstance(block, list):
+            return block
+        places, lost = list[Any](), list[Bad]()
+        while len(block):
+            for sample in block:
+                if type(sample) is Bad:
+                    lost.append(sample)
+                    continue
+                places.append(
+                    replace(lost[0], then=[*lost[1:], sample]) if lost else sample
+                )
+                lost = []
+            if not lost:
+                break
+            block = await self.upstream.pull(limit - len(places))
+        return places
 
     async def _make(self, limit: int) -> Block:
         own = self.own
         if own["again"]:
-            await skip(self.upstream.pull, own["again"])
+            await skip(self._places, own["again"])
             own["again"] = 0
         left = self.real - own["given"]
         if left <= 0:
@@ -442,8 +473,9 @@ class EpochPart(Step):
             if left <= 0:
                 return []
             own["next"] = own["next"] or self.upstream.state()
-        block = await self.upstream.pull(min(limit, left))
+        pull = self._places if self.in_turns else self.upstream.pull
+        block = await pull(min(limit, left))
         own["given"] += len(block)
-        if not self.counts_failed and isinstance(block, list):
+        if self.leaves_out and not self.in_turns and isinstance(block, list):
             own["given"] -= sum(type(one) is Bad for one in block)
         return block
