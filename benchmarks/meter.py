@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -41,16 +42,22 @@ def cpu_seconds(pid: int) -> float:
 
 
 def uncharged() -> float:
-    """Return the CPU time of living workers that a fork server started.
+    """Return the CPU time of living processes that a fork server started.
 
     It ignores their end, so that the kernel adds it to nobody's.
     """
-    me, seconds = os.getpid(), 0.0
-    for pid in descendants(me):
+    seconds = 0.0
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            parent = int(_stat(Path(f"/proc/{pid}/stat"))[1][1])
-            seconds += cpu_seconds(pid) if parent != me else 0.0
+            if _ignores_children(pid):
+                seconds += sum(map(cpu_seconds, descendants(pid)))
     return seconds
+
+
+def _ignores_children(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return bool(ignored >> (signal.SIGCHLD - 1) & 1)
 
 
 def thread_seconds() -> dict[str, float]:

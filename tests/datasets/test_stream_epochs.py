@@ -244,6 +244,75 @@ def test_failed_samples_do_not_count(
             assert before + rest == both[rank]
 
 
+def of_layout(stream: Any, ranks: int, workers: int, size: int = 12) -> list[Any]:
+    """Return the loaders of all ranks, of global batches of a size."""
+    options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
+    options |= {"on_error": "skip", "world_size": ranks, "collate_fn": list}
+    return [DataLoader(stream, size // ranks, rank=k, **options) for k in range(ranks)]
+
+
+def refuse(number: int) -> int:
+    if number % 7 in {2, 3}:
+        raise ValueError(f"no {number}")
+    return number
+
+
+GOOD = [number for number in range(128) if number % 7 not in {2, 3}]
+
+
+@pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 0), (2, 2)),  # (ranks, workers)
+        ((2, 0), (1, 0)),
+        ((1, 0), (3, 0)),
+        ((2, 2), (3, 0)),
+        pytest.param((1, 2), (4, 1), marks=pytest.mark.fuzz),
+    ],
+)
+def test_failed_samples_do_not_count_in_another_layout(
+    first: tuple[int, int], second: tuple[int, int], rounds: int
+) -> None:
+    """Not where ranks take turns at readers either, nor on one rank."""
+    stream = numbers(128).shuffle(18).map(refuse).epoch_length(84)
+    found, states = list[int](), []
+    made = of_layout(stream, *first)
+    iterators = [iter(loader) for loader in made]
+    for _ in range(rounds * max(1, first[1])):  # all workers in step
+        for iterator in iterators:
+            found += next(iterator)
+    for loader in made:
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        loader.close()
+    made = of_layout(stream, *second)
+    for loader in made:
+        loader.load_state_dict(merge_states(states))
+    rest = [[*loader] for loader in made]
+    assert len({len(batches) for batches in rest}) == 1
+    found += [number for batches in rest for batch in batches for number in batch]
+    assert len(found) == len({*found}) == 84
+    assert {*found} <= {*GOOD}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_next_epoch_has_what_is_left(ranks: int) -> None:
+    """Of good samples none comes again before all have come, in turns too."""
+    stream = numbers(128).map(refuse).readers(6).epoch_length(30)
+    found = list[int]()
+    made = of_layout(stream, ranks, 0)
+    for _ in range(3):
+        parts = [[*loader] for loader in made]
+        assert len({len(part) for part in parts}) == 1
+        found += [number for part in parts for batch in part for number in batch]
+    assert len(found) == len({*found}) == 90
+    assert {*found} <= {*GOOD}
+    for loader in made:
+        loader.close()
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_states_of_ranks_that_skip_differently(world_size: int, tmp_path: Path) -> None:
     for shard in range(2):
