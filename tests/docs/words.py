@@ -2,7 +2,8 @@
 
 ``python tests/docs/words.py`` prints every place; arguments are patterns of files. A
 phrase is found across line ends. In Python files only comments and strings count. The
-headings of ``docs/fix-it`` do not: they quote messages of the source.
+headings of ``docs/fix-it`` do not: they quote messages of the source. Some words are
+for the documentation and the changelog alone, outside of their code.
 """
 
 import functools
@@ -23,6 +24,7 @@ PAGES = ("*.md", "docs/**/*.md", ".github/**/*.md", ".github/**/*.yml")
 SOURCES = ("src/aioloader/**/*.py", "examples/**/*.py")
 # On Python 3.12 and later, the text of an f-string is a token of its own.
 _QUOTED = re.compile(r"^### `.*$", re.MULTILINE)
+_CODE = re.compile(r"(?ms)^ *```.*?^ *```$|(`+)(?!`).*?(?<!`)\1(?!`)")
 _MARKS = re.compile(r"^\w*[\"']+|[\"']+$|^#|\\n")
 _TEXT = {token.STRING, token.COMMENT, getattr(token, "FSTRING_MIDDLE", token.STRING)}
 
@@ -33,10 +35,12 @@ class Word(NamedTuple):
     Attributes:
         avoid: A regular expression for whole words; a space matches any white space.
         instead: What to write.
+        in_pages: Whether it is avoided in the documentation and the changelog alone.
     """
 
     avoid: str
     instead: str
+    in_pages: bool = False
 
 
 class Hit(NamedTuple):
@@ -53,7 +57,9 @@ class Hit(NamedTuple):
 @functools.cache
 def words() -> list[Word]:
     """Return the list."""
-    return [Word(*row) for row in tomllib.loads(LIST.read_text())["words"]]
+    rows = tomllib.loads(LIST.read_text())
+    everywhere = [Word(*row) for row in rows["words"]]
+    return everywhere + [Word(*row, in_pages=True) for row in rows["pages"]]
 
 
 def pattern(word: Word) -> re.Pattern[str]:
@@ -74,13 +80,15 @@ def prose(source: str) -> str:
 
 
 def _blanks(marks: re.Match[str]) -> str:
-    return " " * len(marks[0])
+    return re.sub(r"\S", " ", marks[0])
 
 
 def hits_in(text: str, name: str) -> Iterator[Hit]:
     """Yield the places of one text, word by word."""
+    is_page = name.startswith("docs/") or name == "CHANGELOG.md"
+    without_code = _CODE.sub(_blanks, text) if is_page else ""
     for word in words():
-        for found in pattern(word).finditer(text):
+        for found in pattern(word).finditer(without_code if word.in_pages else text):
             line = text.count("\n", 0, found.start()) + 1
             phrase = " ".join(found[0].split())
             yield Hit(f"{name}:{line}", phrase, word.instead)
