@@ -1,8 +1,9 @@
 """Write the section "Measured" of the project's README from the results.
 
 Each row names the best setting of this package and the best of each peer, by the first
-metric of its question. What is slower than a peer is listed whole: no loss needs a
-person to remember it. ``results_page.py`` calls this; nothing here is edited by hand.
+metric of its question; the chart at the top has the bars of the first row. What is
+slower than a peer is listed whole: no loss needs a person to remember it.
+``results_page.py`` calls this; nothing here is edited by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from figures import Result, Row
 
 RESULTS = "https://github.com/aioloader/aioloader/blob/main/benchmarks/RESULTS.md"
+ALT = re.compile(r"!\[[^]]*\](?=\(\S+/objects\.svg\))")
 SECTION = re.compile(r"^## Measured\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 
 
@@ -102,6 +104,60 @@ def cells(quoted: Quoted, result: Result) -> list[str]:
     ]
 
 
+CHART = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" \
+width="640" height="{height}" role="img" aria-labelledby="title">
+  <title id="title">{title}</title>
+  <style>
+    svg {{ --ink: #1f2933; --other: #9aa7b4; --ours: #3367d6 }}
+    @media (prefers-color-scheme: dark) {{
+      svg {{ --ink: #e6ebf0; --other: #5c6a78; --ours: #7fa6ff }}
+    }}
+    text {{ font: 13px system-ui, sans-serif; fill: var(--ink) }}
+    .ours {{ fill: var(--ours) }}
+    .other {{ fill: var(--other) }}
+  </style>
+{bars}
+</svg>
+"""
+
+
+def bars(results: list[Result]) -> dict[str, float]:
+    """Return the values of the chart: the best of each, and torch as usual."""
+    quoted = QUOTED[0]
+    result = next(one for one in results if one.name == quoted.question)
+    metric, rows = result.metrics[0], result.cases[quoted.case]
+    found: dict[str, float] = {}
+    for name, kind in (("aioloader", "ours"), ("SPDL", "peer"), ("torch", "peer")):
+        chosen = [one for one in rows if kind == "ours" or one.label.startswith(name)]
+        row = best(metric, chosen, kind)
+        assert row is not None
+        found[name] = row.median(metric["key"])
+    usual, how = quoted.usual
+    plain = next(one for one in rows if one.label == usual)
+    return {**found, f"torch {how}": plain.median(metric["key"])}
+
+
+def title(results: list[Result]) -> str:
+    """Return the chart in words."""
+    values = ", ".join(f"{name} {value:,.0f}" for name, value in bars(results).items())
+    return f"2,000 objects of 100 KB, 30 ms per GET, in objects per second: {values}"
+
+
+def chart(results: list[Result]) -> str:
+    """Return the picture of the bars, to one linear scale from 0."""
+    values, lines = bars(results), []
+    for at, (name, value) in enumerate(values.items()):
+        width, y = 340 * value / max(values.values()), 8 + 30 * at
+        kind = "other" if at else "ours"
+        lines += [
+            f'  <text x="192" y="{y + 15}" text-anchor="end">{name}</text>',
+            f'  <rect class="{kind}" x="200" y="{y}" width="{width:.1f}" height="22"/>',
+            f'  <text x="{206 + width:.1f}" y="{y + 15}">{value:,.0f}/s</text>',
+        ]
+    height = 14 + 30 * len(values)
+    return CHART.format(height=height, title=title(results), bars="\n".join(lines))
+
+
 def rounds(chosen: list[Result]) -> str:
     """Say how many rounds the figures are medians of."""
     fewest = min(
@@ -171,5 +227,6 @@ def section(results: list[Result]) -> str:
 
 
 def updated(text: str, results: list[Result]) -> str:
-    """Return the README with the section as the results have it."""
+    """Return the README with what the results say: the section, and the chart."""
+    text = ALT.sub(lambda _: f"![{title(results)}]", text, count=1)
     return SECTION.sub(lambda _: section(results), text, count=1)

@@ -310,6 +310,8 @@ def main() -> None:
         drawing.draw_all(results, plots)
     args.page.write_text(page(results, plots))
     args.readme.write_text(readme.updated(args.readme.read_text(), results))
+    chart = args.readme.parent / "docs" / "objects.svg"
+    chart.write_text(readme.chart(results))
     print(f"{len(results)} questions in {args.page}, the table of {args.readme}")
 
 

@@ -103,7 +103,9 @@ def test_losses_are_named() -> None:
 def test_the_section_is_that_of_the_results() -> None:
     """``python benchmarks/results_page.py`` writes it."""
     results = importlib.import_module("figures").read_all(BENCHMARKS / "results")
-    assert importlib.import_module("readme").updated(TEXT, results) == TEXT
+    readme = importlib.import_module("readme")
+    assert readme.updated(TEXT, results) == TEXT
+    assert (ROOT / "docs" / "objects.svg").read_text() == readme.chart(results)
 
 
 def test_figures_of_the_readme_are_medians_of_five_rounds() -> None:
