@@ -1,0 +1,1 @@
+"""Data for language models: the arrays of samples, and files of tokens."""
