@@ -25,6 +25,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
     from_async_iterable,
+    from_dataset,
     from_iterable,
 )
 from datasets.pg import SHARED, Database, Server
@@ -151,6 +152,10 @@ def async_iterable(_folder: Path, **_options: Any) -> Any:
     return from_async_iterable(numbered)
 
 
+def map_style(_folder: Path, **options: Any) -> Any:
+    return from_dataset(NAMES, shuffle=options.get("shuffle", False))
+
+
 def own(folder: Path, **options: Any) -> Any:
     for shard in range(len(LENGTHS)):
         rec = [struct.pack("<I", len(row)) + row.encode() for row in rows(shard)]
@@ -199,7 +204,8 @@ def postgresql(_folder: Path, **options: Any) -> Any:
 SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd, own]
 FILES_OF_TABLES: list[Make] = [parquet, arrow]
 DATABASES: list[Make] = [sqlite, postgresql]
-EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, iterable, async_iterable]
+OTHERS: list[Make] = [iterable, async_iterable, map_style]
+EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, *OTHERS]
 
 
 async def read(

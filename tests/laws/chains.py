@@ -47,6 +47,20 @@ def refused(sample: Any) -> Any:
     return sample
 
 
+def several(sample: Any) -> Any:
+    """Yield from none to two samples for one."""
+    for number in range(sum(map(ord, upper(sample))) % 3):
+        yield f"{upper(sample)}{number}"
+
+
+async def several_awaited(sample: Any) -> list[Any]:
+    return [*several(sample)]
+
+
+def codes(texts: list[str]) -> list[list[int]]:
+    return [[*map(ord, text)] for text in texts]
+
+
 @functools.cache
 def made(make: Make, options: tuple[tuple[str, Any], ...]) -> Any:
     """Return the source of a format; its files are written once."""
@@ -73,6 +87,16 @@ STEPS: dict[str, tuple[Callable[[Any, Any], Any], st.SearchStrategy[Any]]] = {
     "take": (lambda stream, count: stream.take(count), st.integers(1, 40)),
     "repeat": (lambda stream, times: stream.repeat(times), st.integers(1, 2)),
     "batch": (lambda stream, size: stream.map(upper).batch(size), st.integers(1, 4)),
+    "unbatch": (lambda stream, size: stream.batch(size).unbatch(), st.integers(1, 4)),
+    "flat_map": (lambda stream, _: stream.flat_map(several), st.none()),
+    "flat_map async": (
+        lambda stream, n: stream.flat_map(several_awaited, concurrency=n),
+        st.integers(1, 9),
+    ),
+    "tokenize": (
+        lambda stream, size: stream.map(upper).tokenize(codes, batch=size),
+        st.integers(1, 9),
+    ),
     "mix": (
         lambda stream, weights: stream.map(upper).mix(
             made(iterable, ()).shuffle(3), weights=weights

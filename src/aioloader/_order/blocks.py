@@ -23,6 +23,10 @@ class Columns(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
 
+    def column(self, name: str) -> list[Any]:
+        """Return the values of one column, as in rows; KeyError if there is none."""
+        ...
+
     def pick(self, indices: Sequence[int]) -> "Columns":
         """Return the rows at ``indices``, in that order."""
         ...

@@ -80,8 +80,20 @@ class ShuffledIndices:
             raise IndexError(
                 f"positions {start} to {stop} of {self.n} shuffled indices"
             )
-        values = np.arange(start, stop, dtype=np.uint64)
-        values = self._permute(values)
+        return self.at(np.arange(start, stop, dtype=np.uint64))
+
+    def at(
+        self, positions: "np.ndarray[Any, Any]"
+    ) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """Return the indices at positions from 0 to before ``n``, in any order.
+
+        Args:
+            positions: Integers of shape ``(k,)``.
+
+        Returns:
+            A fresh array of shape ``(k,)``, dtype int64.
+        """
+        values = self._permute(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.n)
         while outside.size:
             values[outside] = self._permute(values[outside])

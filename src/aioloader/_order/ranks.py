@@ -73,6 +73,16 @@ class Share:
     in_turns: bool = False
     ranks: int = 1  # (times workers)
 
+    def parts(self, total: int, tail: Tail) -> tuple[int, int]:
+        """Return how many samples the reader has, and how many are not padding.
+
+        An epoch has ``total`` samples, and ranks have equal parts, as ``tail`` says.
+        """
+        count = evened(total, self.ranks, tail)
+        real = min(count, total) if tail == "pad" else count
+        deal = Deal(self.reader, self.readers, self.readers)
+        return deal.part(count), deal.part(real)
+
 
 @dataclass(frozen=True)
 class Deal:

@@ -26,6 +26,11 @@ from aioloader._collate.collate import (
 )
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
+from aioloader._order.awaitables import (
+    close_coroutines,
+    holds_awaitables,
+    resolved,
+)
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
@@ -34,10 +39,7 @@ from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
     SideLoop,
-    close_coroutines,
-    holds_awaitables,
     refuse_coroutines,
-    resolved,
     run_now,
     user_error,
 )

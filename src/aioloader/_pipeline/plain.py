@@ -19,6 +19,7 @@ from aioloader._observe.records import (
     spent,
     thread_clocks,
 )
+from aioloader._order.awaitables import close_coroutines, holds_awaitables
 from aioloader._order.blocks import Bad
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
@@ -26,8 +27,6 @@ from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
 from aioloader._pipeline.awaiting import (
     SideLoop,
-    close_coroutines,
-    holds_awaitables,
     refuse_coroutines,
 )
 from aioloader._pipeline.batch_task import place_of

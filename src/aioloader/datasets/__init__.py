@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.files import FileDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+    from aioloader.datasets.map_style import from_dataset
     from aioloader.datasets.mds import MDSDataset
     from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
@@ -62,6 +63,7 @@ _LATER = {
     "Version": "aioloader.datasets._stores.versions",
     "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
+    "from_dataset": "aioloader.datasets.map_style",
     "from_iterable": "aioloader.datasets.iterables",
     "write_parquet": "aioloader.datasets.writers",
 }
@@ -94,6 +96,7 @@ __all__ = [
     "Version",
     "from_arrow",
     "from_async_iterable",
+    "from_dataset",
     "from_iterable",
     "write_parquet",
 ]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from aioloader._order.ranks import Deal, Share, Tail, evened
-from aioloader.datasets._options import check_at_least
+from aioloader._order.ranks import Share, Tail
+from aioloader.datasets._options import check_at_least, check_is
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
@@ -29,8 +29,11 @@ from aioloader.datasets._streams.steps import (
     Skipped,
     Step,
     Taken,
+    Tokenized,
+    Unbatched,
 )
 from aioloader.datasets._streams.weave import Mixed, Until
+from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import is_async_function
 
@@ -147,6 +150,69 @@ class Stream(Iterated[Sample_co]):
         size = check_at_least(size, 1, "size")
         described = {"size": size, "drop_last": drop_last}
         return _Step(self, Batched, described)
+
+    def unbatch(self) -> "Stream[Any]":
+        """Return the stream of the items of each sample, one by one.
+
+        The reverse of ``batch``, also of tables, whose rows stay in columns. Samples
+        are lists, arrays, generators or other iterables; generators are read no further
+        than needed, in a thread. A sample without items adds nothing. A text, a dict,
+        or anything else that is not iterable fails with a ``TypeError``; an error of an
+        iterable is its last item. The position is that of a sample and a count of its
+        items: on resume, the items of one sample are made again, and must be the same.
+        """
+        return _Step(self, Unbatched, {})
+
+    def flat_map(
+        self, function: Callable[[Any], Any], *, concurrency: int = 64
+    ) -> "Stream[Any]":
+        """Return the stream of the items of each ``function(sample)``, one by one.
+
+        It is ``map(function, concurrency=concurrency).unbatch()``: the function returns
+        a list, or another iterable; a generator function makes items when needed.
+        """
+        return self.map(function, concurrency=concurrency).unbatch()
+
+    def tokenize(
+        self, tokenizer: Any, column: str | None = None, *, batch: int = 256
+    ) -> "Stream[Any]":
+        """Return the stream of the tokens of each text: 1-D arrays of integers.
+
+        Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
+        sample that is no text, or lacks the column, fails alone. On resume, texts are
+        read again, but not tokenized again. A tokenizer is copied now, without its
+        padding; a state of a stream with another vocabulary or other settings is
+        refused, by a digest.
+
+        Args:
+            tokenizer: A ``tokenizers.Tokenizer``; a fast tokenizer of ``transformers``,
+                which gives the ``input_ids`` of ``tokenizer(texts)`` (both with special
+                tokens, as int64); or a plain function of a list of texts that returns
+                a sequence of integers for each, or a dict with these as ``input_ids``.
+            column: Name of the texts in samples that are rows or dicts.
+            batch: How many texts are tokenized at a time; no part of the state.
+
+        Raises:
+            TypeError: If ``tokenizer`` is none of these.
+            ValueError: If ``batch`` is below 1.
+        """
+        batch = check_at_least(batch, 1, "batch")
+        if column is not None:
+            check_is(column, str, "column", "a name")
+        described: State = {"column": column}
+        function = copy = tokenizer_of(tokenizer)
+        if copy is not None:
+            described["tokenizer"] = copy.described
+        elif callable(tokenizer) and not is_async_function(tokenizer):
+            function = tokenizer
+            described["function"] = name_of(tokenizer)
+        else:
+            raise TypeError(
+                "tokenizer must be a tokenizers.Tokenizer, a fast tokenizer of "
+                "transformers, or a plain function of a list of texts, got "
+                f"{tokenizer!r}"
+            )
+        return _Step(self, Tokenized, described, function=function, batch=batch)
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
         """Return the stream with its shards' bytes cached in a directory.
@@ -293,7 +359,7 @@ class _EpochLength(_Step):
         # To the source all epochs are one, so a pass is never shuffled again midway.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
-        count, real = self._parts(reading.share)
+        count, real = reading.share.parts(self.total(), self._tail)
         parameters: Any = {
             "count": count,
             "real": real,
@@ -302,18 +368,11 @@ class _EpochLength(_Step):
         }
         return EpochPart(upstream, state, reading, **parameters)
 
-    def _parts(self, share: Share) -> tuple[int, int]:
-        """Return how many samples a reader has, and how many are not padding."""
-        count = evened(self.total(), share.ranks, self._tail)
-        real = min(count, self.total()) if self._tail == "pad" else count
-        deal = Deal(share.reader, share.readers, share.readers)
-        return deal.part(count), deal.part(real)
-
     def carried(self, state: State, passed: int, share: Share) -> State:
         """Return the position after the last sample that was delivered."""
         if state.get("next") is not None:
             return {"up": state["next"]}
-        left = self._parts(share)[1] - state.get("given", 0)
+        left = share.parts(self.total(), self._tail)[1] - state.get("given", 0)
         again = state.get("again", 0) + min(passed + state.get("taken", 0), left)
         return {"up": state.get("up", {}), "again": again}
 

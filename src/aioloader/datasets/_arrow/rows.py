@@ -143,6 +143,18 @@ class Rows(Sequence[dict[str, Any]]):
                 for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
+    def column(self, name: str) -> list[Any]:
+        """Return the values of one column, as in rows.
+
+        Raises:
+            KeyError: If there is no column of that name.
+        """
+        if name not in self.names:
+            raise KeyError(name)
+        at = self.names.index(name)
+        cuts = (columns[at][start:stop] for columns, start, stop in self.parts)
+        return [value for cut in cuts for value in values_of(cut)]
+
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
         """Return the rows at ``indices``, in that order, copied.
 

@@ -1,17 +1,29 @@
 """The steps of a stream: each is a cursor over that of the step before it."""
 
 import asyncio
+import inspect
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
+from aioloader._order.blocks import (
+    Bad,
+    Block,
+    Columns,
+    failed,
+    join,
+    pick,
+    read_block,
+    unreadable,
+)
 from aioloader._order.permutation import is_quick, keyed_order, paced, pause
 from aioloader._order.raising import ends_task
-from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
@@ -21,6 +33,7 @@ from aioloader.datasets._streams.cursors import (
     check_again,
     skip,
 )
+from aioloader.datasets._tokens.texts import encoded, text_of
 from aioloader.errors import DatasetError
 
 # Least samples per thread; smaller shares cost more for threads than they gain.
@@ -30,6 +43,9 @@ _PULL = 1 << 13
 # Empty passes in a row after which an endless stream is an error. If shards are
 # shuffled, a reader's share of a pass may be empty, and its share of the next one not.
 _EMPTY = 8
+# Samples whose items are in memory: plain ones, and blocks.
+_PLAIN = Bad, list, tuple
+_WHOLE = *_PLAIN, Columns
 
 
 class Step(Replayed):
@@ -40,6 +56,7 @@ class Step(Replayed):
 
     kind: ClassVar[str]
     is_one_to_one = False  # whether it passes on as many samples as it gets
+    keeps_places = False  # whether each is made of the one in its place alone
     starts: ClassVar[State] = {}  # own entries at the beginning
 
     def __init__(
@@ -55,6 +72,12 @@ class Step(Replayed):
     def _here(self) -> State:
         return {"up": self.upstream.state(), **self.own}
 
+    async def _replay(self, count: int, known: list[int] | None) -> None:
+        if self.keeps_places:  # without making any again
+            await skip(self.upstream.pull, count, known)
+        else:
+            await super()._replay(count, known)
+
     async def _close(self) -> None:
         await self.upstream.aclose()
 
@@ -66,7 +89,7 @@ class Mapped(Step):
     """Applies a plain function to each sample, a block at a time, in a thread."""
 
     kind = "map"
-    is_one_to_one = True
+    is_one_to_one = keeps_places = True
     function: Callable[[Any], Any]
 
     async def _make(self, limit: int) -> Block:
@@ -74,13 +97,24 @@ class Mapped(Step):
         return await asyncio.to_thread(self._apply, block) if len(block) else []
 
     def _apply(self, block: Block) -> list[Any]:
-        function, made = self.function, []
+        return self._call(self.function, block)
+
+    def _call(self, function: Callable[[Any], Any], block: Block) -> list[Any]:
+        """Return what a function makes of each sample, or its error as ``Bad``."""
+        made: list[Any] = []
         for sample in block:
             try:
                 made.append(sample if type(sample) is Bad else function(sample))
             except BaseException as error:  # noqa: BLE001  (the policy decides)
                 made.append(_bad(error, self.kind))
         return made
+
+    async def _await(
+        self, function: Callable[[Any], Awaitable[Any]], block: Block
+    ) -> list[Any]:
+        """Return what a coroutine function makes of each sample, as ``_call``."""
+        jobs = [_guarded(function, sample, self.kind) for sample in block]
+        return await asyncio.gather(*jobs)
 
 
 class Decoded(Mapped):
@@ -109,14 +143,13 @@ class Filtered(Mapped):
     """Keeps the samples for which a function, plain or async, returns true."""
 
     kind = "filter"
-    is_one_to_one = False
+    is_one_to_one = keeps_places = False
     is_async: bool
 
     async def _make(self, limit: int) -> Block:
         while len(block := await self.upstream.pull(limit)):
             if self.is_async:
-                jobs = [_guarded(self.function, one, self.kind) for one in block]
-                answers: list[Any] = await asyncio.gather(*jobs)
+                answers = await self._await(self.function, block)
             else:
                 answers = await asyncio.to_thread(self._apply, block)
             # A sample for which the function failed is passed on as its error.
@@ -139,7 +172,7 @@ class MappedAsync(Step):
     """
 
     kind = "map"
-    is_one_to_one = overshoots = True
+    is_one_to_one = keeps_places = overshoots = True
     function: Callable[[Any], Awaitable[Any]]
     concurrency: int
 
@@ -150,9 +183,6 @@ class MappedAsync(Step):
         self._under_way = 0
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
-
-    async def _replay(self, count: int, known: list[int] | None) -> None:
-        await skip(self.upstream.pull, count, known)  # without another call for each
 
     async def _more(self, limit: int) -> Block:
         self._refill()
@@ -232,6 +262,174 @@ def _bad(error: BaseException, stage: str) -> Bad:
     sample = failed(error, f"the function of {stage!r}")
     sample.error.add_note(f"aioloader: in {stage!r} of the stream")
     return sample
+
+
+# -- several samples of one, one of several ---------------------------------------
+
+
+class Unbatched(Step):
+    """Passes on the items of each sample, one by one.
+
+    The position is that of the oldest sample with items that were not passed on, and
+    how many of its items were. A list, a tuple or a block of columns is passed on
+    whole; anything else is iterated in a thread, no further than needed.
+    """
+
+    kind = "unbatch"
+    overshoots = True
+
+    def __init__(self, *args: Any, **parameters: Any) -> None:
+        super().__init__(*args, **parameters)
+        self._samples: deque[Any] = deque()
+        self._is_quick = True  # whether they are in memory whole
+        self._items: Iterator[Any] | None = None  # of the first one, if it is begun
+        self._given = 0  # how many of its items were made
+        # Numbers of items of the next samples to be passed on; totals, for an average.
+        self._lengths: deque[int] = deque()
+        self._split, self._found = 0, 0
+
+    async def _more(self, limit: int) -> Block:
+        block: Block = []
+        while not block and (self._samples or await self._refill(limit)):
+            block = await self._flat(limit)
+        return block
+
+    async def _refill(self, limit: int) -> bool:
+        """Take about as many samples as have so many items; tell if there are any."""
+        count = min(limit, 1 + limit * self._split // max(1, self._found))
+        if not (self.upstream.ready or await self.upstream.fill(count)):
+            return False
+        self._samples.extend(self.upstream.take(count))
+        kinds = set(map(type, self._samples))
+        self._is_quick = all(issubclass(kind, _WHOLE) for kind in kinds)
+        return True
+
+    async def _flat(self, limit: int) -> Block:
+        """Return about ``limit`` items of the samples, and note which ones ended."""
+        if self._is_quick:
+            block, lengths = self._cut(limit)
+        else:
+            block, lengths = await in_thread(self._cut, limit)
+        self._lengths.extend(lengths)
+        self._split, self._found = self._split + len(lengths), self._found + len(block)
+        self.pass_on(0)  # what is empty
+        return block
+
+    def _cut(self, limit: int) -> tuple[Block, list[int]]:
+        """Return items, and how many each sample had that has no more."""
+        parts, lengths, found = list[Block](), list[int](), 0
+        while self._samples and found < limit:
+            sample = self._samples[0]
+            is_columns = not isinstance(sample, _PLAIN) and isinstance(sample, Columns)
+            if parts and is_columns == isinstance(parts[-1], list):
+                break  # columns stay columns
+            items, has_ended = self._items_of(sample, limit - found)
+            found, self._given = found + len(items), self._given + len(items)
+            if is_columns or not parts:
+                parts.append(items if is_columns else [*items])
+            else:
+                parts[-1] += items
+            if has_ended:
+                lengths.append(self._given)
+                self._samples.popleft()
+                self._items, self._given = None, 0
+        return join(parts), lengths
+
+    def _items_of(self, sample: Any, limit: int) -> tuple[Any, bool]:
+        """Return the next items of the first sample, and whether there are no more.
+
+        An error is the last item.
+        """
+        if type(sample) is Bad:
+            return [sample], True
+        if isinstance(sample, _WHOLE):
+            return sample, True
+        try:
+            if self._items is None:
+                self._items = _iterated(sample)
+        except BaseException as error:  # noqa: BLE001  (the policy decides)
+            return [_bad(error, self.kind)], True
+        items, has_ended = read_block(self._items, limit)
+        if items and type(items[-1]) is Bad:
+            items[-1], has_ended = _bad(items[-1].error, self.kind), True
+        return items, has_ended
+
+    def pass_on(self, count: int) -> None:
+        """Note that items were passed on; tell the upstream of whole samples."""
+        self._passed, samples = self._passed + count, 0
+        while self._lengths and self._passed >= self._lengths[0]:
+            self._passed -= self._lengths.popleft()
+            samples += 1
+        if samples:
+            self.upstream.pass_on(samples)
+
+    def state(self) -> State:
+        return self._loaded or self._after(self._here(), (), self._passed)
+
+    async def _replay(self, count: int, known: list[int] | None) -> None:
+        """Drop items of the first sample alone, which may have fewer now.
+
+        If it fails now, that was not passed on: an error is the last item of a sample.
+        """
+        await self._refill(1)
+        while self._samples and count:
+            block = await self._flat(count)
+            if len(block):
+                check_again(block, 0, count, known)
+            each = block if isinstance(block, list) else []
+            bad = [place for place, one in enumerate(each) if type(one) is Bad]
+            dropped = min(count, len(block), *bad)
+            count = 0 if bad else count - dropped
+            self._block, self.ready = block, len(block) - dropped
+            self.pass_on(dropped)
+
+    async def _close(self) -> None:
+        self._samples.clear()
+        items, self._items = self._items, None
+        try:
+            if inspect.isgenerator(items):
+                await in_thread(items.close)
+        finally:
+            await super()._close()
+
+
+def _iterated(sample: Any) -> Iterator[Any]:
+    """Return an iterator over the items of a sample."""
+    kind = type(sample)
+    has_items = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    if not has_items or issubclass(kind, (str, bytes, bytearray, Mapping)):
+        raise TypeError(
+            f"unbatch() cannot split a sample of type {kind.__name__!r} into samples; "
+            "it needs lists, arrays or other iterables of samples"
+        )
+    return iter(sample)
+
+
+class Tokenized(Mapped):
+    """Makes an array of tokens of each text, of many texts at a time."""
+
+    kind = "tokenize"
+    overshoots = makes_ahead = True
+    column: str | None
+    batch: int
+
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a batch)
+        return await super()._make(self.batch)
+
+    def _apply(self, block: Block) -> list[Any]:
+        column = self.column
+        if column is not None and not isinstance(block, list):
+            with suppress(KeyError):  # in no row
+                block, column = block.column(column), None
+        made = self._call(partial(text_of, column=column), block)
+        texts = [one for one in made if type(one) is not Bad]
+        encode = partial(encoded, self.function)
+        try:
+            found = encode(texts)
+        except BaseException:  # noqa: BLE001  (of one text, or of all)
+            found = self._call(lambda text: encode([text])[0], texts)
+        each = iter(found)
+        return [one if type(one) is Bad else next(each) for one in made]
 
 
 # -- counts -----------------------------------------------------------------------

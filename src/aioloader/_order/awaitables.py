@@ -1,0 +1,79 @@
+"""What wrappers of async datasets return: awaitables, and containers of them."""
+
+import asyncio
+import inspect
+import types
+from collections.abc import Awaitable, Collection, Iterable
+from typing import Any
+
+from aioloader._order.raising import Carried, carried
+
+_CONTAINERS = {tuple, list, dict}
+
+
+async def resolved(value: Any) -> Any:
+    """Await ``value`` and the awaitables in its tuples, lists and dicts.
+
+    Wrappers of async datasets (``Subset``, ``StackDataset``) return awaitables, or
+    containers of them. A container's awaitables are awaited concurrently.
+    """
+    if inspect.isawaitable(value):
+        value = await value
+    if type(value) in {tuple, list} and _has_awaitable(value):
+        return type(value)(await together(value))
+    if type(value) is dict and _has_awaitable(value.values()):
+        return dict(zip(value, await together(value.values()), strict=True))
+    return value
+
+
+async def together(values: Iterable[Any]) -> list[Any]:
+    """Resolve ``values`` concurrently; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(_resolved_in_task(value)) for value in values]
+    try:
+        return await asyncio.gather(*tasks)
+    except Carried as passed:
+        raise passed.error from passed.error.__cause__
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _resolved_in_task(value: Any) -> Any:
+    try:
+        return await resolved(value)
+    except BaseException as error:  # noqa: BLE001  (raised again)
+        raise carried(error)  # noqa: B904  (it keeps its cause)
+
+
+def _has_awaitable(values: Collection[Any]) -> bool:
+    """Tell whether there is an awaitable in ``values``, or in containers in them."""
+    kinds = set(map(type, values))
+    if any(issubclass(kind, Awaitable) for kind in kinds):
+        return True
+    return not kinds.isdisjoint(_CONTAINERS) and any(
+        _has_awaitable(value.values() if type(value) is dict else value)
+        for value in values
+        if type(value) in _CONTAINERS
+    )
+
+
+def holds_awaitables(samples: Any) -> bool:
+    """Tell whether plain code has returned awaitables, as ``resolved`` finds them.
+
+    Of the tuples, lists and dicts in a list of samples, one of each type is searched.
+    """
+    if type(samples) is not list:
+        return False
+    kinds = set(map(type, samples))
+    if kinds.isdisjoint(_CONTAINERS):  # the usual case: this is per batch
+        return any(issubclass(kind, Awaitable) for kind in kinds)
+    return _has_awaitable({type(sample): sample for sample in samples}.values())
+
+
+def close_coroutines(samples: Any) -> None:
+    """Close the coroutines among samples that will not be awaited."""
+    if type(samples) is list:
+        for sample in samples:
+            if isinstance(sample, types.CoroutineType):
+                sample.close()

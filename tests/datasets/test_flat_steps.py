@@ -1,0 +1,524 @@
+"""Several samples of one, and tokens of texts: unbatch, flat_map and tokenize."""
+
+import asyncio
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from aioloader import DataLoader
+from aioloader._order.blocks import Bad
+from aioloader.datasets import from_arrow, from_async_iterable, from_iterable
+from aioloader.datasets._arrow.rows import Rows
+from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._streams.steps import Unbatched
+from aioloader.errors import ShardChangedError, StateMismatchError
+from beside import beside
+from datasets.shards import read
+
+
+async def pulled(
+    stream: Any, sizes: Sequence[int] = (64,), count: int | None = None
+) -> tuple[list[Any], Any]:
+    """Return the first samples, errors as their texts, pulled so many at a time."""
+    found: list[Any] = []
+    async with aiter(stream) as iterator:
+        for size in itertools.cycle(sizes):
+            limit = size if count is None else min(size, count - len(found))
+            block = await iterator.pull(limit) if limit else []
+            if not len(block):
+                break
+            found += [str(one.error) if type(one) is Bad else one for one in block]
+        return found, json.loads(json.dumps(iterator.state_dict()))
+
+
+def plain(samples: Sequence[Any]) -> list[Any]:
+    return [one.tolist() if hasattr(one, "tolist") else one for one in samples]
+
+
+async def check_resumes(
+    make: Callable[[], Any], sizes: Sequence[int] = (64,), step: int = 1
+) -> list[Any]:
+    """Check that after so many samples a fresh stream has the rest; return all."""
+    whole = plain((await pulled(make(), sizes))[0])
+    for count in range(0, len(whole) + 1, step):
+        head, state = await pulled(make(), sizes, count)
+        stream = make()
+        stream.load_state_dict(state)
+        assert plain(head + (await pulled(stream, sizes))[0]) == whole, count
+    return whole
+
+
+# -- unbatch --------------------------------------------------------------------------
+
+KINDS = ("list", "tuple", "array", "generator", "broken", "failed", "text", "number")
+
+
+def sample_of(kind: str, items: range) -> Any:
+    def generator() -> Iterator[int]:
+        yield from items
+        if kind == "broken":
+            raise ValueError(f"broken after {items}")
+
+    if kind == "failed":
+        raise ValueError(f"failed before {items}")
+    made = {"list": list, "tuple": tuple, "array": np.array, "number": len}
+    return "text" if kind == "text" else made.get(kind, lambda _: generator())(items)
+
+
+def expected(kind: str, items: range) -> list[Any]:
+    """Return the items of a sample, and how it ends."""
+    refused = (
+        "unbatch() cannot split a sample of type {!r} into samples; it needs lists, "
+        "arrays or other iterables of samples"
+    )
+    instead = {
+        "text": [refused.format("str")],
+        "number": [refused.format("int")],
+        "failed": [f"failed before {items}"],
+        "broken": [*items, f"broken after {items}"],
+    }
+    return instead.get(kind, [*items])
+
+
+SAMPLES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=12)
+
+
+@pytest.mark.law
+@pytest.mark.one_loop
+@given(SAMPLES, st.lists(st.integers(1, 9), min_size=1, max_size=3))
+async def test_items_of_any_samples(
+    samples: list[tuple[str, int]], sizes: list[int]
+) -> None:
+    ends = itertools.accumulate(length for _, length in samples)
+    each = [
+        (kind, range(end - length, end))
+        for (kind, length), end in zip(samples, ends, strict=True)
+    ]
+
+    def make() -> Any:
+        return from_iterable(each).flat_map(lambda sample: sample_of(*sample))
+
+    whole = await check_resumes(make, sizes)
+    assert whole == [one for sample in each for one in expected(*sample)]
+
+
+async def several(number: int) -> list[int]:
+    for _ in range(number % 3):
+        await asyncio.sleep(0)
+    return [number] * (number % 4)
+
+
+CHAINS: dict[str, Callable[[Any], Any]] = {
+    "coroutines": lambda s: s.flat_map(several, concurrency=3),
+    "of batches": lambda s: s.batch(7).unbatch(),
+    "of windows": lambda s: s.shuffle(9).batch(4).unbatch().shuffle(5),
+    "twice": lambda s: s.batch(3).batch(2).unbatch().unbatch(),
+    "mixed": lambda s: s.flat_map(several).mix(s.batch(5).unbatch()).batch(3),
+    "repeated": lambda s: s.flat_map(several).epoch_length(37),
+    "of an epoch": lambda s: s.epoch_length(23).flat_map(several).filter(bool),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+async def test_chains(chain: str) -> None:
+    def make() -> Any:
+        return CHAINS[chain](from_iterable(range(30)))
+
+    whole = await check_resumes(make, (5, 1, 8))
+    if chain in {"of batches", "twice"}:
+        assert whole == [*range(30)]
+    elif chain == "coroutines":
+        assert whole == [n for n in range(30) for _ in range(n % 4)]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+async def test_chains_of_a_loader(chain: str, num_workers: int) -> None:
+    stream = CHAINS[chain](from_iterable(range(30)))
+    options: Any = {"fetch": "workers"} if num_workers else {}
+    loader: Any = DataLoader(
+        stream, 4, num_workers=num_workers, collate_fn=list, **options
+    )
+    whole, _ = await read(stream)
+    found = await beside(partial(list, loader))
+    assert [one for batch in found for one in batch] == whole
+
+
+async def test_only_one_sample_is_made_again() -> None:
+    made: list[int] = []
+
+    def split(number: int) -> list[int]:
+        made.append(number)
+        return [number] * 10
+
+    stream = from_iterable(range(20)).flat_map(split)
+    head, state = await pulled(stream, (1,), 25)
+    made.clear()
+    stream.load_state_dict(state)
+    rest, _ = await pulled(stream)
+    assert head + rest == [number for number in range(20) for _ in range(10)]
+    assert made == [*range(2, 20)]
+    assert state["streams"]["0"]["state"] == {
+        "up": {"up": {"read": 2}}, "taken": 5, "failed": []
+    }  # fmt: skip
+
+
+async def test_few_samples_are_made_in_advance() -> None:
+    """As many as have the items that are asked for."""
+    made = 0
+
+    def split(number: int) -> list[int]:
+        nonlocal made
+        made += 1
+        return [number] * 100
+
+    async with aiter(from_iterable(range(1000)).flat_map(split).shuffle(512)) as one:
+        await one.pull(64)
+    assert made < 20
+
+
+async def test_generators_are_read_as_needed_off_the_loop() -> None:
+    read_to, threads, closed = 0, set[threading.Thread](), False
+
+    def forever(_number: int) -> Iterator[int]:
+        nonlocal read_to, closed
+        try:
+            for read_to in itertools.count(1):
+                threads.add(threading.current_thread())
+                yield read_to
+        finally:
+            closed = True
+
+    found, _ = await pulled(from_iterable([0]).flat_map(forever), (3, 5), 16)
+    assert found == [*range(1, 17)]
+    assert read_to == 16
+    assert closed
+    assert threading.current_thread() not in threads
+
+
+async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
+    is_broken = False
+
+    def split(number: int) -> Iterator[int]:
+        yield from [number] * 3
+        if is_broken and number == 1:
+            raise OSError("connection lost")
+        yield from [number] * 3
+
+    def split_list(number: int) -> list[int]:
+        return [*split(number)]
+
+    for function in (split, split_list):
+        is_broken = False
+        stream = from_iterable(range(3)).flat_map(function)
+        _, state = await pulled(stream, (1,), 10)  # four items of number 1
+        stream.load_state_dict(state)
+        is_broken = True
+        found, _ = await pulled(stream)
+        assert found == ["connection lost", *[2] * 6]
+
+
+async def test_an_unreadable_sample_is_refused_if_it_had_items() -> None:
+    class Source:
+        """A source that cannot read its first sample any more."""
+
+        ready = 0
+
+        async def fill(self, _limit: int) -> bool:
+            self.ready = 1
+            return True
+
+        def take(self, _limit: int) -> list[Any]:
+            return [Bad(OSError("gone"))]
+
+        def state(self) -> Any:
+            return {}
+
+    source: Any = Source()
+    reading: Any = None
+    cursor = Unbatched(source, {"up": {}, "taken": 2, "failed": []}, reading)
+    with pytest.raises(ShardChangedError, match="now it cannot: gone"):
+        await cursor.pull(5)
+
+
+TABLE = pa.table({"n": range(50), "s": [f"t {n}" for n in range(50)]})
+
+
+def no_rows(_block: Any) -> Any:
+    raise AssertionError("rows were made")
+
+
+async def test_rows_stay_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return from_arrow(TABLE).batch(7).unbatch()
+
+    whole = await check_resumes(make, (5, 11))
+    assert [row["n"] for row in whole] == [*range(50)]
+    monkeypatch.setattr(Rows, "__iter__", no_rows)
+    loader: Any = DataLoader(make(), 8)
+    batches = await beside(partial(list, loader))
+    assert torch.equal(torch.cat([one["n"] for one in batches]), torch.arange(50))
+
+
+async def test_rows_are_no_samples() -> None:
+    stream = from_arrow(TABLE[:1]).unbatch()
+    with pytest.raises(TypeError, match="cannot split a sample of type 'dict'") as info:
+        await read(stream)
+    assert info.value.__notes__ == ["aioloader: in 'unbatch' of the stream"]
+    assert repr(stream).endswith(".unbatch(...)")
+
+
+# -- tokenize -------------------------------------------------------------------------
+
+WORDS = {"[PAD]": 0, "[BOS]": 1, "[UNK]": 2, "red": 3, "fox": 4, "sees": 5, "dogs": 6}
+TEXTS = [" ".join([*WORDS][3 + n % 4 :][: n % 5]) for n in range(40)]
+
+
+def tokenizer(words: dict[str, int] = WORDS) -> Any:
+    made: Any = Tokenizer(models.WordLevel(words, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A", special_tokens=[("[BOS]", 1)]
+    )
+    made.add_special_tokens(["[BOS]"])
+    return made
+
+
+def codes(texts: list[str]) -> list[list[int]]:
+    return [[*map(ord, text)] for text in texts]
+
+
+IDS = [[1, *(WORDS[word] for word in text.split())] for text in TEXTS]
+
+
+async def test_tokens_of_texts() -> None:
+    def make() -> Any:
+        return from_iterable(TEXTS).tokenize(tokenizer(), batch=7)
+
+    assert await check_resumes(make, (5, 1)) == IDS
+    whole, _ = await read(make())
+    assert {(one.dtype, one.ndim) for one in whole} == {(np.dtype(np.int64), 1)}
+    assert make().epoch_length(9).tokenize(codes).total() == 9
+
+
+FUNCTIONS: dict[str, Callable[[list[str]], Any]] = {
+    "lists": codes,
+    "arrays": lambda texts: tuple(np.array(one, np.uint8) for one in codes(texts)),
+    "tensors": lambda texts: [
+        torch.tensor(one, dtype=torch.int) for one in codes(texts)
+    ],
+    "a dict": lambda texts: {"input_ids": codes(texts), "attention_mask": ...},
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+async def test_tokens_of_a_function(function: str) -> None:
+    found, _ = await read(from_iterable(TEXTS).tokenize(FUNCTIONS[function]))
+    assert plain(found) == codes(TEXTS)
+    assert all(isinstance(one, np.ndarray) for one in found)
+    assert all(one.dtype.kind in "iu" for one in found)
+
+
+async def test_texts_are_not_tokenized_again() -> None:
+    """A state may be loaded with another size of batches."""
+    seen: list[list[str]] = []
+
+    def watched(texts: list[str]) -> list[list[int]]:
+        seen.append(texts)
+        return codes(texts)
+
+    stream = from_iterable(TEXTS).tokenize(watched, batch=16)
+    head, state = await pulled(stream, (1,), 20)
+    seen.clear()
+    again = from_iterable(TEXTS).tokenize(watched, batch=5)
+    again.load_state_dict(state)
+    rest, _ = await pulled(again)
+    assert plain(head + rest) == codes(TEXTS)
+    assert seen == [TEXTS[at : at + 5] for at in range(20, 40, 5)]
+
+
+async def test_a_column_is_taken_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": text, "n": n} for n, text in enumerate(TEXTS)]
+    whole, _ = await read(from_iterable(rows).tokenize(tokenizer(), "text"))
+    assert plain(whole) == IDS
+    monkeypatch.setattr(Rows, "__iter__", no_rows)
+    table = pa.concat_tables([pa.Table.from_pylist(rows)[at::2] for at in range(2)])
+    stream = from_arrow(table).shuffle(9).tokenize(tokenizer(), "text", batch=4)
+    found, _ = await read(stream)
+    assert sorted(plain(found)) == sorted(IDS)
+
+
+NO_TEXT = (
+    "tokenize() needs texts, got one of type {!r}; decode bytes, and name the column "
+    "of the texts in rows or dicts"
+)
+
+
+def picky(texts: list[str]) -> list[Any]:
+    """Refuse one text; return floats, a table and too little for others."""
+    if "bad" in texts:
+        raise ValueError("no bad texts")
+    found: dict[str, Any] = {"floats": [0.5], "table": [[1]], "words": ["a"]}
+    return [found.get(text, [*map(ord, text)]) for text in texts if text != "none"]
+
+
+async def test_what_fails_is_one_text() -> None:
+    samples = ["a", b"b", "bad", None, "floats", {"text": "c"}, "table", "none", "d"]
+    stream = from_iterable(samples).tokenize(picky)
+    block: Any
+    async with aiter(stream) as iterator:
+        block = await iterator.pull(64)
+    assert [one if type(one) is Bad else one.tolist() for one in block][::8] == [
+        [97],
+        [100],
+    ]
+    errors = [(type(one.error), str(one.error)) for one in block[1:-1]]
+    tokens = "the tokens of a text must be integers in one dimension, got"
+    assert errors == [
+        (TypeError, NO_TEXT.format("bytes")),
+        (ValueError, "no bad texts"),
+        (TypeError, NO_TEXT.format("NoneType")),
+        (TypeError, f"{tokens} float64 of shape (1,)"),
+        (TypeError, NO_TEXT.format("dict")),
+        (TypeError, f"{tokens} int64 of shape (1, 1)"),
+        (ValueError, "the tokenizer returned 0 arrays of tokens for 1 texts"),
+    ]
+    notes = {one.error.__notes__[0] for one in block[1:-1]}
+    assert notes == {"aioloader: in 'tokenize' of the stream"}
+
+
+async def test_what_has_no_such_column() -> None:
+    samples = [{"text": "a"}, {"body": "b"}, "c", {"text": None}]
+    found, _ = await pulled(from_iterable(samples).tokenize(codes, "text"))
+    assert found[0].tolist() == [97]
+    assert found[1:] == [
+        "\"tokenize() found no column 'text' in a sample of ['body']\"",
+        "tokenize() needs samples with a column 'text', got one of type 'str'",
+        NO_TEXT.format("NoneType"),
+    ]
+    found, _ = await pulled(from_arrow(TABLE[:2]).tokenize(codes, "text"))
+    assert found == [
+        "\"tokenize() found no column 'text' in a sample of ['n', 's']\""
+    ] * 2  # fmt: skip
+
+
+async def test_a_text_that_a_tokenizer_refuses() -> None:
+    texts = ["red fox", "\udc80", "dogs"]
+    found, _ = await pulled(from_iterable(texts).tokenize(tokenizer()))
+    assert [found[0].tolist(), found[2].tolist()] == [[1, 3, 4], [1, 6]]
+    assert isinstance(found[1], str)
+
+
+async def test_the_copy_of_a_tokenizer_does_not_change() -> None:
+    made = tokenizer()
+    made.enable_padding(pad_id=0, length=9)
+    made.enable_truncation(3)
+    stream = from_iterable(TEXTS).tokenize(made)
+    made.no_truncation()
+    made.add_tokens(["foxes"])
+    for one in (stream, pickle.loads(pickle.dumps(stream))):
+        assert plain((await read(one))[0]) == [ids[:3] for ids in IDS]
+
+
+def described(made: Any) -> str:
+    stream = from_iterable(TEXTS).tokenize(made)
+    found: str = stream.describe()["tokenizer"]
+    return found
+
+
+async def test_a_state_of_another_tokenizer_is_refused() -> None:
+    def split(made: Any) -> Any:
+        made.encode_special_tokens = True
+        return made
+
+    def short(made: Any) -> Any:
+        made.enable_truncation(4)
+        return made
+
+    def padded(made: Any) -> Any:
+        made.enable_padding()
+        return made
+
+    same = described(tokenizer())
+    assert same == described(padded(tokenizer()))
+    assert same.startswith("7 tokens, ")
+    others = [split(tokenizer()), short(tokenizer()), tokenizer({**WORDS, "cat": 7})]
+    swapped = tokenizer({**WORDS, "red": 4, "fox": 3})
+    assert len({same, *map(described, [*others, swapped])}) == 5
+    _, state = await read(from_iterable(TEXTS).tokenize(tokenizer()), 3)
+    for other in (swapped, codes):
+        stream = from_iterable(TEXTS).tokenize(other)
+        with pytest.raises(StateMismatchError, match="tokenizer of tokenize was '7 "):
+            stream.load_state_dict(state)
+    stream = from_iterable(TEXTS).tokenize(tokenizer(), "text")
+    with pytest.raises(StateMismatchError, match="column of tokenize was None"):
+        stream.load_state_dict(state)
+
+
+async def test_digests_are_those_of_other_processes() -> None:
+    saved = tokenizer().to_str()
+    program = (
+        "import sys; from tokenizers import Tokenizer\n"
+        "from aioloader.datasets import from_iterable\n"
+        "made = Tokenizer.from_str(sys.stdin.read())\n"
+        "print(from_iterable([]).tokenize(made).describe()['tokenizer'])"
+    )
+    done = await in_thread(
+        partial(
+            subprocess.run,
+            [sys.executable, "-c", program],
+            input=saved,
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+    )
+    assert done.stdout.strip() == described(tokenizer())
+
+
+async def test_workers_tokenize() -> None:
+    stream = from_iterable(TEXTS).tokenize(tokenizer()).batch(3)
+    options: Any = {"num_workers": 1, "fetch": "workers", "collate_fn": list}
+    found = await beside(lambda: list(DataLoader(stream, 1, **options)))
+    assert [one.tolist() for (batch,) in found for one in batch] == IDS
+
+
+def test_wrong_arguments() -> None:
+    stream = from_iterable(TEXTS)
+
+    async def awaited(texts: list[str]) -> list[list[int]]:
+        return codes(texts)
+
+    for wrong in (None, "gpt2", WORDS, awaited):
+        with pytest.raises(TypeError, match="tokenizer must be a tokenizers"):
+            stream.tokenize(wrong)
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        stream.tokenize(codes, batch=0)
+    with pytest.raises(TypeError, match="column must be a name, got int"):
+        stream.tokenize(codes, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
+        stream.flat_map(several, concurrency=0)
+
+
+async def test_texts_that_are_awaited() -> None:
+    async def texts() -> Any:
+        for text in TEXTS:
+            await asyncio.sleep(0)
+            yield text
+
+    stream = from_async_iterable(texts).tokenize(codes, batch=8).shuffle(8)
+    assert sorted(plain((await read(stream))[0])) == sorted(codes(TEXTS))
