@@ -160,10 +160,11 @@ async def test_several_are_read_together() -> None:
     assert dataset.calls == 5
 
 
+ASYNC: Any = Coroutines
 WRAPPERS: dict[str, Callable[[], Any]] = {
-    "subset": lambda: Subset(Coroutines(), range(N)),  # type: ignore[type-var, arg-type]
-    "concat": lambda: ConcatDataset([Coroutines(7), Coroutines(N)]),  # type: ignore[list-item]
-    "stack": lambda: StackDataset(Coroutines(), Plain()),  # type: ignore[arg-type]
+    "subset": lambda: Subset(ASYNC(), range(N)),
+    "concat": lambda: ConcatDataset([ASYNC(7), ASYNC(N)]),
+    "stack": lambda: StackDataset(ASYNC(), ASYNC()),
 }
 
 
@@ -273,13 +274,13 @@ def test_any_ranks_continue(
     assert head + batches([*map(iter, loaders(second, state))], 4 - k) == whole
 
 
-def test_a_loader_of_it_is_one_of_the_dataset() -> None:
-    dataset = TensorDataset(torch.arange(50))
-    for options in ({}, {"num_workers": 1, "fetch": "workers"}):
-        found = [*DataLoader(from_dataset(dataset), 8, **options)]  # type: ignore[arg-type]
-        wanted = [*DataLoader(dataset, 8)]
-        for (one,), (other,) in zip(found, wanted, strict=True):
-            assert torch.equal(one, other)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_of_it_is_one_of_the_dataset(num_workers: int) -> None:
+    dataset: Any = TensorDataset(torch.arange(50))
+    options: Any = {"num_workers": 1, "fetch": "workers"} if num_workers else {}
+    found = [*DataLoader(from_dataset(dataset), 8, **options)]
+    for (one,), (other,) in zip(found, DataLoader(dataset, 8), strict=True):
+        assert torch.equal(one, other)
 
 
 async def test_steps_and_passes() -> None:
