@@ -19,6 +19,7 @@ from aioloader._workers.info import WorkerInfo, get_worker_info
 
 if TYPE_CHECKING:
     from aioloader import datasets
+    from aioloader._collate.padding import pad_collate
     from aioloader._loader.state_check import merge_states
     from aioloader._observe.metrics import (
         PrometheusCollector,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from aioloader._observe.progress import progress
     from aioloader._observe.stats import LoaderStats
     from aioloader._observe.trace import merge_traces
+    from aioloader._order.token_budget import TokenBudgetBatchSampler
     from aioloader._workers.process.fork_server import warm_up
     from aioloader._workers.ray.workers import RayWorkers
 
@@ -36,9 +38,11 @@ _LATER = {
     "LoaderStats": "aioloader._observe.stats",
     "PrometheusCollector": "aioloader._observe.metrics",
     "RayWorkers": "aioloader._workers.ray.workers",
+    "TokenBudgetBatchSampler": "aioloader._order.token_budget",
     "merge_states": "aioloader._loader.state_check",
     "merge_traces": "aioloader._observe.trace",
     "observe_with_opentelemetry": "aioloader._observe.metrics",
+    "pad_collate": "aioloader._collate.padding",
     "progress": "aioloader._observe.progress",
     "warm_up": "aioloader._workers.process.fork_server",
 }
@@ -54,6 +58,7 @@ __all__ = [
     "Retry",
     "ShuffledIndices",
     "Skip",
+    "TokenBudgetBatchSampler",
     "WorkerInfo",
     "datasets",
     "default_collate",
@@ -63,6 +68,7 @@ __all__ = [
     "merge_states",
     "merge_traces",
     "observe_with_opentelemetry",
+    "pad_collate",
     "progress",
     "warm_up",
 ]

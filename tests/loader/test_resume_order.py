@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from aioloader import DataLoader, ShuffledIndices
+from aioloader import DataLoader, ShuffledIndices, TokenBudgetBatchSampler
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
 from resuming import assert_resumes_exactly
@@ -177,6 +177,9 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "iterator with a state": sampled(KeptByIterator),
     "batches of a state": batched(lambda: BatchSampler(Kept(), 3, drop_last=False)),
     "batches": batched(lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True)),
+    "token budget": batched(
+        lambda: TokenBudgetBatchSampler([1 + at % 4 for at in DATA], 6, window=4)
+    ),
 }
 
 

@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
         lambda: numbers(sampler=ShuffledIndices(60_000, 2)),
         1,
         2,
-        "the seed 1 of ShuffledIndices, but the loader has the seed 2",
+        "the seed 1 of the sampler, but the loader has the seed 2",
     ),
     "generator": (
         lambda: numbers(shuffle=True, generator=seeded(1)),

@@ -30,6 +30,7 @@ def test_public_names() -> None:
         "Retry",
         "ShuffledIndices",
         "Skip",
+        "TokenBudgetBatchSampler",
         "WorkerInfo",
         "datasets",
         "default_collate",
@@ -39,6 +40,7 @@ def test_public_names() -> None:
         "merge_states",
         "merge_traces",
         "observe_with_opentelemetry",
+        "pad_collate",
         "progress",
         "warm_up",
     ]
@@ -115,6 +117,7 @@ def test_no_long_files() -> None:
         "aioloader._loader.loader",
         "aioloader._order.failures",
         "aioloader._order.permutation",
+        "aioloader._order.token_budget",
     ],
 )
 def test_docstring_examples_run(name: str) -> None:

@@ -29,7 +29,7 @@ from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, OwnStream
 
@@ -257,12 +257,12 @@ def make_samplers(
 
 
 def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
-    """Return the samplers for a copy of a loader, with their own ``ShuffledIndices``.
+    """Return the samplers for a copy of a loader, with their own ``KeyedOrder``.
 
     Each loader sets the epoch of its own.
     """
     order = index_sampler_of(sampler, batch_sampler)
-    if not isinstance(order, ShuffledIndices):
+    if not isinstance(order, KeyedOrder):
         return sampler, batch_sampler
     own = copy.copy(order)
     if type(batch_sampler) is BatchSampler:

@@ -21,6 +21,7 @@ from aioloader._loader.state import (
 )
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
+from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import are_in_step, merged
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind
@@ -28,9 +29,11 @@ from aioloader.protocols import Kind
 _ORDER = {
     "sampler": "the sampler {!r}",
     "length": "a sampler of {!r} indices",
-    "seed": "the seed {!r} of ShuffledIndices",
+    "seed": "the seed {!r} of the sampler",
+    "max_tokens": "max_tokens={!r} of the sampler",
+    "window": "window={!r} of the sampler",
     "replacement": "replacement={!r} of the sampler",
-    "contents": "indices or weights of the sampler with checksum {!r}",
+    "contents": "indices, weights or lengths of the sampler with checksum {!r}",
 }
 _OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
 _SAVE = (
@@ -82,6 +85,8 @@ def _check(options: Options, state: LoaderState) -> None:
         return
     if state.order:
         _check_order(options, state)
+    if isinstance(options.batch_sampler, KeyedOrder):
+        return  # an epoch of its contents; to count its batches takes long
     with contextlib.suppress(TypeError, NotImplementedError):
         delivered = max((state.done, *(one + 1 for one in state.beyond)))
         if delivered > options.length():

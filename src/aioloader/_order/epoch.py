@@ -20,7 +20,7 @@ from aioloader._order.failures import FailurePolicy, OnError, Skip
 from aioloader._order.forks import fork_safe
 from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
 from aioloader._order.orders import IteratedOrder, Turns
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
 
 
@@ -159,8 +159,8 @@ class Epoch:
     order: Order
     on_error: OnError | Skip = "raise"
     number: int = -1  # from 0; -1 before it starts
-    shuffled: int | None = None  # the epoch of the loader's ``ShuffledIndices``
-    seen: int | None = None  # the epoch that these had when it was made
+    shuffled: int | None = None  # the epoch of the loader's ``KeyedOrder``
+    seen: int | None = None  # the epoch that this had when it was made
     bookmark: Bookmark = BEGINNING  # where this iteration starts
     progress: Progress = field(default_factory=Progress)  # of its consumer
     counters: Counters = field(default_factory=Counters)
@@ -240,13 +240,13 @@ class Epoch:
 
 
 class EpochNumbers:
-    """Number the epochs of a loader, and set the epoch of its ``ShuffledIndices``."""
+    """Number the epochs of a loader, and set the epoch of its ``KeyedOrder``."""
 
     def __init__(
         self, sampler: Any, number: int = 0, shuffled: int | None = None
     ) -> None:
         self.next = number
-        self._order = sampler if isinstance(sampler, ShuffledIndices) else None
+        self._order = sampler if isinstance(sampler, KeyedOrder) else None
         self._shuffled = shuffled  # its epoch, if it was set here
         # Epochs of iterators that have not started, since an epoch was last chosen.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
@@ -322,7 +322,7 @@ class EpochNumbers:
         self._reserved.clear()
 
     def upcoming(self) -> int | None:
-        """Return the epoch that the ``ShuffledIndices`` would have next.
+        """Return the epoch that the ``KeyedOrder`` would have next.
 
         That is a new one, unless the user has chosen it.
         """
@@ -369,6 +369,5 @@ def order_of(
         return IndexOrder(
             size, part, pulled, sampler=sampler, drop_last=drop_last, draws=draws
         )
-    return IteratedOrder(
-        sampler, size, part, saved, drop_last=drop_last, begins=not is_torchs
-    )
+    begins = not (is_torchs or isinstance(sampler, KeyedOrder))
+    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import Part
 
 State: TypeAlias = dict[str, Any]
@@ -66,7 +66,7 @@ class Order:
     def prepare(self, epoch: int | None = None, /) -> None:
         """Draw the contents of the state, once: a seed, but no permutation yet.
 
-        ``ShuffledIndices`` are those of ``epoch``; None: of its current one.
+        A ``KeyedOrder`` is that of ``epoch``; None: of its current one.
         """
 
     def draws_long(self, _number: int, _start: int, /) -> bool:
@@ -305,13 +305,13 @@ def nested(sampler: Any) -> Iterator[Any]:
 
 def described(sampler: Any) -> State:
     """Return what is known of a sampler before it is iterated."""
+    if isinstance(sampler, KeyedOrder):
+        return {**sampler.described(), "epoch": sampler.epoch}
     try:
         length = len(sampler)
     except Exception:  # noqa: BLE001  (torch iterates without asking for it)
         length = None
     state: State = {"sampler": type(sampler).__name__, "length": length}
-    if isinstance(sampler, ShuffledIndices):
-        state |= {"seed": sampler.seed, "epoch": sampler.epoch}
     for part in nested(sampler):
         if type(part) in {RandomSampler, WeightedRandomSampler}:
             state["replacement"] = part.replacement

@@ -34,7 +34,7 @@ from aioloader._order.indices import (
     nested,
     set_epoch,
 )
-from aioloader._order.permutation import ShuffledIndices
+from aioloader._order.permutation import KeyedOrder
 from aioloader._order.raising import raisable
 from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
@@ -43,7 +43,6 @@ _WITHOUT_DRAWS = {
     BatchSampler,
     DistributedSampler,  # it seeds a generator with its epoch
     SequentialSampler,
-    ShuffledIndices,
     list,
     range,
     tuple,
@@ -108,6 +107,9 @@ class IteratedOrder(Order):
         self._drop_last = drop_last
         self._name = described(sampler)
         self._contents: State | None = None  # as the order is drawn
+        # Whether states hold the first global batch: it cannot be made again.
+        can_make = isinstance(sampler, KeyedOrder)
+        self._holds_beginning = part.world_size > 1 and not can_make
         self._is_again = bool(saved)
         self._epoch = saved.get("epoch", epoch_of(sampler))
         drawing = drawing_part_of(sampler)
@@ -119,9 +121,14 @@ class IteratedOrder(Order):
             self._iterator = self._begin({})
             self._draws.begin_later()
 
-    def prepare(self, _epoch: int | None = None, /) -> None:
+    def prepare(self, epoch: int | None = None, /) -> None:
         if self._contents is None:
             self._contents = contents_of(self._sampler)
+            if isinstance(self._sampler, KeyedOrder):
+                self._sampler = self._sampler.copy()  # a later set_epoch: for the next
+                if epoch is not None:
+                    self._epoch = epoch
+                    self._sampler.set_epoch(epoch)
         self._draws.prepare()
 
     def draws_long(self, _number: int, _start: int, /) -> bool:
@@ -139,7 +146,7 @@ class IteratedOrder(Order):
             beginning: list[Any] = []
             if after and "is_over" not in after:
                 number, first = start, after["first"]
-                beginning = after.get("beginning", [])
+                beginning = self._beginning(after)
             elif start and self._is_again and not is_repeatable(self._sampler):
                 warn(
                     f"{type(self._sampler).__name__} has no state_dict(): it is "
@@ -167,7 +174,7 @@ class IteratedOrder(Order):
                 continue
             state = self._state_of(iterator, first)
             if state is not None:
-                state |= {"beginning": beginning} if ranks > 1 else {}
+                state |= {"beginning": beginning} if self._holds_beginning else {}
                 # At its end it may have restarted.
                 state |= {"ended": True} if len(found) < whole else {}
             if not self.size:
@@ -176,6 +183,13 @@ class IteratedOrder(Order):
         self.end = self._state_of(iterator, first)
         if self.end is not None and iterator is self._sampler:
             self.end["sampler"] = self.end.pop("iterator")
+
+    def _beginning(self, after: State) -> list[Any]:
+        """Return the first global batch, with which a last one is filled."""
+        if isinstance(self._sampler, KeyedOrder) and self.part.world_size > 1:
+            return [*itertools.islice(self._sampler, self.part.world_size)]
+        found: list[Any] = after.get("beginning", [])
+        return found
 
     def _begin(self, after: State) -> Iterator[Any]:
         """Return an iterator, restored from the saved state if there is one."""
@@ -245,6 +259,7 @@ def draws_from_default(sampler: Any) -> bool:
     return any(
         getattr(part, "generator", None) is None
         and type(part) not in _WITHOUT_DRAWS
+        and not isinstance(part, KeyedOrder)
         and not _seeds_itself(part)
         for part in nested(sampler)
     )
@@ -252,7 +267,7 @@ def draws_from_default(sampler: Any) -> bool:
 
 def is_repeatable(sampler: Any) -> bool:
     """Tell whether it is known that a sampler without a state gives an order again."""
-    is_ours = isinstance(sampler, (Sequence, ShuffledIndices))
+    is_ours = isinstance(sampler, (Sequence, KeyedOrder))
     return is_ours or type(sampler).__module__.startswith("torch.utils.data")
 
 

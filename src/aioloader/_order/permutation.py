@@ -7,10 +7,12 @@ Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002)
 methods 2 and 3.
 """
 
+import abc
+import copy
 import operator
 import time
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -31,7 +33,34 @@ _MOMENT = 1 << 10
 _PAUSE = 1e-5
 
 
-class ShuffledIndices:
+class KeyedOrder(abc.ABC):
+    """A sampler whose order follows from its seed and an epoch.
+
+    A loader sets the epoch, a new one for each iteration, and restores it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed: int = operator.index(seed)
+        self.epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        self.epoch = operator.index(epoch)
+
+    def copy(self) -> Self:
+        """Return the same order, unaffected by ``set_epoch`` of this one."""
+        return copy.copy(self)
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the order of the epoch that is set."""
+
+    @abc.abstractmethod
+    def described(self) -> dict[str, Any]:
+        """Return what tells its order from others, but for the epoch; for JSON."""
+
+
+class ShuffledIndices(KeyedOrder):
     """Visit ``range(n)`` in a shuffled order without holding it.
 
     A sampler for datasets too large to permute in memory: constant memory, and the
@@ -50,17 +79,16 @@ class ShuffledIndices:
 
     def __init__(self, n: int, seed: int = 0) -> None:
         self.n: int = operator.index(n)
-        self.seed: int = operator.index(seed)
+        super().__init__(seed)
         if not 0 <= self.n <= MAX_N:
             raise ValueError(f"n must be from 0 to 2**63, got {n}")
-        self.epoch: int = 0
         # Two halves of the same width, so the domain is at most 4n.
         self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
         self._keys = self._round_keys()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``; calling it twice changes nothing more."""
-        self.epoch = operator.index(epoch)
+        super().set_epoch(epoch)
         self._keys = self._round_keys()
 
     def take(self, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
@@ -116,11 +144,9 @@ class ShuffledIndices:
         for start in range(0, self.n, _BLOCK):
             yield from order.take(start, min(start + _BLOCK, self.n)).tolist()
 
-    def copy(self) -> "ShuffledIndices":
-        """Return the same order, unaffected by ``set_epoch`` of this one."""
-        order = ShuffledIndices(self.n, self.seed)
-        order.set_epoch(self.epoch)
-        return order
+    def described(self) -> dict[str, Any]:
+        """Return what tells its order from others, but for the epoch."""
+        return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
 
     def __repr__(self) -> str:
         return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"

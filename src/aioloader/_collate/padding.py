@@ -1,0 +1,132 @@
+"""Collate token sequences of several lengths: padded to the longest of the batch."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from aioloader._collate.collate import borrowed, default_collate, torch_dtype
+
+Array: TypeAlias = np.ndarray[Any, Any]
+_TOKENS, _MASK = "input_ids", "attention_mask"
+# The label that torch's ``cross_entropy`` ignores.
+_IGNORED = -100
+
+
+def pad_collate(
+    pad: int = 0, multiple: int = 1
+) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    """Return a ``collate_fn`` for token sequences of several lengths.
+
+    A sample is a sequence of integers, or a dict with ``input_ids`` and other entries.
+    The batch is a dict of tensors of shape (samples, longest), the longest rounded up
+    to a ``multiple``: ``input_ids``, padded with ``pad``; ``attention_mask``, int64, 1
+    at tokens and 0 at padding; and the sample's other sequences, such as ``labels``
+    (padded with -100), ``position_ids`` and ``loss_mask`` (with 0 or False). Integers
+    become int64, booleans and floats keep their dtype. Entries that are no sequences
+    (numbers, texts) are collated as by ``default_collate``. The function can be
+    pickled; its tensors are the caller's.
+
+    Example:
+        >>> pad_collate(multiple=4)([[5, 6, 7], [8]])["input_ids"].tolist()
+        [[5, 6, 7, 0], [8, 0, 0, 0]]
+
+    Args:
+        pad: Token that fills ``input_ids``.
+        multiple: The length is rounded up to a multiple of it (8, for tensor cores).
+
+    Raises:
+        ValueError: If ``multiple`` is below 1. The function raises it if sequences of a
+            sample have different lengths, a TypeError for other samples, and a KeyError
+            if samples have other entries than the first one; all name the sample.
+    """
+    if operator.index(multiple) < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    return functools.partial(
+        _collate, pad=operator.index(pad), multiple=operator.index(multiple)
+    )
+
+
+def _collate(samples: Sequence[Any], *, pad: int, multiple: int) -> dict[str, Any]:
+    rows = [_entries(at, sample) for at, sample in enumerate(samples)]
+    first = rows[0]
+    for at, row in enumerate(rows):
+        for entries, expected in zip(row, first, strict=True):
+            if entries.keys() != expected.keys():
+                raise KeyError(
+                    f"sample {at} of the batch has {_named(row)}, and the first one "
+                    f"{_named(first)}"
+                )
+    longest = max(len(sequences[_TOKENS]) for sequences, _ in rows)
+    shape = len(rows), -(-longest // multiple) * multiple
+    fills = {_TOKENS: pad, "labels": _IGNORED}
+    batch: dict[str, Any] = {
+        name: _padded([row[0][name] for row in rows], shape, fills.get(name, 0))
+        for name in first[0]
+    }
+    for name in first[1]:
+        batch[name] = default_collate([row[1][name] for row in rows])
+    return batch
+
+
+def _entries(at: int, sample: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the sequences of sample ``at``, with a mask, and its other entries."""
+    entries = sample if isinstance(sample, Mapping) else {_TOKENS: sample}
+    sequences: dict[str, Array] = {}
+    for name, entry in entries.items():
+        is_other = isinstance(entry, (str, bytes, Mapping))
+        if is_other or not hasattr(entry, "__len__") or getattr(entry, "ndim", 1) == 0:
+            continue
+        try:
+            found = np.asarray(entry)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"sample {at} of the batch: {name!r} must be a sequence of numbers: "
+                f"{error}"
+            ) from error
+        found = found if found.size else found.astype(np.int64)
+        if found.ndim != 1 or found.dtype.kind not in "iufb":
+            raise TypeError(
+                f"sample {at} of the batch: {name!r} must be a sequence of numbers, "
+                f"got an array of shape {found.shape} and type {found.dtype}"
+            )
+        sequences[name] = found
+    if _TOKENS not in entries:
+        raise KeyError(f"sample {at} of the batch has no {_TOKENS!r}, but {[*entries]}")
+    tokens = sequences.get(_TOKENS)
+    if tokens is None or tokens.dtype.kind not in "iu":
+        got = type(entries[_TOKENS]).__name__ if tokens is None else tokens.dtype
+        raise TypeError(
+            f"sample {at} of the batch: {_TOKENS!r} must be a sequence of integers, "
+            f"got {got}"
+        )
+    for name, found in sequences.items():
+        if len(found) != len(tokens):
+            raise ValueError(
+                f"sample {at} of the batch: {name!r} has {len(found):,} entries, and "
+                f"{_TOKENS!r} has {len(tokens):,}"
+            )
+    if _MASK not in entries:
+        sequences[_MASK] = np.ones(len(tokens), np.int64)
+    return sequences, {k: one for k, one in entries.items() if k not in sequences}
+
+
+def _named(row: tuple[dict[str, Array], dict[str, Any]]) -> str:
+    sequences, others = row
+    return f"the sequences {[*sequences]} and the entries {[*others]}"
+
+
+def _padded(column: Sequence[Array], shape: tuple[int, int], fill: int) -> torch.Tensor:
+    dtype = np.result_type(*{one.dtype for one in column})
+    if all(one.dtype.kind in "iu" for one in column):
+        dtype = np.dtype(np.int64)
+    batch = borrowed(shape, torch_dtype(dtype))
+    if batch is None:
+        batch = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
+    for row, one in zip(batch.numpy(), column, strict=True):
+        row[: len(one)] = one
+        row[len(one) :] = fill
+    return batch

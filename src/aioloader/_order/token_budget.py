@@ -1,0 +1,206 @@
+"""Batches of samples of similar length, each within a budget of tokens.
+
+Windows of a shuffled order are sorted by length and cut into batches; nothing but the
+lengths is held beyond one window. An iterator's state is a window and a place in it.
+Source: the bucketing of fairseq's ``batch_by_size`` and torchtext's ``pool``.
+"""
+
+import operator
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from aioloader._order.permutation import KeyedOrder, keyed_order
+
+# Lengths that are converted at a time for a checksum.
+_BLOCK = 1 << 16
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class TokenBudgetBatchSampler(KeyedOrder):
+    """Batches of indices: samples of similar length, ``max_tokens`` after padding.
+
+    For ``DataLoader(batch_sampler=...)`` over a map-style dataset whose samples are
+    padded to the longest of their batch. A window is ``window`` samples that follow
+    each other in a shuffled order; it is sorted by length and cut where the number of
+    samples times the longest would exceed ``max_tokens``, and its batches come in a
+    random order. A loader gives each epoch another order, and resumes at any batch by
+    making one window. With ``rank=`` each rank takes every n-th batch; those of a step
+    are similar in tokens, not in samples.
+
+    Example:
+        >>> order = TokenBudgetBatchSampler([3, 9, 4, 8], 18, shuffle=False)
+        >>> list(order)
+        [[0, 2], [3, 1]]
+
+    Args:
+        lengths: Tokens of each sample: integers, at least 1, shape (samples,). An array
+            or a CPU tensor is not copied.
+        max_tokens: Limit on the samples of a batch times the longest of them.
+        window: Samples that are sorted together. More waste less on padding, and make
+            each batch less random.
+        shuffle: Whether the order is random; if not, windows follow the dataset, and
+            their batches ascend in length.
+        seed: Key of the order; any integer. All ranks need the same.
+
+    Raises:
+        ValueError: If ``max_tokens`` or ``window`` is below 1, lengths are not integers
+            of at least 1, or a sample is longer than ``max_tokens``.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Integers | Any,
+        max_tokens: int,
+        window: int = 10_000,
+        shuffle: bool = True,  # noqa: FBT001, FBT002  (as torch's samplers)
+        seed: int = 0,
+    ) -> None:
+        self.max_tokens = operator.index(max_tokens)
+        self.window = operator.index(window)
+        self.shuffle = bool(shuffle)
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self.lengths: Integers = _checked(lengths, self.max_tokens)
+        super().__init__(seed)
+        self._counted: tuple[int, int] | None = None  # an epoch and its batches
+
+    def __iter__(self) -> "BudgetIterator":
+        """Return an iterator with ``state_dict`` and ``load_state_dict``."""
+        return BudgetIterator(self.copy())
+
+    def __len__(self) -> int:
+        """Return the number of batches of the epoch that is set.
+
+        All windows are sorted for it, once for each epoch that is set: a second for
+        some 3,000,000 samples.
+        """
+        epoch = self.epoch if self.shuffle else 0
+        if self._counted is None or self._counted[0] != epoch:
+            count = sum(len(self._cut(number)[1]) for number in range(self.windows))
+            self._counted = epoch, count
+        return self._counted[1]
+
+    @property
+    def windows(self) -> int:
+        """The number of windows."""
+        return -(-len(self.lengths) // self.window)
+
+    def batches_of(self, number: int) -> list[list[int]]:
+        """Return the batches of one window, in their order."""
+        indices, stops = self._cut(number)
+        starts = [0, *stops[:-1]]
+        places = list(range(len(stops)))
+        if self.shuffle:
+            # The key 0 is that of the samples' order.
+            order = keyed_order(len(stops), self.seed, self.epoch, number + 1)
+            places = order.take(0, len(stops)).tolist()
+        return [indices[starts[at] : stops[at]].tolist() for at in places]
+
+    def _cut(self, number: int) -> tuple[Integers, list[int]]:
+        """Return the indices of a window, by length, and where its batches stop."""
+        start = number * self.window
+        stop = min(start + self.window, len(self.lengths))
+        indices: Integers = np.arange(start, stop)
+        if self.shuffle:
+            order = keyed_order(len(self.lengths), self.seed, self.epoch, 0)
+            indices = order.take(start, stop)
+        lengths = self.lengths[indices]
+        by_length = np.argsort(lengths, kind="stable")
+        stops, first, budget = list[int](), 0, self.max_tokens
+        for at, length in enumerate(lengths[by_length].tolist()):
+            if (at + 1 - first) * length > budget:
+                stops.append(at)
+                first = at
+        return indices[by_length], [*stops, len(indices)]
+
+    def described(self) -> dict[str, Any]:
+        """Return what tells its order from others, but for the epoch."""
+        return {
+            "sampler": type(self).__name__,
+            "length": len(self.lengths),
+            "seed": self.seed if self.shuffle else None,
+            "max_tokens": self.max_tokens,
+            "window": self.window,
+            "contents": self._checksum,
+        }
+
+    @cached_property
+    def _checksum(self) -> int:
+        found = 0
+        for start in range(0, len(self.lengths), _BLOCK):
+            block = self.lengths[start : start + _BLOCK].astype("<i8")
+            found = zlib.crc32(block.data, found)
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenBudgetBatchSampler({len(self.lengths)} lengths, {self.max_tokens}, "
+            f"window={self.window}, shuffle={self.shuffle}, seed={self.seed}, "
+            f"epoch={self.epoch})"
+        )
+
+
+class BudgetIterator:
+    """Iterate over the batches of one epoch, from any position."""
+
+    def __init__(self, sampler: TokenBudgetBatchSampler) -> None:
+        self._sampler = sampler
+        self._window = self._taken = 0
+        self._batches: list[list[int]] | None = None  # of the window, once made
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        while self._window < self._sampler.windows:
+            if self._batches is None:
+                self._batches = self._sampler.batches_of(self._window)
+            if self._taken < len(self._batches):
+                self._taken += 1
+                return self._batches[self._taken - 1]
+            self._window, self._taken, self._batches = self._window + 1, 0, None
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position after the last batch: an epoch, a window, a count."""
+        epoch = self._sampler.epoch
+        return {"epoch": epoch, "window": self._window, "taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position of this sampler or of an equal one."""
+        self._sampler.set_epoch(state["epoch"])
+        self._window, self._taken = state["window"], state["taken"]
+        self._batches = None
+
+
+def _checked(lengths: Any, budget: int) -> Integers:
+    """Return lengths as an array; raise if they are no lengths within the budget."""
+    try:
+        found = np.asarray(lengths)
+    except ValueError as error:  # nested sequences of several lengths
+        raise ValueError(f"lengths must have one dimension: {error}") from error
+    if found.ndim != 1:
+        raise ValueError(
+            f"lengths must have one dimension, got an array of shape {found.shape}"
+        )
+    if not found.size:
+        return np.empty(0, np.int64)
+    if found.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be integers, got values of type {found.dtype}")
+    least, longest = int(found.argmin()), int(found.argmax())
+    if found[least] < 1:
+        raise ValueError(
+            f"lengths must be at least 1, got {found[least]} at index {least}"
+        )
+    if found[longest] > budget:
+        raise ValueError(
+            f"the sample at index {longest} has {found[longest]:,} tokens, more than "
+            f"max_tokens={budget:,}: leave it out, cut it, or allow more"
+        )
+    return found
