@@ -89,8 +89,10 @@ class OwnStream(abc.ABC):
         """Return a copy to read, also in workers; it takes over a loaded state."""
 
     @abc.abstractmethod
-    def shard(self, rank: int, world_size: int) -> "OwnStream":
-        """Return the part of one rank."""
+    def shard(
+        self, rank: int, world_size: int, *, has_peers: bool = False
+    ) -> "OwnStream":
+        """Return the part of one rank; its peers are processes that read it too."""
 
     @abc.abstractmethod
     def total(self) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from aioloader import DataLoader, datasets
@@ -83,6 +84,15 @@ class Rank:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.iterator: Any = None
+        self.mesh: Any = None
+
+    async def meet(self, shape: list[int]) -> list[Any]:
+        """Be of a rank that peers have too: only the first dimension counts."""
+        names = ("dp", "tp")[: len(shape)]
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+        self.mesh = mesh["dp"]
+        self.rank, self.world_size = self.mesh.get_local_rank(), self.mesh.size()
+        return [self.rank, self.world_size]
 
     def stream(
         self, kind: str, store: str | None = None, gone: str = "", **options: Any
@@ -111,6 +121,20 @@ class Rank:
         loader: Any = DataLoader(self.stream(**stream), 4, collate_fn=list, **where)
         async with loader:
             return [one async for batch in loader for one in batch]
+
+    async def deliver(self, epochs: int = 1, **options: Any) -> list[Any]:
+        """Return the batches of some epochs of a loader for the mesh."""
+        asked = {name: options.pop(name) for name in ("tail", "batch_size")}
+        stream = getattr(datasets, options.pop("kind"))(**options)
+        loader: Any = DataLoader(stream, collate_fn=list, rank=self.mesh, **asked)
+        found = []
+        async with loader:
+            for _ in range(epochs):
+                batches = [batch async for batch in loader]
+                if asked["tail"] == "pad":
+                    batches = [[one, mask.tolist()] for one, mask in batches]
+                found.append(batches)
+        return found
 
     async def begin(self, count: int, **stream: Any) -> list[Any]:
         """Take some batches of an epoch that all ranks end together."""

@@ -94,8 +94,7 @@ def device_of(device: Any) -> torch.device | None:
         return None
     if isinstance(device, str) and device == "auto":
         return current_accelerator()
-    mesh = sys.modules.get("torch.distributed.device_mesh")
-    if mesh is not None and isinstance(device, mesh.DeviceMesh):
+    if is_mesh(device):
         return _of_mesh(device)
     found = _named(device)
     if found.type == "cpu":
@@ -107,6 +106,30 @@ def device_of(device: Any) -> torch.device | None:
             "'auto', or leave device out to keep batches in host memory"
         )
     return found
+
+
+def is_mesh(value: object) -> bool:
+    """Tell whether it is a ``DeviceMesh``, without importing that module."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(value, module.DeviceMesh)
+
+
+def place_in(mesh: Any, name: str) -> int:
+    """Return this process's place in a ``DeviceMesh``; ``name`` is the argument's.
+
+    Raises:
+        ValueError: If the mesh has several dimensions, or is one of other processes.
+    """
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("dp",)
+        raise ValueError(
+            f"{name} must be a DeviceMesh of one dimension, got {mesh.ndim}: pass the "
+            f"one that batches are sharded over, such as mesh[{names[0]!r}]"
+        )
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f"{name} is a DeviceMesh that does not contain this rank")
+    return int(place[0])
 
 
 def current_accelerator() -> torch.device | None:
@@ -151,14 +174,7 @@ def _named(device: Any) -> torch.device:
 
 def _of_mesh(mesh: Any) -> torch.device | None:
     """Return the device that ``init_device_mesh`` has made current for this rank."""
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ("dp",)
-        raise ValueError(
-            f"device must be a DeviceMesh of one dimension, got {mesh.ndim}: pass the "
-            f"one that batches are sharded over, such as mesh[{names[0]!r}]"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError("device is a DeviceMesh that does not contain this rank")
+    place_in(mesh, "device")
     if mesh.device_type == "cpu":
         return None
     module = torch.get_device_module(mesh.device_type)

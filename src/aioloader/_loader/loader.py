@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._device.naming import Device, found_here
+from aioloader._device.naming import Device, found_here, is_mesh
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of, placed
@@ -116,7 +116,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
         retry: When to read a sample again.
         rank: Which part of each global batch is delivered, of ``world_size`` parts;
             ``"auto"``: from ``torch.distributed``, else RANK and WORLD_SIZE, at
-            ``iter``. By default every rank gets all samples, as in torch.
+            ``iter``; or a ``DeviceMesh`` of one dimension, such as ``mesh["dp"]``:
+            ranks that differ in other dimensions only deliver the same batches. By
+            default every rank gets all samples, as in torch.
         world_size: Number of ranks.
         tail: What happens to a last global batch that cannot be split evenly:
             ``"wrap"`` (the default): it is filled with samples from the beginning, as
@@ -305,6 +307,10 @@ class DataLoader(Observed, TorchLoader[Batch]):
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
+        if is_mesh(rank):
+            assert ranks.given is not None
+            self._replace("rank", ranks.given.rank)
+            self._replace("world_size", ranks.given.world_size)
         self._may_repeat = repeats_samples(options, ranks, shuffle)
         made = make_samplers(options, ranks, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made

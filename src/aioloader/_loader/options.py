@@ -164,7 +164,9 @@ class Options(Added):
     def shared_out(self, stream: OwnStream) -> OwnStream:
         """Return the part of one of our streams that this rank reads."""
         if self.rank is not None:
-            stream = stream.shard(self.part.rank, self.part.world_size)
+            part = self.part
+            ranks = part.rank, part.world_size
+            stream = stream.shard(*ranks, has_peers=part.has_peers)
         is_one = (stream.ranks or (0, 1))[1] == 1
         is_skipped = parts_of(self.on_error)[0] == "skip"
         tail = "uneven" if is_one else self.tail or "wrap"

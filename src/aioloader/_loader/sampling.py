@@ -1,7 +1,8 @@
 """Which samples a loader delivers: samplers for torch's arguments, and ranks' shares.
 
 Like torch, a loader delivers everything unless it is given a ``rank``. ``"auto"`` is
-looked up when an iteration starts: the process group may be made after the loader.
+looked up when an iteration starts: the process group may be made after the loader. Of a
+``DeviceMesh`` only the numbers are kept.
 Nothing here talks to other ranks.
 """
 
@@ -10,8 +11,8 @@ import itertools
 import operator
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed
 from torch.utils.data import (
@@ -25,6 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from aioloader._device.naming import is_mesh, place_in
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
@@ -33,7 +35,10 @@ from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, OwnStream
 
-Rank: TypeAlias = int | Literal["auto"] | None
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Rank: TypeAlias = "int | Literal['auto'] | DeviceMesh | None"
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
 
@@ -58,6 +63,14 @@ class Ranks:
         # Of some streams nobody knows how long their parts are.
         is_open = isinstance(dataset, OwnStream) and dataset.total() is None
         tail = tail or ("uneven" if is_open else "wrap")
+        if is_mesh(rank):
+            if world_size is not None:
+                raise ValueError(
+                    "a DeviceMesh as rank excludes world_size: it has both, got "
+                    f"world_size={world_size!r}"
+                )
+            part = checked(place_in(rank, "rank"), rank.size(), tail)
+            return cls(replace(part, has_peers=True))
         if rank == "auto":
             if world_size is not None:
                 raise ValueError(
@@ -152,8 +165,8 @@ def checked(rank: Any, world_size: Any, tail: Tail) -> Part:
         rank, world_size = operator.index(rank), operator.index(world_size)
     except TypeError:
         raise TypeError(
-            "rank must be an integer or 'auto', and world_size an integer, got "
-            f"{rank!r} and {world_size!r}"
+            "rank must be an integer or 'auto' or a DeviceMesh, and world_size an "
+            f"integer, got {rank!r} and {world_size!r}"
         ) from None
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")

@@ -24,6 +24,7 @@ class Part:
     # the beginning of the order, as with torch's ``DistributedSampler``; the same, and
     # a mask shows the padding; the remainder is dropped; ranks differ.
     tail: Tail = "wrap"
+    has_peers: bool = False  # other processes may deliver the same part
 
     def share(self, found: int) -> tuple[int, int]:
         """Return how many of ``found`` samples are ours, and how many are added.

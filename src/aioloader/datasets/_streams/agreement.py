@@ -32,6 +32,8 @@ dist: Any = torch.distributed
 # long as torch's process groups do), unless `agree` says otherwise.
 TIMEOUT = 60.0
 PATIENCE = 1800.0
+# With the process id, it tells a process from all others of a run.
+_TOKEN = os.urandom(4).hex()
 
 
 class RankStore:
@@ -47,6 +49,17 @@ class RankStore:
         # Opens it again, in another process too; None: it cannot be.
         self._again = None if store is None else _opener_of(store)
         self._timeout = timeout
+        self._process = f"{_TOKEN}.{os.getpid()}"
+
+    @property
+    def process(self) -> int | str:
+        """What tells this process from others; in a worker, its loader's process.
+
+        It is the rank in the process group, if there is one: ranks of a loader are not
+        processes, as several processes may read the part of one rank.
+        """
+        group = _group()
+        return self._process if group is None else group[0]
 
     @property
     def patience(self) -> float:
@@ -57,7 +70,7 @@ class RankStore:
         """Return this store or that of the process group; None if there is neither."""
         if self._store is not None or self._again is not None:
             return self
-        if not (dist.is_available() and dist.is_initialized()):
+        if _group() is None:
             return None
         return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
 
@@ -77,13 +90,21 @@ class RankStore:
                 "again"
             )
         again = getattr(self.found(), "_again", None)
-        return {"_store": None, "_again": again, "_timeout": self._timeout}
+        values = {"_timeout": self._timeout, "_process": self.process}
+        return {"_store": None, "_again": again, **values}
 
     def __repr__(self) -> str:
         if self._again is None:
             return type(self._store).__name__
         path = self._again.keywords.get("path")
         return f"FileStore({path!r})" if path else "TCPStore"
+
+
+def _group() -> tuple[int, int] | None:
+    """Return this process's rank in the process group and the group's size, if any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _opener_of(store: Any) -> "partial[Any] | None":
@@ -126,11 +147,11 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one rank compares with the others in one iteration.
+    """What one process compares with the others in one iteration.
 
-    The first rank to arrive leaves the summary of what it found in the store; the
-    others adopt it, and compare. No rank waits for another, so a rank that iterates
-    alone continues. ``rank`` is this worker's, among the workers of all ranks.
+    The first one to arrive leaves the summary of what it found in the store; the others
+    adopt it, and compare. None waits for another, so one that iterates alone continues.
+    ``rank`` is this worker's, among the workers of all ranks; its peers have it too.
     """
 
     store: RankStore
@@ -169,19 +190,21 @@ class Agreement:
             if theirs is not None:
                 break  # what can adopt the others' cuts has done so
         shown, others = _shown(summary), _shown(first["summary"])
+        peer = "a peer of " if first["rank"] == self.rank else ""
         raise DatasetError(
-            f"{who}: rank {self.rank} found {shown}, and rank {first['rank']}, before, "
-            f"{others}: shards were added or removed meanwhile, or the ranks were "
-            "given different ones, and samples would be lost or duplicated; let all "
-            "ranks read the same names, and start again",
+            f"{who}: rank {self.rank} found {shown}, and {peer}rank {first['rank']}, "
+            f"before, {others}: shards were added or removed meanwhile, or the ranks "
+            "were given different ones, and samples would be lost or duplicated; let "
+            "all ranks read the same names, and start again",
             location=who,
         )
 
     def _looked(self, key: str, store: Any) -> tuple[str, Any]:
         """Return the key of this look, and what the first rank left there."""
-        # How often this rank has looked: its first look is compared with the first of
-        # the others, its second with their second.
-        key = f"{key}/{store.add(f'{key}/rank {self.rank}', 1)}"
+        # How often this process has looked: its first look is compared with the first
+        # of the others, its second with their second.
+        mine = f"{key}/rank {self.rank} of process {self.store.process}"
+        key = f"{key}/{store.add(mine, 1)}"
         return key, json.loads(store.get(key)) if store.check([key]) else None
 
     def _left(self, key: str, summary: Any, store: Any) -> Any:
@@ -209,7 +232,7 @@ def _shown(summary: Any) -> str:
 # -- ends of epochs -----------------------------------------------------------------
 
 # How many iterations this process has begun, by what they read: each has separate keys,
-# equal on all ranks if these iterate equally often.
+# equal in all processes if these iterate equally often.
 _BEGUN: Counter[tuple[str, int]] = Counter()
 _LONG = timedelta(days=1)  # the consumer's wait is bounded
 _GRACE = 10.0  # seconds for the threads to end
@@ -224,6 +247,10 @@ class StoreTalk(EndTalk):
     for all. So a round takes as many batches as were read ahead, and normally nobody
     waits. One thread tells and another listens; to end, the first wakes the second.
     Each rank has one key, which it overwrites; those of a round are deleted in it.
+
+    Where there are more processes than ranks, peers deliver the same batches, and it
+    does not matter which of them talk: the first to arrive of each rank form one circle
+    of ranks, the second ones another.
 
     ``what`` identifies the stream: equal on all ranks, JSON-serialisable. ``at`` is the
     epoch, and how many of its batches were delivered before.
@@ -259,6 +286,8 @@ class StoreTalk(EndTalk):
         key = _key_of(["end", self._ranks, self._what])
         _BEGUN[key, self._rank] += 1
         self._key = f"{key}/{_BEGUN[key, self._rank]}"
+        group = _group()
+        self._may_have_peers = group is not None and group[1] > self._ranks
         # Python's exit aborts the process if a thread is in a call of the store.
         weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._tell, self._listen):
@@ -313,6 +342,8 @@ class StoreTalk(EndTalk):
     def _tell(self, store: Any) -> None:
         """Tell this rank's count in each round, and once more when the end is known."""
         end, number = self._end, 0
+        if self._may_have_peers:  # the counter stays: nobody knows who is still to come
+            self._key += f"/circle {store.add(f'{self._key}/of rank {self._rank}', 1)}"
         try:
             while not self._is_closed:
                 is_known = end.total() is not None

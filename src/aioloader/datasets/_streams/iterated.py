@@ -57,6 +57,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         # Those of the first source apply.
         first: Any = sources[0] if sources else None
         self.ranks: tuple[int, int] | None = getattr(first, "ranks", None)
+        self.has_peers: bool = getattr(first, "has_peers", False)
         self.num_readers: int | None = getattr(first, "num_readers", None)
         self.rank_store: RankStore = getattr(first, "rank_store", _GROUPS)
 
@@ -78,7 +79,8 @@ class Iterated(Dataset[Sample_co], OwnStream):
         deal = Deal(rank * workers + number, ranks, readers)
         if (cost := deal.cost()) is not None:
             warn(cost)
-        store = self.rank_store.found() if world_size > 1 else None
+        agrees = world_size > 1 or self.has_peers
+        store = self.rank_store.found() if agrees else None
         iterator = StreamIterator(self, epoch, deal, state, store)
         self._loaded = None
         if not self._is_chosen:
@@ -101,15 +103,22 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._loaded = None
         return clone
 
-    def shard(self, rank: int, world_size: int) -> Self:
+    def shard(self, rank: int, world_size: int, *, has_peers: bool = False) -> Self:
         """Read the part of one rank.
+
+        Args:
+            rank: Its number.
+            world_size: How many there are.
+            has_peers: Whether other processes read the same part, as tensor-parallel
+                ones do: they agree on the shards even if there is only one rank.
 
         Raises:
             ValueError: If ``rank`` is not in ``range(world_size)``.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in range({world_size}), got {rank}")
-        return self._clone(ranks=(operator.index(rank), operator.index(world_size)))
+        ranks = operator.index(rank), operator.index(world_size)
+        return self._clone(ranks=ranks, has_peers=has_peers)
 
     def agree(self, store: Any = None, *, timeout: float | None = None) -> Self:
         """Let the ranks agree through a store of ``torch.distributed``.

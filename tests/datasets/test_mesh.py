@@ -1,0 +1,244 @@
+"""Processes that differ only in other dimensions of a mesh deliver the same batches."""
+
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from aioloader import DataLoader
+from aioloader.datasets import TextDataset, from_iterable
+from aioloader.errors import DatasetError
+from datasets.rank_process import RankProcess, ranks
+from datasets.shards import write_lines
+from datasets.test_rank_lists import insert, keys, shards, table
+
+dist: Any = torch.distributed
+TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad", "uneven"])
+LENGTHS = (7, 3, 11, 1, 5, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[list[RankProcess]]:
+    """Return a mesh of two data ranks, each of two peers: 0, 0, 1, 1."""
+    with ranks(4) as found:
+        assert met(found, 2, 2) == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        yield found
+
+
+def met(processes: list[RankProcess], *shape: int) -> list[Any]:
+    for one in processes:
+        one.send(do="meet", shape=shape)
+    return [one.answer() for one in processes]
+
+
+# -- what is asked for ----------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Return what makes a mesh in a group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield lambda *places: DeviceMesh(
+            "cpu",
+            torch.tensor(places),
+            mesh_dim_names=("dp", "tp")[: torch.tensor(places).ndim],
+            _init_backend=False,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_only_the_numbers_are_kept(mesh: Any) -> None:
+    """So a loader with a mesh goes to workers, and can be made again."""
+    loader: Any = DataLoader(range(3), rank=mesh(0), tail="pad")
+    assert (loader.rank, loader.world_size) == (0, 1)
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch.tolist() for batch, _ in again] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "message"),
+    [
+        ([[0]], {}, r"rank must be .* of one dimension, got 2: .* mesh\['dp'\]"),
+        ([5], {}, "rank is a DeviceMesh that does not contain this rank"),
+        ([0], {"world_size": 1}, "DeviceMesh as rank excludes world_size.* got .*=1"),
+    ],
+)
+def test_bad_meshes(mesh: Any, places: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataLoader(range(3), rank=mesh(*places), **options)
+
+
+# -- one list of shards ---------------------------------------------------------------
+
+
+def test_a_prefix_that_grows_between_peers(
+    four: list[RankProcess], tmp_path: Path
+) -> None:
+    stream = shards(tmp_path, 0, 8)
+    assert four[0].do(do="open", **stream) == ["0"]
+    shards(tmp_path, 8, 9)
+    said = "found 9 shards (digest "
+    errors = [one.do(do="open", **stream) for one in four[1:]]
+    assert all(said in error for error in errors)
+    assert "and a peer of rank 0, before, 8 shards (digest " in errors[0]
+    assert "and rank 0, before, 8 shards (digest " in errors[1]
+    four[0].do(do="rest")
+    # All begin again, and agree.
+    first = [one.do(do="open", **stream) for one in four]
+    assert first == [["0"], ["0"], ["10"], ["10"]]
+    rest = [one.do(do="rest") for one in four]
+    assert rest[::2] == rest[1::2]
+    assert sorted(map(int, rest[0] + rest[2])) == sorted({*range(90)} - {0, 10})
+
+
+def test_a_table_that_changes_between_peers(
+    four: list[RankProcess], tmp_path: Path
+) -> None:
+    """The second peer cuts it where the first one did."""
+    stream = table(tmp_path / "db", 1000)
+    found = [four[0].do(do="open", **stream)]
+    insert(tmp_path / "db", 1000, 5000)
+    found += [one.do(do="open", **stream) for one in four[1:]]
+    for place, one in enumerate(four):
+        found[place] += one.do(do="rest")
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert sorted(keys(found[0] + found[2]))[:1000] == [*range(1000)]
+
+
+def test_in_workers(tmp_path: Path) -> None:
+    """They count the looks of the process that they work for."""
+    stream = shards(tmp_path, 0, 8)
+    with ranks(4) as four:
+        met(four, 2, 2)
+        for one in four:
+            one.send(do="load", workers=1, **stream)
+        found = [one.answer() for one in four]
+        assert found[::2] == found[1::2]
+        assert sorted(map(int, found[0] + found[2])) == [*range(80)]
+        four[0].do(do="load", workers=1, **stream)
+        shards(tmp_path, 8, 10)
+        error = four[1].do(do="load", workers=1, **stream)
+        assert "rank 0 found 10 shards" in error
+        assert "a peer of rank 0, before, 8 shards" in error
+
+
+def test_peers_of_a_single_rank(tmp_path: Path) -> None:
+    """They agree if a mesh tells that there are peers."""
+    stream = {**shards(tmp_path, 0, 4), "tail": None, "batch_size": 40}
+    with ranks(2) as two:
+        assert met(two, 1, 2) == [[0, 1], [0, 1]]
+        first, second = (one.do(do="deliver", **stream) for one in two)
+        assert first == second
+        two[0].do(do="deliver", **stream)
+        shards(tmp_path, 4, 5)
+        error = two[1].do(do="deliver", **stream)
+        assert "rank 0 found 5 shards" in error
+        assert "a peer of rank 0, before, 4 shards" in error
+
+
+async def test_a_single_rank_without_peers(tmp_path: Path) -> None:
+    """It reads what is there, whatever others find."""
+    store = dist.HashStore()
+
+    async def begin(process: str, **options: Any) -> None:
+        stream = TextDataset("*.txt", store=tmp_path).agree(store)
+        stream.rank_store._process = process
+        iterator = aiter(stream.shard(0, 1, **options))
+        await anext(iterator)
+        await iterator.aclose()
+
+    shards(tmp_path, 0, 4)
+    await begin("a", has_peers=True)
+    shards(tmp_path, 4, 5)
+    await begin("b")
+    with pytest.raises(DatasetError, match=r"found 5 shards .* a peer of rank 0"):
+        await begin("b", has_peers=True)
+    await begin("a", has_peers=True)
+    await begin("b", has_peers=True)
+
+
+def test_processes_without_a_group(tmp_path: Path) -> None:
+    """Each counts for itself, and its workers for it."""
+    stream = from_iterable(range(3)).agree(dist.FileStore(str(tmp_path / "store")))
+    process = stream.rank_store.process
+    assert process == from_iterable(range(3)).agree(dist.HashStore()).rank_store.process
+    sent = pickle.loads(pickle.dumps(stream)).rank_store
+    assert sent.process == process
+    assert pickle.loads(pickle.dumps(sent)).process == process
+
+
+# -- one end --------------------------------------------------------------------------
+
+
+def lines(folder: Path) -> dict[str, Any]:
+    write_lines(folder, LENGTHS)
+    return {"kind": "TextDataset", "addresses": str(folder / "*.txt"), "batch_size": 2}
+
+
+def samples(batches: list[Any], tail: str) -> list[str]:
+    """Return the samples that are no padding."""
+    if tail != "pad":
+        return [*itertools.chain(*batches)]
+    return [n for one, mask in batches for n in itertools.compress(one, mask)]
+
+
+def check(by_rank: list[Any], tail: str) -> None:
+    """Check that ranks have as many batches, and each sample once."""
+    every = [name for rank in by_rank for name in samples(rank, tail)]
+    assert len(set(every)) == (sum(LENGTHS) if tail != "drop" else len(every))
+    assert len(set(map(len, by_rank))) == 1 + (tail == "uneven")
+    if tail != "wrap":
+        assert len(every) == len(set(every))
+
+
+@TAILS
+def test_peers_end_together(four: list[RankProcess], tmp_path: Path, tail: str) -> None:
+    """In each of two epochs."""
+    asked = {"do": "deliver", "tail": tail, "epochs": 2, **lines(tmp_path)}
+    for one in four:
+        one.send(**asked)
+    found = [one.answer() for one in four]
+    assert found[::2] == found[1::2]
+    for epoch in range(2):
+        check([found[0][epoch], found[2][epoch]], tail)
+
+
+def test_one_process_of_each_rank_is_enough(
+    four: list[RankProcess], tmp_path: Path
+) -> None:
+    """Whichever ones they are: their peers may come later."""
+    asked = {"do": "deliver", "tail": "pad", **lines(tmp_path)}
+    found: list[Any] = [None] * 4
+    for circle in ((0, 3), (2, 1)):
+        for place in circle:
+            four[place].send(**asked)
+        for place in circle:
+            found[place] = four[place].answer()
+    assert found[::2] == found[1::2]
+    check([found[0][0], found[2][0]], "pad")
+
+
+@TAILS
+def test_three_ranks_end_together(
+    three: list[RankProcess], tmp_path: Path, tail: str
+) -> None:
+    asked = {"do": "deliver", "tail": tail, **lines(tmp_path)}
+    for one in three:
+        one.send(**asked)
+    check([one.answer()[0] for one in three], tail)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[RankProcess]]:
+    with ranks(3) as found:
+        assert met(found, 3) == [[0, 3], [1, 3], [2, 3]]
+        yield found
