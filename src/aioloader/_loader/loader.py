@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._device.naming import Device, found_here, is_mesh
+from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
 from aioloader._loader.options import Options, attributes_of, placed
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
-    Rank,
     Ranks,
     check_batches,
     end_together,
@@ -280,7 +279,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         loop: Literal["thread", "caller"] = "thread",
         on_error: OnError | Skip = "raise",
         retry: Retry | None = None,
-        rank: Rank = None,
+        rank: Any = None,
         world_size: int | None = None,
         tail: Tail | None = None,
         lifespan: MakeLifespan | None = None,
@@ -307,8 +306,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
         ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        if is_mesh(rank):
-            assert ranks.given is not None
+        if ranks.given is not None and ranks.given.has_peers:  # given by a mesh
             self._replace("rank", ranks.given.rank)
             self._replace("world_size", ranks.given.world_size)
         self._may_repeat = repeats_samples(options, ranks, shuffle)

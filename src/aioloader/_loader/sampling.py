@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 import torch.distributed
 from torch.utils.data import (
@@ -35,10 +35,6 @@ from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, OwnStream
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-Rank: TypeAlias = "int | Literal['auto'] | DeviceMesh | None"
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
 
@@ -63,7 +59,7 @@ class Ranks:
         # Of some streams nobody knows how long their parts are.
         is_open = isinstance(dataset, OwnStream) and dataset.total() is None
         tail = tail or ("uneven" if is_open else "wrap")
-        if is_mesh(rank):
+        if rank is not None and is_mesh(rank):
             if world_size is not None:
                 raise ValueError(
                     "a DeviceMesh as rank excludes world_size: it has both, got "

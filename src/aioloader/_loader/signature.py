@@ -15,7 +15,6 @@ from typing_extensions import TypeVar
 
 from aioloader._device.naming import Device
 from aioloader._loader.arguments import Workers
-from aioloader._loader.sampling import Rank
 from aioloader._order.failures import OnError, Skip
 from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
@@ -46,6 +45,7 @@ class NamedFields(Protocol):
 
 Samples: TypeAlias = Indexed[S | Awaitable[S]] | AsyncIterable[S]
 Transform: TypeAlias = Callable[[Any], S | Awaitable[S]]
+Rank: TypeAlias = int | Literal["auto"] | DeviceMesh | None
 # A device whose transform does not change the type of a batch: there is none.
 Place: TypeAlias = str | SupportsIndex | torch.device | DeviceMesh | Device[None] | None
 

@@ -127,6 +127,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         or the keys where a table is cut), and the others adopt it or raise an error: a
         list that changes loses and duplicates nothing. No rank waits for another. With
         the loader's ``tail`` they also agree on the end of an epoch of unknown length.
+        Processes that read the same part, as tensor-parallel ones do, agree like ranks.
 
         Args:
             store: Shared by all ranks, and used by this run alone: a ``TCPStore`` or a
