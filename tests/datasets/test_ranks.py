@@ -401,7 +401,7 @@ async def test_integers_of_numpy(tmp_path: Path) -> None:
     stream = (
         stream.skip(two).take(two * 9).shuffle(two, seed=two).batch(two).repeat(two)
     )
-    stream = stream.mix(stream, seed=two).readers(two).epoch_length(two * 8)
+    stream = stream.mix(stream, weights=[two, 1]).readers(two).epoch_length(two * 8)
     stream.set_epoch(two)
     _, state = await read(stream.shard(two - 1, two), 1)
     assert json.loads(json.dumps(state)) == state

@@ -71,7 +71,7 @@ def test_a_description_has_all_that_determines_the_samples() -> None:
     stream = (
         lines.map(plus, concurrency=3)
         .filter(bool)
-        .mix(tar.take(3).skip(1), weights=[2, 1], seed=4)
+        .mix(tar.take(3).skip(1), weights=[2, 1])
         .shuffle(10, seed=5)
         .batch(2, drop_last=True)
         .repeat(2)
@@ -85,7 +85,8 @@ def test_a_description_has_all_that_determines_the_samples() -> None:
     mapped = {"kind": "map", "function": f"{__name__}.plus", "is_async": True}
     taken = {"kind": "take", "count": 3, "of": {"kind": "TarDataset", **order}}
     filtered = {"kind": "filter", "function": "builtins.bool"}
-    mixed: Any = {"kind": "mix", "weights": [2.0, 1.0], "seed": 4, "until": "all"}
+    mixed: Any = {"kind": "mix", "weights": [[0, [2, 1]]], "until": "all"}
+    mixed["names"] = ["0", "1"]
     mixed["streams"] = [
         {**filtered, "of": {**mapped, "of": read}},
         {"kind": "skip", "count": 1, "of": taken},
@@ -173,7 +174,7 @@ def chains(folder: Path) -> list[Any]:
         lines.batch(2, drop_last=True),
         lines.mix(table),
         lines.mix(table, weights=[2, 1]),
-        lines.mix(table, seed=1),
+        lines.mix(table, weights=[(0, [1, 1]), (9, [2, 1])]),
         lines.mix(table, until="first"),
         lines.mix(table.shuffle(3)),
         table.mix(lines),

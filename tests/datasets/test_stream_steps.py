@@ -1,9 +1,8 @@
-"""Steps of streams: map, filter, shuffle, take, skip, batch and mix."""
+"""Steps of streams: map, filter, shuffle, take, skip and batch."""
 
 import asyncio
 import json
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -176,24 +175,6 @@ async def test_batch() -> None:
     loader: Any = DataLoader(numbers(7).batch(3), batch_size=None)
     batches = await beside(lambda: [list(map(int, batch)) for batch in loader])
     assert batches == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-async def test_mix_by_weight() -> None:
-    one = from_iterable([("a", n) for n in range(900)])
-    other = from_iterable([("b", n) for n in range(100)])
-    stream = one.mix(other, weights=[3, 1], seed=1)
-    found = await items(stream)
-    assert Counter(found) == Counter(await items(one) + await items(other))
-    for name in "ab":
-        part = [number for letter, number in found if letter == name]
-        assert part == sorted(part)
-    head = Counter(letter for letter, _ in found[:200])
-    assert 30 < head["b"] < 70
-    stream.set_epoch(0)
-    short = await items(one.mix(other, weights=[3, 1], seed=1, until="first"))
-    assert short == found[: len(short)]
-    assert short[-1] != ("b", 98)
-    assert 250 < len(short) < 600
 
 
 STEPS: dict[str, Callable[[Any], Any]] = {

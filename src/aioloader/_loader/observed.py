@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader._observe.records import Counters
 from aioloader._order.failures import Failure
+from aioloader._order.stream_states import mixed
 
 if TYPE_CHECKING:
     from aioloader._loader.runtime import Runtime
@@ -45,7 +46,7 @@ class Observed:
 
     def stats(self) -> "LoaderStats":
         """Return the figures of the latest epoch so far; ``print`` shows a table."""
-        from aioloader._observe.stats import LoaderStats
+        from aioloader._observe.stats import LoaderStats, SourceStats
 
         epoch, servers = self._live.epoch, self._live.pools.servers
         counters = Counters() if epoch is None else epoch.counters
@@ -65,6 +66,7 @@ class Observed:
             listed=counters.listed,
             loop_lag=None if counters.lag is None else counters.lag(),
             device_bytes=counters.ahead_bytes() if is_under_way else 0,
+            sources={name: SourceStats(*one) for name, one in self._mixed().items()},
             iteration=counters.iteration,
             _records=counters.recorded(),
             _setting=self._live.setting(),
@@ -111,6 +113,14 @@ class Observed:
         trace = Trace(path, self._live.traces)
         self._live.show(trace)
         return trace
+
+    def _mixed(self) -> dict[str, tuple[int, float]]:
+        """Return samples and passes of the sources of a mixture of streams."""
+        epoch, options = self._live.epoch, self._live.options
+        if epoch is None or options is None or not options.is_own_stream:
+            return {}
+        states = epoch.progress.bookmark().states.values()
+        return mixed(one["dataset"] for one in states if "dataset" in one)
 
     def _epoch_length(self) -> int:
         """Return how many batches the latest epoch has; so far, if it has no length."""

@@ -1,7 +1,7 @@
 """The figures of one epoch, as ``loader.stats()`` shows them."""
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +30,18 @@ class Percentiles(NamedTuple):
     p99: float = 0.0
 
 
+class SourceStats(NamedTuple):
+    """How much of one source of a mixture was read.
+
+    Attributes:
+        samples: The samples that the mixture has taken from it.
+        passes: How many times its ``repeat`` has read all of it: the mean of readers.
+    """
+
+    samples: int
+    passes: float
+
+
 @dataclass(frozen=True)
 class LoaderStats:
     """The figures of the latest epoch so far, from ``loader.stats()``.
@@ -54,6 +66,9 @@ class LoaderStats:
         loop_lag: How the event loop that reads samples in this process is blocked;
             None if there is none, or it is not yet measured.
         device_bytes: Device memory of batches that were moved and not yet delivered.
+        sources: Of a mixture of streams, how much this rank's readers have read of each
+            source, by name: up to the position of ``state_dict()``, so samples that
+            later steps hold back do not count.
         iteration: Identifies the iteration: two may have the same epoch number.
     """
 
@@ -70,6 +85,7 @@ class LoaderStats:
     listed: Listed | None = None
     loop_lag: LoopLag | None = None
     device_bytes: int = 0
+    sources: Mapping[str, SourceStats] = field(default_factory=dict, hash=False)
     iteration: object = field(default=None, repr=False, compare=False)
     _records: Sequence[Record] = field(default=(), repr=False, compare=False)
     _setting: Setting = field(default=Setting("inline"), repr=False, compare=False)
@@ -132,6 +148,10 @@ class LoaderStats:
         if self.listed is not None and self.listed.shards:
             took = seconds_text(self.listed.seconds)
             lines.append(f"listed {self.listed.shards:,} shards in {took}")
+        lines += [
+            f"source {name!r}: {one.samples:,} samples, {one.passes:.4g} passes"
+            for name, one in self.sources.items()
+        ]
         if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:
             by = f" by {lag.culprit}" if lag.culprit else ""
             longest = seconds_text(lag.seconds)

@@ -16,7 +16,7 @@ a state carries a checksum of its contents, and only what was saved is ever load
 
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from types import NoneType
 from typing import Any, TypeAlias
@@ -266,6 +266,59 @@ def _steps_of(description: Description) -> list[Description]:
     while "of" in steps[-1]:
         steps.append(steps[-1]["of"])
     return [{k: v for k, v in one.items() if k != "of"} for one in reversed(steps)]
+
+
+def mixed(states: Iterable[State]) -> dict[str, tuple[int, float]]:
+    """Return of each source of mixtures, by name, how often it was read.
+
+    The names of a mixture within another one follow that one's, after a slash.
+
+    Args:
+        states: The states of a stream, each of some readers.
+
+    Returns:
+        The samples that it gave in total, and how many times readers have read all of
+        it, on average.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    for state in states:
+        for one in state["streams"].values():
+            _count(state["stream"], one["state"] or {}, "", found)
+    return {
+        name: (sum(samples), sum(passes) / len(passes))
+        for name, (samples, passes) in (
+            (name, tuple(zip(*counts, strict=True))) for name, counts in found.items()
+        )
+    }
+
+
+def _count(
+    stream: Description,
+    state: State,
+    prefix: str,
+    found: dict[str, list[tuple[int, int]]],
+) -> None:
+    """Add the samples and the passes of one reader, for each source of a mixture."""
+    stream, state = _step(stream, state, {"mix"})
+    if stream["kind"] != "mix":
+        return
+    blank: list[Any] = [0] * len(stream["names"])
+    each = stream["names"], stream["streams"]
+    counts, ups = (state.get(name) or blank for name in ("counts", "up"))
+    for name, source, count, up in zip(*each, counts, ups, strict=True):
+        last, where = _step(source, up or {}, {"repeat", "mix"})
+        passes = where.get("pass", 0) if last["kind"] == "repeat" else 0
+        found.setdefault(f"{prefix}{name}", []).append((count, passes))
+        _count(source, up or {}, f"{prefix}{name}/", found)
+
+
+def _step(
+    stream: Description, state: State, kinds: set[str]
+) -> tuple[Description, State]:
+    """Return the last step of one of the kinds, or else the source, and its state."""
+    while stream["kind"] not in kinds and "of" in stream:
+        stream, state = stream["of"], state.get("up") or {}
+    return stream, state
 
 
 def _compare(

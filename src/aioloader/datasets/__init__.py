@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
     from aioloader.datasets.map_style import from_dataset
     from aioloader.datasets.mds import MDSDataset
+    from aioloader.datasets.mixing import mix
     from aioloader.datasets.named import ClassFolders
     from aioloader.datasets.objects import ObjectDataset
     from aioloader.datasets.sharded import ByteStream, ShardedStream
@@ -65,6 +66,7 @@ _LATER = {
     "from_async_iterable": "aioloader.datasets.iterables",
     "from_dataset": "aioloader.datasets.map_style",
     "from_iterable": "aioloader.datasets.iterables",
+    "mix": "aioloader.datasets.mixing",
     "write_parquet": "aioloader.datasets.writers",
 }
 
@@ -98,6 +100,7 @@ __all__ = [
     "from_async_iterable",
     "from_dataset",
     "from_iterable",
+    "mix",
     "write_parquet",
 ]
 

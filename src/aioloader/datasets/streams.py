@@ -6,12 +6,12 @@ readers; its state is a position, small and independent of read-ahead. Memory ho
 read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._options import check_at_least, check_is
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
@@ -32,14 +32,14 @@ from aioloader.datasets._streams.steps import (
     Tokenized,
     Unbatched,
 )
-from aioloader.datasets._streams.weave import Mixed, Until
+from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import is_async_function
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -230,41 +230,16 @@ class Stream(Iterated[Sample_co]):
     def mix(
         self,
         *others: "Stream[Any]",
-        weights: Sequence[float] | None = None,
-        seed: int = 0,
+        weights: Weights | None = None,
         until: Until = "all",
     ) -> "Stream[Any]":
-        """Return a stream that draws each sample from this or another stream.
+        """Return the stream of this one's and other streams' samples, by weights.
 
-        The ranks and readers of this stream apply.
-
-        Args:
-            others: The other streams.
-            weights: Probability of each stream, this one first; default: equal.
-            seed: Key of the draws, which also depend on the epoch.
-            until: ``"all"``: when one stream ends, the others continue; ``"first"``:
-                the mixture ends with the first.
-
-        Raises:
-            ValueError: If there is not one positive weight for each stream, or if
-                another one has separate ranks or readers.
+        The short form of ``aioloader.datasets.mix``, for streams without names: they
+        are called ``"0"`` (this one), ``"1"``... Its ranks and readers apply.
         """
-        streams = (self, *others)
-        for other in others:
-            if other.ranks not in {None, self.ranks}:
-                raise ValueError(f"shard() applies to the mixture, not {other!r}")
-            if other.num_readers not in {None, self.num_readers}:
-                raise ValueError(f"readers() applies to the mixture, not {other!r}")
-        weights = [float(one) for one in weights or [1.0] * len(streams)]
-        is_whole = len(weights) == len(streams) and math.isfinite(sum(weights))
-        if not is_whole or min(weights) <= 0:
-            raise ValueError(
-                f"weights must be {len(streams)} positive numbers, got {weights}"
-            )
-        if until not in {"all", "first"}:
-            raise ValueError(f"until must be 'all' or 'first', got {until!r}")
-        seed = operator.index(seed)
-        return _Mix(streams, {"weights": weights, "seed": seed, "until": until})
+        named = {str(at): one for at, one in enumerate((self, *others))}
+        return Mixture(named, weights, until)
 
 
 # -- streams made of streams ------------------------------------------------------
@@ -393,12 +368,33 @@ class _EpochLength(_Step):
         return f"{self.upstream!r}.epoch_length({self.total()})"
 
 
-class _Mix(Stream[Any]):
-    """Several streams as one; ``how`` determines the samples."""
+class Mixture(Stream[Any]):
+    """Several streams as one; the ranks and readers of the first one apply.
 
-    def __init__(self, streams: Sequence[Stream[Any]], how: State) -> None:
-        super().__init__(*streams)
-        self._how = how
+    Args:
+        streams: The streams, by name.
+        weights: As for ``aioloader.datasets.mix``.
+        until: Whether it ends with ``"all"`` streams or with the ``"first"``.
+
+    Raises:
+        ValueError: If weights are wrong, or if a stream other than the first one has
+            separate ranks or readers.
+    """
+
+    def __init__(
+        self,
+        streams: "Mapping[str, Stream[Any]]",
+        weights: Weights | None,
+        until: Until,
+    ) -> None:
+        super().__init__(*streams.values())
+        for other in self.sources:
+            if other.ranks not in {None, self.ranks}:
+                raise ValueError(f"shard() applies to the mixture, not {other!r}")
+            if other.num_readers not in {None, self.num_readers}:
+                raise ValueError(f"readers() applies to the mixture, not {other!r}")
+        self._names = [*streams]
+        self._schedule = Schedule(self._names, weights, until)
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
         """Return each source and its state."""
@@ -406,25 +402,28 @@ class _Mix(Stream[Any]):
         return zip(self.sources, states, strict=True)
 
     async def open(self, reading: Reading, state: State) -> Cursor:
+        """Return a cursor over those of all streams."""
         cursors = [await one.open(reading, up) for one, up in self._each(state)]
-        how = self._how
-        key = (how["seed"], reading.epoch, reading.share.reader)
-        options: Any = {"until": how["until"], "ahead": self.ahead()}
-        return Mixed(cursors, how["weights"], key, state, **options)
+        return Mixed(cursors, state, reading, self._schedule, self.ahead())
 
     def carried(self, state: State, _passed: int, share: Share) -> State | None:
-        """Return the beginning of the next epoch: all is drawn again."""
+        """Return the beginning of the next epoch: the order starts over."""
         ups = [one.carried(up, 0, share) for one, up in self._each(state)]
         return {"up": [one or {} for one in ups]} if any(ups) else None
 
     def describe(self) -> State:
         """Return how the streams are mixed, and their descriptions."""
-        streams = [stream.describe() for stream in self.sources]
-        return {"kind": "mix", "streams": streams, **self._how}
+        return {
+            "kind": "mix",
+            "streams": [stream.describe() for stream in self.sources],
+            "names": self._names,
+            "weights": [[start, weights] for start, weights in self._schedule.stages],
+            "until": self._schedule.until,
+        }
 
     def is_endless(self) -> bool:
         """Tell whether it never ends: its first source does not, or its last."""
-        ends = all if self._how["until"] == "first" else any
+        ends = all if self._schedule.until == "first" else any
         return ends(stream.is_endless() for stream in self.sources)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Several cursors as one: shards that take turns, and streams drawn by weights.
+"""Several cursors as one: shards that take turns, and streams mixed by weights.
 
 What several inputs have ready is interleaved into one block, and pulls are slices of
 it, so a turn costs little. The inputs only count the samples passed on: a position is
@@ -9,28 +9,27 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from aioloader._order.blocks import Block, join, pick, weave
+from aioloader._order.mixture import Schedule
 from aioloader.datasets._streams.cursors import (
     Ahead,
     Cursor,
+    Reading,
     Replayed,
     State,
     cancel,
 )
 from aioloader.datasets._streams.lane import Lane
 
-Until: TypeAlias = Literal["all", "first"]
 # The input that each of the next samples comes from: an array.
 Order: TypeAlias = Any
 # Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
-# Draws per generator.
-_DRAWS = 4096
-# Most samples that are drawn at once, and seconds that these may take to come.
+# Most samples that are mixed at once, and seconds that these may take to come.
 _SAMPLES = 2048
 _QUICK = 2e-3
 # Most rows of columns that are interleaved on the loop.
@@ -206,32 +205,36 @@ class AsTheyCome(Interleaved):
 
 
 class Mixed(Weaver):
-    """Samples of several streams, drawn by weights; ``key`` is that of the draws."""
+    """Samples of several streams in the order of a ``schedule``.
+
+    The state counts the samples of each stream, and has the numbers of those that have
+    ended.
+    """
 
     def __init__(
         self,
         cursors: Sequence[Cursor],
-        weights: Sequence[float],
-        key: Sequence[int],
         state: State,
-        *,
-        until: Until,
+        reading: Reading,
+        schedule: Schedule,
         ahead: Ahead,
     ) -> None:
-        own = {"drawn": state.get("drawn", 0), "ended": state.get("ended", [])}
-        super().__init__(cursors, "up", own)
-        self._weights = np.asarray(weights, np.float64)
-        self._words = [word & 0xFFFFFFFFFFFFFFFF for word in key]
-        self._until = until
+        own = {"counts": [0] * len(cursors), "ended": []}
+        super().__init__(
+            cursors, "up", {name: state.get(name, own[name]) for name in own}
+        )
+        self._schedule = schedule
+        self._share = reading.share
         self._may_grow = ahead is not Ahead.NEVER
         self._ask = 0
         self._finished: set[int] = set()  # inputs without more samples than are ready
-        # One block of choices, its number, and how many streams had ended.
-        self._draws: Order = np.empty(0, np.int64)
-        self._drawn_of = -1, 0
+        # Streams of the next samples, the number of the first one, and which had ended.
+        self._planned: Order = np.empty(0, np.intp)
+        self._planned_at: tuple[int, list[int]] = 0, []
 
-    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
-        return {**before, "drawn": before["drawn"] + count}
+    def _after(self, before: State, what: Any, count: int) -> State:
+        added = zip(before["counts"], self._counts(what[:count]), strict=True)
+        return {**before, "counts": [*map(sum, added)]}
 
     def _woven(self, order: Order, blocks: Sequence[Block]) -> Block:
         # Sorted by stream, the samples are those of the blocks, one after the other.
@@ -241,30 +244,30 @@ class Mixed(Weaver):
         return pick(join(blocks), indices)
 
     async def _order(self, limit: int) -> Order:
-        """Draw many streams, and get samples of those."""
+        """Plan many samples, and get those of the streams."""
         # As many as come quickly: each sample of a stream may have to be waited for.
         most, began = max(limit, self._ask), time.perf_counter()
         every = len(self.inputs)
         while len(self.own["ended"]) < every:
-            choices = self._draw(most)
-            choices = choices[: await self._fill(choices, began + _QUICK)]
-            if len(choices):
+            plan = self._plan()[:most]
+            plan = plan[: await self._fill(plan, began + _QUICK)]
+            if len(plan):
                 is_quick = time.perf_counter() - began < _QUICK
                 may_grow = is_quick and self._may_grow
                 self._ask = min(2 * most, _SAMPLES) if may_grow else 0
-                return choices
-            # The next draw is a stream that has ended.
-            ended = sorted({*self.own["ended"], int(self._draw(1)[0])})
-            ended = [*range(every)] if self._until == "first" else ended
+                return plan
+            # The next stream has ended.
+            ended = sorted({*self.own["ended"], int(self._plan()[0])})
+            ended = [*range(every)] if self._schedule.until == "first" else ended
             self.own = {**self.own, "ended": ended}
         return np.empty(0, np.intp)
 
-    async def _fill(self, choices: Order, until: float) -> int:
-        """Fill the streams for the draws; return for how many draws they suffice.
+    async def _fill(self, plan: Order, until: float) -> int:
+        """Fill the streams for a plan; return for how many of its samples they suffice.
 
         After the time ``until`` each stream is asked only once.
         """
-        counts, length = self._counts(choices), len(choices)
+        counts, length = self._counts(plan), len(plan)
         for at, (one, count) in enumerate(zip(self.inputs, counts, strict=True)):
             while one.ready < count and at not in self._finished:
                 if not await one.fill(count - one.ready):
@@ -272,22 +275,15 @@ class Mixed(Weaver):
                 if self._may_grow and time.perf_counter() > until:
                     break  # surplus of the others is read again
             if one.ready < count:
-                places = np.flatnonzero(choices == at)
+                places = np.flatnonzero(plan == at)
                 length = min(length, int(places[one.ready]))
         return length
 
-    def _draw(self, count: int) -> Order:
-        """Return the streams of the next samples: at least one, all of one block."""
-        block, place = divmod(self.own["drawn"], _DRAWS)
-        key = block, len(self.own["ended"])
-        if key != self._drawn_of:
-            rng = np.random.default_rng([*self._words, block])
-            weights = self._weights.copy()
-            weights[self.own["ended"]] = 0
-            bounds = np.cumsum(weights)
-            draws = rng.random(_DRAWS) * bounds[-1]
-            found = np.searchsorted(bounds, draws, side="right")
-            # Integers of one or two bytes are sorted much faster.
-            self._draws = found.astype(np.min_scalar_type(len(weights)))
-            self._drawn_of = key
-        return self._draws[place : place + count]
+    def _plan(self) -> Order:
+        """Return the streams of the next samples, at least of one."""
+        at, ended = sum(self.own["counts"]), self.own["ended"]
+        first, known = self._planned_at
+        if ended != known or not first <= at < first + len(self._planned):
+            self._planned = self._schedule.sources(at, self._share, ended)
+            self._planned_at = first, _ = at, ended
+        return self._planned[at - first :]
