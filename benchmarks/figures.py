@@ -37,6 +37,8 @@ ORDER = [
     "streams",
     "stream_steps",
     "stream_blocking",
+    "pretraining",
+    "pretraining_costs",
     "stream_parquet",
     "stream_sql",
     "sql",

@@ -38,6 +38,7 @@ ROUNDS = {
     "streams": 3,
     "stream_steps": 3,
     "stream_tables": 3,
+    "pretraining": 3,
     "sql": 2,
     "parquet": 2,
     "bounded": 1,

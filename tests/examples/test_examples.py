@@ -24,8 +24,8 @@ __all__ = ["server"]
 
 
 EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
-# The demo writes, trains, chooses a device and draws.
-MAX_LINES = {"train_digits": 100}
+# The demo writes, trains, chooses a device and draws; the other has a model.
+MAX_LINES = {"train_digits": 100, "pretrain": 80}
 
 
 def code_lines(source: str) -> int:

@@ -1,0 +1,304 @@
+"""Text to batches of tokens: what do packing, mixing and files of tokens cost?
+
+Documents have log-normal lengths (6.2, 1.1), samples 4,096 tokens. Each figure is
+beside the plainest numpy code that makes the same arrays, in one process, in turn:
+tokens per second and the median of the ratios. Grain's ``ConcatThenSplit`` and its
+first-fit packing with 64 bins run if it is installed (``make peers``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import importlib.util
+import math
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from aioloader import DataLoader
+from aioloader.datasets import ParquetDataset, TokenDataset, from_iterable, mix
+from harness import Metric, Question, main_in_one_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from harness import Rounds
+
+LENGTH, DOCUMENTS, BATCH, IGNORED = 4_096, 6_000, 8, -100
+Sample = dict[str, Any]
+
+
+def documents(seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    sizes = np.maximum(1, rng.lognormal(6.2, 1.1, DOCUMENTS).astype(np.int64))
+    return [rng.integers(1, 50_000, size) for size in sizes]
+
+
+# -- the plain code --------------------------------------------------------------------
+
+
+def concatenated(texts: Iterable[Any]) -> Iterator[Sample]:
+    """Yield the samples of ``pack(LENGTH)``, by the plainest loop over arrays."""
+    tokens, labels, starts, held = list[Any](), list[Any](), list[Any](), 0
+    for text in texts:
+        tokens.append(text)
+        labels.append(np.append(text[1:], IGNORED))
+        starts.append(np.full(len(text), held))
+        held += len(text)
+        if held < LENGTH:
+            continue
+        every = [np.concatenate(one) for one in (tokens, labels, starts)]
+        for at in range(0, held - LENGTH + 1, LENGTH):
+            part = slice(at, at + LENGTH)
+            first = np.maximum(every[2][part], at)
+            yield {
+                "input_ids": every[0][part],
+                "labels": every[1][part],
+                "position_ids": np.arange(at, at + LENGTH) - first,
+            }
+        cut = held // LENGTH * LENGTH
+        tokens, labels = [every[0][cut:]], [every[1][cut:]]
+        starts, held = [np.maximum(every[2][cut:], cut) - cut], held - cut
+
+
+def batches(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Yield batches of stacked arrays."""
+    batch: list[Sample] = []
+    for sample in samples:
+        batch.append(sample)
+        if len(batch) == BATCH:
+            yield {key: np.stack([one[key] for one in batch]) for key in sample}
+            batch = []
+
+
+def encoded(path: str, tokenizer: Any) -> Iterator[Any]:
+    """Yield the tokens of texts in Parquet, by the tokenizer's own batches."""
+    for block in parquet.ParquetFile(path).iter_batches(256, columns=["text"]):
+        for one in tokenizer.encode_batch(block.column(0).to_pylist()):
+            yield np.array(one.ids)
+
+
+def speed(samples: Iterable[Sample]) -> float:
+    """Return millions of tokens per second of time."""
+    began, found = time.perf_counter(), 0
+    for sample in samples:
+        found += math.prod(sample["input_ids"].shape)
+    return found / (time.perf_counter() - began) / 1e6
+
+
+def ours(stream: Any) -> Iterator[Sample]:
+    """Yield the samples of a stream, a block at a time, as a loader reads it."""
+    with asyncio.Runner() as runner:
+        iterator = aiter(stream)
+        while block := runner.run(iterator.pull(64)):
+            yield from block
+        runner.run(iterator.aclose())
+
+
+# -- peers -----------------------------------------------------------------------------
+
+
+def grain_samples(texts: list[Any], kind: str) -> Iterator[Sample]:
+    """Yield Grain's samples; ``kind`` names its class."""
+    import grain  # noqa: PLC0415  (a peer, which may be missing)
+
+    packing = importlib.import_module("grain.experimental")
+    source = grain.MapDataset.source([{"input_ids": one} for one in texts])
+    options: Any = {"length_struct": {"input_ids": LENGTH}}
+    if kind == "FirstFitPackIterDataset":
+        options["num_packing_bins"] = 64
+        source = source.map(lambda one: {"input_ids": one["input_ids"][:LENGTH]})
+    yield from getattr(packing, kind)(source.to_iter_dataset(), **options)
+
+
+# -- questions -------------------------------------------------------------------------
+
+
+def measure_speed(rounds: int) -> Rounds:
+    """Measure samples made of documents in memory, and of texts in Parquet."""
+    texts = documents()
+    rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "concat": (
+            lambda: ours(from_iterable(texts).pack(LENGTH)),
+            lambda: concatenated(texts),
+        ),
+        "concat, batches of 8 by a loader": (
+            lambda: DataLoader(from_iterable(texts).pack(LENGTH), BATCH),
+            lambda: batches(concatenated(texts)),
+        ),
+    }
+    if importlib.util.find_spec("grain") is not None:
+        rows["concat, and Grain's"] = (
+            rows["concat"][0],
+            lambda: grain_samples(texts, "ConcatThenSplitIterDataset"),
+        )
+        rows["best fit, and Grain's 64 bins"] = (
+            lambda: ours(from_iterable(texts).pack(LENGTH, "best_fit")),
+            lambda: grain_samples(texts, "FirstFitPackIterDataset"),
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        if importlib.util.find_spec("tokenizers") is not None:
+            path, tokenizer = f"{folder}/texts.parquet", written(folder)
+            rows["text of Parquet, batches of 8"] = (
+                lambda: DataLoader(
+                    ParquetDataset(path, ["text"])
+                    .tokenize(tokenizer, "text")
+                    .pack(LENGTH),
+                    BATCH,
+                ),
+                lambda: batches(concatenated(encoded(path, tokenizer))),
+            )
+        found: Rounds = {name: [] for name in rows}
+        for _ in range(rounds):
+            for name, (mine, other) in rows.items():
+                figures = {"ours": speed(mine()), "other": speed(other())}
+                figures["ratio"] = figures["ours"] / figures["other"]
+                found[name].append(figures)
+    return found
+
+
+def written(folder: str) -> Any:
+    """Write the standard library's text as Parquet; return a tokenizer of it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: PLC0415
+
+    files = [*Path(sysconfig.get_path("stdlib")).glob("*.py")]
+    texts = [one.read_text(errors="ignore") for one in files] * 2
+    parquet.write_table(pa.table({"text": texts}), f"{folder}/texts.parquet")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(texts[:40], trainers.BpeTrainer(2_000))
+    return tokenizer
+
+
+def filled() -> float:
+    """Return which part of best fit's samples is not padding, in percent."""
+    samples = [*ours(from_iterable(documents()).pack(LENGTH, "best_fit", pad=0))]
+    # Documents have no token 0.
+    return 100 * float(np.mean([np.mean(one["input_ids"] > 0) for one in samples]))
+
+
+def mixed(seconds: Callable[[Iterable[Sample]], float]) -> float:
+    """Return the time of a mixture of three, by the time of them alone."""
+    sources = [from_iterable(documents(seed)).pack(LENGTH) for seed in range(3)]
+    alone = sum(seconds(ours(one)) for one in sources)
+    return seconds(ours(mix(sources))) / alone
+
+
+def cpu(samples: Iterable[Sample]) -> float:
+    began = time.process_time()
+    collections.deque(samples, maxlen=0)
+    return time.process_time() - began
+
+
+def state_ms() -> float:
+    """Return the time of ``state_dict``, of 24 readers of three packed sources."""
+    sources = [from_iterable(documents(seed)).pack(LENGTH) for seed in range(3)]
+    loader: Any = DataLoader(mix(sources).readers(24), 24)
+    with loader:
+        next(iter(loader))
+        times = []
+        for _ in range(200):
+            began = time.perf_counter()
+            loader.state_dict()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+FIRST = """
+import resource, sys, time
+from aioloader import DataLoader, ShuffledIndices
+from aioloader.datasets import TokenDataset
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+before, began = peak(), time.perf_counter()
+tokens = TokenDataset(sys.argv[1], 4096, dtype="uint16")
+loader = DataLoader(tokens, 8, sampler=ShuffledIndices(len(tokens), seed=0))
+next(iter(loader))
+print(time.perf_counter() - began, peak() - before)
+"""
+
+
+def first_batch(count: int) -> tuple[float, float]:
+    """Return seconds to the first batch of a file of so many tokens, and megabytes."""
+    with tempfile.NamedTemporaryFile() as file:
+        os.truncate(file.name, 2 * count)  # without content
+        command = [sys.executable, "-c", FIRST, file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
+        seconds, megabytes = map(float, said.stdout.split())
+    return seconds, megabytes
+
+
+def shuffled() -> float:
+    """Return the speed of shuffled batches of a file of tokens, by numpy's."""
+    with tempfile.NamedTemporaryFile() as file:
+        np.random.default_rng(0).integers(1, 50_000, 50_000_000, np.uint16).tofile(file)
+        file.flush()
+        tokens = TokenDataset(file.name, LENGTH, dtype=np.uint16)
+        order = np.random.default_rng(1).permutation(len(tokens)).tolist()
+
+        def plain() -> Iterator[Sample]:
+            mapped = np.memmap(file.name, np.uint16, "r")
+            for number in order:
+                part = mapped[number * LENGTH : (number + 1) * LENGTH + 1]
+                part = part.astype(np.int64)
+                yield {
+                    "input_ids": part[:-1],
+                    "labels": part[1:],
+                    "position_ids": np.arange(LENGTH),
+                }
+
+        mine = speed(DataLoader(tokens, BATCH, sampler=order))
+        return mine / speed(batches(plain()))
+
+
+def measure_costs(rounds: int) -> Rounds:
+    """Measure what has a figure of its own."""
+    found: Rounds = collections.defaultdict(list)
+    for _ in range(rounds):
+        small, large = first_batch(10**7), first_batch(10**10)
+        for name, value in {
+            "best fit: filled, %": filled(),
+            "mix of three, CPU by that of them alone": mixed(cpu),
+            "state_dict, 24 readers of three sources, ms": state_ms(),
+            "first batch of 10^10 tokens by that of 10^7": large[0] / small[0],
+            "memory of 10^10 tokens, MB": large[1],
+            "shuffled batches of a file by numpy's": shuffled(),
+        }.items():
+            found[name].append({"value": value})
+    return dict(found)
+
+
+QUESTIONS: dict[Question, Callable[[int], Rounds]] = {
+    Question(
+        name="pretraining",
+        text="Documents to samples of 4,096 tokens: how fast, beside a plain loop?",
+        contenders={},
+        metrics=[
+            Metric("ours", "million tokens/s", ",.1f"),
+            Metric("other", "of the other", ",.1f"),
+            Metric("ratio", "ratio", ",.2f"),
+        ],
+    ): measure_speed,
+    Question(
+        name="pretraining_costs",
+        text="What do mixtures, states and files of tokens cost?",
+        contenders={},
+        metrics=[Metric("value", "value", ",.2f")],
+    ): measure_costs,
+}
+
+if __name__ == "__main__":
+    main_in_one_process(QUESTIONS)
