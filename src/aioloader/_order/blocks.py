@@ -23,8 +23,8 @@ class Columns(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
 
-    def column(self, name: str) -> list[Any]:
-        """Return the values of one column, as in rows; KeyError if there is none."""
+    def column(self, name: str) -> list[Any] | None:
+        """Return the values of a column, as in rows; None if there is no such one."""
         ...
 
     def pick(self, indices: Sequence[int]) -> "Columns":

@@ -136,6 +136,8 @@ class _MapStyle(Stream[Any]):
 class _Indices(Replayed):
     """The indices of one reader's samples, in the order of an epoch."""
 
+    overshoots = True
+
     def __init__(
         self,
         state: State,
@@ -152,8 +154,11 @@ class _Indices(Replayed):
     def _here(self) -> State:
         return {"at": self._at}
 
-    async def _make(self, limit: int) -> Block:
-        stop = min(self._at + min(limit, _AT_ONCE), self._count)
+    def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
+        return {"at": before["at"] + count}
+
+    async def _make(self, limit: int) -> Block:  # noqa: ARG002  (many at once)
+        stop = min(self._at + _AT_ONCE, self._count)
         share = self._share
         places = np.arange(self._at, stop) * share.readers + share.reader
         if stop > self._at:  # those past the end are the first ones again

@@ -143,14 +143,10 @@ class Rows(Sequence[dict[str, Any]]):
                 for row in zip(*map(values_of, part), strict=True):
                     yield dict(zip(names, row, strict=True))
 
-    def column(self, name: str) -> list[Any]:
-        """Return the values of one column, as in rows.
-
-        Raises:
-            KeyError: If there is no column of that name.
-        """
+    def column(self, name: str) -> list[Any] | None:
+        """Return the values of a column, as in rows; None if there is no such one."""
         if name not in self.names:
-            raise KeyError(name)
+            return None
         at = self.names.index(name)
         cuts = (columns[at][start:stop] for columns, start, stop in self.parts)
         return [value for cut in cuts for value in values_of(cut)]

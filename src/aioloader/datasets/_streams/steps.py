@@ -5,7 +5,6 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -419,8 +418,9 @@ class Tokenized(Mapped):
     def _apply(self, block: Block) -> list[Any]:
         column = self.column
         if column is not None and not isinstance(block, list):
-            with suppress(KeyError):  # in no row
-                block, column = block.column(column), None
+            values = block.column(column)
+            if values is not None:  # and no rows
+                block, column = values, None
         made = self._call(partial(text_of, column=column), block)
         texts = [one for one in made if type(one) is not Bad]
         encode = partial(encoded, self.function)

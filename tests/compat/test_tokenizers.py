@@ -1,0 +1,54 @@
+"""A fast tokenizer of transformers gives a stream what it gives when called."""
+
+import pickle
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from aioloader import DataLoader
+from aioloader.datasets import from_iterable
+
+WORDS = {
+    "[PAD]": 0,
+    "[BOS]": 1,
+    "[UNK]": 2,
+    "[": 3,
+    "]": 4,
+    "BOS": 5,
+    "red": 6,
+    "fox": 7,
+}
+TEXTS = ["red fox", "", "fox [BOS] red", "fox " * 30, "none of these"]
+
+
+def tokenizer(**options: Any) -> Any:
+    """Return one whose parts pad and truncate, as many that are saved."""
+    made: Any = Tokenizer(models.WordLevel(WORDS, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[BOS] $A", special_tokens=[("[BOS]", 1)]
+    )
+    made.enable_truncation(4)
+    made.enable_padding(length=9)
+    special = {"bos_token": "[BOS]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special, **options)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("is_function", [False, True])
+def test_as_when_called(split: bool, is_function: bool) -> None:
+    """Whatever it is called with in between."""
+    made = tokenizer(split_special_tokens=split)
+    stream = from_iterable(TEXTS).tokenize(made.__call__ if is_function else made)
+    wanted = made(TEXTS)["input_ids"]
+    assert [*map(len, wanted)] == [3, 1, 6 if split else 4, 31, 4]
+    made(TEXTS, padding=True, truncation=True, max_length=3)
+    streams = [stream] if is_function else [stream, pickle.loads(pickle.dumps(stream))]
+    for one in streams:
+        found: Any = DataLoader(one, None, collate_fn=list)
+        assert [*map(list, found)] == wanted
+    if not is_function:
+        other = from_iterable(TEXTS).tokenize(tokenizer(split_special_tokens=not split))
+        assert other.describe() != stream.describe()
