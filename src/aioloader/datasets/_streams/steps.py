@@ -20,7 +20,13 @@ from aioloader._order.blocks import (
     read_block,
     unreadable,
 )
-from aioloader._order.permutation import is_quick, keyed_order, paced, pause
+from aioloader._order.permutation import (
+    ShuffledIndices,
+    is_quick,
+    keyed_order,
+    paced,
+    pause,
+)
 from aioloader._order.raising import ends_task
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._streams.cursors import (
@@ -512,22 +518,35 @@ class Batched(Step):
         return {**before, "taken": taken, "failed": lost} if taken else before
 
 
-class Shuffled(Step):
-    """Samples permuted within windows, so that the state is a position, not a buffer.
+class Windowed(Step):
+    """Windows of samples, of each of which a block is made.
 
-    The stream is cut into windows, and each is permuted by a separate key, after those
-    samples that could not be read: so a step that passes on any sample of a window can
-    tell whether the same ones fail when it is made again. Two windows are in memory:
-    one that is passed on, and the next one, which is read meanwhile.
+    The stream is cut into windows, so that the state is a position, not a buffer. In a
+    block, the samples that could not be read come first: so a step that passes on any
+    sample of a window can tell whether the same ones fail when it is made again. Two
+    windows are in memory: one that is passed on, and the next one, which is read
+    meanwhile.
     """
 
-    kind = "shuffle"
-    is_one_to_one = overshoots = makes_ahead = True
+    overshoots = makes_ahead = True
     starts: ClassVar[State] = {"number": 0}
     size: int
     seed: int
 
+    async def _arranged(self, parts: list[Block], good: int) -> Block:
+        """Return the block made of the ``good`` samples of a window."""
+        raise NotImplementedError
+
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
+        while True:
+            parts, lost, found = await self._window()
+            made = await self._arranged(parts, found - len(lost))
+            self.own["number"] += 1
+            if lost or len(made) or not found:
+                return [*lost, *made] if lost else made
+
+    async def _window(self) -> tuple[list[Block], list[Bad], int]:
+        """Return the next samples, those that could not be read, and how many."""
         parts: list[Block] = []
         found, lost = 0, list[Bad]()
         while found < self.size:
@@ -543,19 +562,29 @@ class Shuffled(Step):
                 parts[-1] += block
             else:
                 parts.append([*block] if isinstance(block, list) else block)
-        good = found - len(lost)
-        if is_quick(found):
-            window = self._permuted(parts, good)
-        else:  # in a thread, while the previous window is passed on
-            window = await asyncio.to_thread(self._permuted, parts, good)
-        self.own["number"] += 1
-        return [*lost, *window] if lost else window
+        return parts, lost, found
 
-    def _permuted(self, parts: list[Block], length: int) -> Block:
-        # Readers permute their windows differently too.
+    def _order(self, length: int) -> ShuffledIndices:
+        """Return an order that differs by window, epoch and reader."""
         share = self.reading.share
         place = self.own["number"] * share.readers + share.reader
-        order = paced(keyed_order(length, self.seed, self.reading.epoch, place))
+        return keyed_order(length, self.seed, self.reading.epoch, place)
+
+
+class Shuffled(Windowed):
+    """Samples permuted within windows."""
+
+    kind = "shuffle"
+    is_one_to_one = True
+
+    async def _arranged(self, parts: list[Block], good: int) -> Block:
+        if is_quick(good):
+            return self._permuted(parts, good)
+        # in a thread, while the previous window is passed on
+        return await asyncio.to_thread(self._permuted, parts, good)
+
+    def _permuted(self, parts: list[Block], length: int) -> Block:
+        order = paced(self._order(length))
         if not any(isinstance(part, list) for part in parts):
             return pick(join(parts), [*chain.from_iterable(order)])
         whole: Any = list(join(parts)) if len(parts) > 1 else parts.pop()
