@@ -9,7 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aioloader import errors
-from aioloader._collate.collate import default_collate, default_convert
+from aioloader._collate.collate import (
+    default_collate,
+    default_convert,
+    varlen_collate,
+)
 from aioloader._device.naming import Device
 from aioloader._loader.loader import DataLoader
 from aioloader._order.failures import SKIP, Failure, Skip
@@ -70,6 +74,7 @@ __all__ = [
     "observe_with_opentelemetry",
     "pad_collate",
     "progress",
+    "varlen_collate",
     "warm_up",
 ]
 

@@ -42,6 +42,7 @@ def test_public_names() -> None:
         "observe_with_opentelemetry",
         "pad_collate",
         "progress",
+        "varlen_collate",
         "warm_up",
     ]
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)

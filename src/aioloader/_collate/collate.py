@@ -83,6 +83,45 @@ def default_collate(samples: Sequence[Any]) -> Any:
     return _collate(samples)
 
 
+def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Collate packed samples to a flat batch, for attention within documents.
+
+    A document starts where ``position_ids`` are 0; padding is one, too. The names are
+    those of Hugging Face's and FlashAttention's ``flash_attn_varlen_func``.
+
+    Args:
+        samples: Dicts of 1-D arrays or tensors, ``position_ids`` among them, such as
+            those of ``Stream.pack``; at least one.
+
+    Returns:
+        Each name's tensors, joined to shape (tokens,), with ``cu_seqlens``, where
+        documents start and the last one ends, shape (documents + 1,), dtype int32; and
+        ``max_seqlen``, the length of the longest document, an int.
+
+    Raises:
+        KeyError: If samples have no ``position_ids``.
+    """
+    batch: dict[str, Any] = {
+        name: _joined([np.asarray(sample[name]) for sample in samples])
+        for name in samples[0]
+    }
+    positions = batch["position_ids"].numpy()
+    bounds = np.append(np.flatnonzero(positions == 0), len(positions))
+    batch["cu_seqlens"] = torch.from_numpy(bounds.astype(np.int32))
+    batch["max_seqlen"] = int(np.diff(bounds).max(initial=0))
+    return batch
+
+
+def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
+    """Return 1-D arrays as one tensor."""
+    length, dtype = sum(map(len, arrays)), np.result_type(*arrays)
+    out = borrowed((length,), torch_dtype(dtype))
+    if out is None:
+        return torch.from_numpy(np.concatenate(arrays))
+    np.concatenate(arrays, out=out.numpy())
+    return out
+
+
 def collates_as_torch() -> bool:
     """Return whether torch's registry is unchanged."""
     return bool(torch_rules.default_collate_fn_map == _STANDARD)
