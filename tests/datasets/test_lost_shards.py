@@ -36,6 +36,15 @@ def lines(folder: Path, **options: Any) -> Any:
     return TextDataset([str(folder / f"{one}.txt") for one in range(5)], **options)
 
 
+def number_of(line: str) -> list[int]:
+    return [int(line.replace("-", ""))]
+
+
+def lines_of(sample: Any) -> list[str]:
+    tokens = sample["input_ids"].tolist()
+    return [f"{one // 10}-{one % 10}" for one in tokens if one >= 0]
+
+
 CHAINS: dict[str, Callable[[Path], Any]] = {
     "one by one": lines,
     "lanes": lambda folder: lines(folder, interleave=2),
@@ -43,6 +52,12 @@ CHAINS: dict[str, Callable[[Path], Any]] = {
     "mix": lambda folder: lines(folder).mix(from_iterable("abcdef")),
     "shuffle": lambda folder: lines(folder).shuffle(8),
     "batch": lambda folder: lines(folder).batch(7),
+    "pack": lambda folder: (
+        lines(folder).map(number_of).pack(3, last="pad", pad=-1).map(lines_of)
+    ),
+    "best fit": lambda folder: (
+        lines(folder).map(number_of).pack(3, "best_fit", window=7, pad=-1).map(lines_of)
+    ),
     "readers": lambda folder: lines(folder, interleave=2).readers(2),
     "all": lambda folder: lines(folder).shuffle(4).map(same).batch(2).readers(2),
 }

@@ -61,6 +61,16 @@ def codes(texts: list[str]) -> list[list[int]]:
     return [[*map(ord, text)] for text in texts]
 
 
+def tokens_of(sample: Any) -> list[int]:
+    return [*map(ord, upper(sample))]
+
+
+def text_of(sample: Any) -> str:
+    """Return the text of a packed sample, with its labels."""
+    texts = (sample[name].tolist() for name in ("input_ids", "labels"))
+    return "|".join("".join(chr(max(one, 32)) for one in text) for text in texts)
+
+
 @functools.cache
 def made(make: Make, options: tuple[tuple[str, Any], ...]) -> Any:
     """Return the source of a format; its files are written once."""
@@ -96,6 +106,16 @@ STEPS: dict[str, tuple[Callable[[Any, Any], Any], st.SearchStrategy[Any]]] = {
     "tokenize": (
         lambda stream, size: stream.map(upper).tokenize(codes, batch=size),
         st.integers(1, 9),
+    ),
+    "pack": (
+        lambda stream, n: stream.map(tokens_of).pack(n, last="pad").map(text_of),
+        st.integers(1, 40),
+    ),
+    "best fit": (
+        lambda stream, n: (
+            stream.map(tokens_of).pack(20, "best_fit", window=n).map(text_of)
+        ),
+        st.integers(1, 20),
     ),
     "mix": (
         lambda stream, weights: stream.map(upper).mix(

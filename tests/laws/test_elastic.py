@@ -120,7 +120,7 @@ def rest(made: list[DataLoader[Any]]) -> Counter[str]:
 
 
 # What these do depends on how many readers there are.
-_OF_READERS = ("skip", "take", "batch", "mix")
+_OF_READERS = ("skip", "take", "batch", "mix", "pack", "best fit")
 
 
 @given(chains(without=_OF_READERS), LAYOUTS, LAYOUTS, st.integers(0, 3))

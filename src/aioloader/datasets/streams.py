@@ -17,6 +17,7 @@ from aioloader.datasets._options import check_at_least, check_is
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
+from aioloader.datasets._streams.packing import Last, Packed, Strategy
 from aioloader.datasets._streams.steps import (
     Batched,
     Decoded,
@@ -33,6 +34,7 @@ from aioloader.datasets._streams.steps import (
     Unbatched,
 )
 from aioloader.datasets._streams.weave import Mixed
+from aioloader.datasets._tokens.packing import Overlong
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import is_async_function
@@ -213,6 +215,74 @@ class Stream(Iterated[Sample_co]):
                 f"{tokenizer!r}"
             )
         return _Step(self, Tokenized, described, function=function, batch=batch)
+
+    def pack(  # noqa: PLR0913  (each is one choice)
+        self,
+        length: int,
+        strategy: Strategy = "concat",
+        *,
+        window: int = 1000,
+        bos: int | None = None,
+        eos: int | None = None,
+        overlong: Overlong = "split",
+        last: Last = "drop",
+        pad: int = 0,
+        shift: bool = True,
+        seed: int = 0,
+    ) -> "Stream[dict[str, Any]]":
+        """Return the stream of samples of ``length`` tokens, made of documents.
+
+        Documents are 1-D arrays, tensors or lists of integers, or dicts of such
+        ``input_ids`` and perhaps a ``loss_mask``, true where a token is to be
+        predicted. Samples are dicts of ``input_ids``, ``labels`` and ``position_ids``:
+        arrays of shape (length,), dtype int64. A label is the next token of the same
+        document; -100 at its last token, in padding, and where the mask is false.
+        Positions restart at each document and sample; padding is a document.
+
+        What is no document fails with a TypeError, KeyError or ValueError, as one
+        sample. After a load, ``"concat"`` reads the documents of the open sample again
+        and at most 64 others, ``"best_fit"`` one window. (If user code then fails for
+        other documents of the window, its samples are others.)
+
+        Args:
+            length: Tokens per sample.
+            strategy: ``"concat"``: documents are laid end to end and cut;
+                ``"best_fit"``: each sample has whole documents and padding. These are
+                packed by window, and its samples come in a permuted order.
+            window: Documents per window, of best fit.
+            bos: A token added before each document, never predicted.
+            eos: A token added after each document; it counts if the one before it does.
+            overlong: What best fit does with documents of more than ``length`` tokens.
+            last: Whether concat drops an incomplete last sample, or pads it.
+            pad: The token of padding.
+            shift: Whether labels are the next tokens; False: the tokens themselves, for
+                models that shift labels. A document's first token has the label -100.
+            seed: Key of the order of best fit, which also depends on the epoch.
+
+        Raises:
+            ValueError: If ``length`` or ``window`` is below 1, or a word is unknown.
+        """
+        length = check_at_least(length, 1, "length")
+        window = check_at_least(window, 1, "window")
+        if strategy not in {"concat", "best_fit"}:
+            raise ValueError(
+                f"strategy must be 'concat' or 'best_fit', got {strategy!r}"
+            )
+        if overlong not in {"split", "truncate", "drop"}:
+            raise ValueError(
+                f"overlong must be 'split', 'truncate' or 'drop', got {overlong!r}"
+            )
+        if last not in {"drop", "pad"}:
+            raise ValueError(f"last must be 'drop' or 'pad', got {last!r}")
+        bos, eos = (None if one is None else operator.index(one) for one in (bos, eos))
+        described: State = {"length": length, "strategy": strategy}
+        described |= {"bos": bos, "eos": eos, "pad": operator.index(pad)}
+        described |= {"shift": bool(shift)}
+        if strategy == "concat":
+            return _Step(self, Packed, {**described, "last": last})
+        described |= {"window": window, "overlong": overlong}
+        described |= {"seed": operator.index(seed)}
+        return _Step(self, Packed, described, size=window)
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
         """Return the stream with its shards' bytes cached in a directory.

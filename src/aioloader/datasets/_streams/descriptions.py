@@ -66,7 +66,8 @@ def _counts(one: State) -> bool:
     found = [one["state"]]
     while found:
         state = found.pop()
-        taken, up = state.get("taken", 0), state.get("up") or []
+        taken = state.get("taken", 0) or state.get("offset", 0)
+        up = state.get("up") or []
         if max(taken) if isinstance(taken, list) else taken:
             return True
         found += up if isinstance(up, list) else [up] if up else []

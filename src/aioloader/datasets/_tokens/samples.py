@@ -1,6 +1,7 @@
-"""The arrays of one training sample of a language model."""
+"""The arrays of training samples of a language model."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,22 +33,45 @@ def sample_of(
             ``following``: false for padding, and where a loss mask is. None: all.
         shift: Whether labels are the next tokens.
     """
-    length, first = len(tokens), np.asarray(starts, np.int64)
-    inputs = tokens.astype(np.int64)
-    # Every document's first token is predicted by none.
-    targets = inputs if following is None else np.append(inputs, following)
-    labels = targets.copy()
+    length, last = len(tokens), IGNORED if following is None else following
     if counts is not None:
-        labels[~counts] = IGNORED
-    labels[first] = IGNORED
+        last = last if counts[length:].all() else IGNORED
+        counts = counts[:length]
+    bounds = [*starts, length]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    made = samples_of(tokens.astype(np.int64), sizes, [last], counts, shift=shift)
+    return {name: array[0] for name, array in made.items()}
+
+
+def samples_of(
+    tokens: Array,
+    sizes: Sequence[int],
+    following: Sequence[int],
+    counts: Array | None = None,
+    *,
+    shift: bool = True,
+) -> dict[str, Array]:
+    """Return the arrays of several samples of one length, shape (samples, length).
+
+    Args:
+        tokens: All samples' tokens, int64; ``input_ids`` shares their memory.
+        sizes: Those of the pieces of documents, and of padding, in the samples.
+        following: Each sample's last label, if labels are shifted.
+        counts: As for ``sample_of``, of all tokens.
+        shift: As for ``sample_of``.
+    """
+    size, samples = len(tokens), len(following)
+    length = size // samples
+    targets = np.empty(size + 1, np.int64)
+    targets[:size] = tokens
+    if counts is not None:
+        targets[:size][~counts] = IGNORED
+    # A document's first token is predicted by none.
+    targets[[*accumulate(sizes[:-1], initial=0)]] = IGNORED
+    labels = targets[1:] if shift else targets[:size]
     if shift:
-        labels = labels[1:]
-        if following is None:
-            labels = np.append(labels, IGNORED)
-    sizes = np.diff(first, append=length)
-    positions = np.arange(length) - np.repeat(first, sizes)
-    return {
-        "input_ids": inputs,
-        "labels": labels[:length],
-        "position_ids": positions,
-    }
+        labels[length - 1 :: length] = following
+    places = np.arange(length)
+    positions = np.concatenate([places[:size] for size in sizes])
+    made = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+    return {name: array.reshape(samples, -1) for name, array in made.items()}

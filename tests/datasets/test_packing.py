@@ -1,0 +1,561 @@
+"""Documents packed into samples of one length: their arrays, and exact positions."""
+
+import itertools
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioloader import DataLoader, varlen_collate
+from aioloader._order.blocks import Bad
+from aioloader.datasets import from_iterable
+from aioloader.datasets._tokens.packing import best_fit
+from aioloader.errors import ShardChangedError, StateMismatchError
+from resuming import assert_resumes_exactly
+
+IGNORED, PAD, BOS, EOS = -100, 7_000, 7_001, 7_002
+
+
+# -- documents ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document of ``size`` tokens, all different from those of other documents.
+
+    Attributes:
+        number: Its tokens are ``100 * number`` and those after it.
+        size: How many.
+        form: How they are given: a kind of array, a dict with a mask, or a failure.
+    """
+
+    number: int
+    size: int
+    form: str
+
+    @property
+    def tokens(self) -> list[int]:
+        return [100 * self.number + place for place in range(self.size)]
+
+    @property
+    def mask(self) -> list[bool]:
+        if self.form != "masked":
+            return [True] * self.size
+        return [(self.number + place) % 3 > 0 for place in range(self.size)]
+
+
+def given_as(text: Text) -> Any:
+    if text.form == "fails":
+        raise ValueError(f"no {text.number}")
+    match text.form:
+        case "list":
+            return text.tokens
+        case "tensor":
+            return torch.tensor(text.tokens, dtype=torch.int32)
+        case "masked":
+            return {"input_ids": text.tokens, "loss_mask": np.array(text.mask, bool)}
+        case "dict":
+            return {"input_ids": np.array(text.tokens, np.uint16), "name": "x"}
+        case "text":
+            return f"no {text.number}"
+    return np.array(text.tokens, np.int64)
+
+
+FORMS = ["array", "array", "list", "tensor", "dict", "masked", "fails", "text"]
+SIZES = st.one_of(st.integers(0, 5), st.integers(0, 40))
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[Text]:
+    drawn = draw(st.lists(st.tuples(SIZES, st.sampled_from(FORMS)), max_size=30))
+    return [Text(number, *one) for number, one in enumerate(drawn, 1)]
+
+
+@st.composite
+def options(draw: st.DrawFn, strategy: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "length": draw(st.integers(1, 12)),
+        "strategy": strategy,
+        "bos": draw(st.sampled_from([None, BOS])),
+        "eos": draw(st.sampled_from([None, EOS])),
+        "shift": draw(st.booleans()),
+        "pad": PAD,
+    }
+    if strategy == "concat":
+        return {**found, "last": draw(st.sampled_from(["drop", "pad"]))}
+    found["overlong"] = draw(st.sampled_from(["split", "truncate", "drop"]))
+    return {
+        **found,
+        "window": draw(st.integers(1, 12)),
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+STRATEGIES: list[Any] = ["concat", "best_fit"]
+EITHER = st.sampled_from(STRATEGIES).flatmap(options)
+
+
+# -- reading --------------------------------------------------------------------------
+
+
+def plain(one: Any) -> Any:
+    """Return a sample, or a failure, as values that can be compared."""
+    if type(one) is Bad:
+        assert "in 'pack' of the stream" in "".join(one.error.__notes__) or (
+            "in 'map' of the stream" in "".join(one.error.__notes__)
+        )
+        return repr(one.error)
+    for array in one.values():
+        assert array.dtype == np.int64
+    return {name: array.tolist() for name, array in one.items()}
+
+
+async def pulled(
+    stream: Any, limits: Iterator[int], count: int | None = None, state: Any = None
+) -> tuple[list[Any], Any]:
+    """Return the first samples and failures, all if None, and the state after them."""
+    if state is not None:
+        stream.load_state_dict(json.loads(json.dumps(state)))
+    else:
+        stream.set_epoch(0)
+    found: list[Any] = []
+    async with aiter(stream) as iterator:
+        while count is None or len(found) < count:
+            limit = next(limits)
+            limit = limit if count is None else min(limit, count - len(found))
+            try:
+                block = await iterator.pull(limit)
+            except StopAsyncIteration:
+                break
+            if not len(block) and iterator.fills:
+                break
+            assert len(block) <= limit
+            found += map(plain, block)
+        return found, iterator.state_dict()
+
+
+def documents(some: list[Text]) -> Any:
+    return from_iterable(some).map(given_as)
+
+
+# -- what is in the samples ----------------------------------------------------------
+
+
+def sample(rows: list[Any], how: dict[str, Any]) -> dict[str, list[int]]:
+    """Return a sample of rows of (token, target, next target, whether it starts)."""
+    short = how["length"] - len(rows)
+    positions: list[int] = []
+    for place, (*_, starts) in enumerate(rows):
+        positions.append(0 if starts or not place else positions[-1] + 1)
+    labels = [after for _, _, after, _ in rows]
+    if not how["shift"]:
+        labels = [
+            target if positions[place] else IGNORED
+            for place, (_, target, _, _) in enumerate(rows)
+        ]
+    return {
+        "input_ids": [token for token, *_ in rows] + [how["pad"]] * short,
+        "labels": labels + [IGNORED] * short,
+        "position_ids": [*positions, *range(short)],
+    }
+
+
+def framed(text: Text, how: dict[str, Any]) -> list[Any]:
+    """Return each token of a document, as ``sample`` takes it."""
+    before = [] if how["bos"] is None else [how["bos"]]
+    after = [] if how["eos"] is None else [how["eos"]]
+    mask = text.mask
+    counts = [False] * len(before) + mask + [(mask or [True])[-1]] * len(after)
+    tokens = before + text.tokens + after
+    targets = [
+        token if is_counted else IGNORED
+        for token, is_counted in zip(tokens, counts, strict=True)
+    ]
+    each = zip(tokens, targets, [*targets[1:], IGNORED], strict=False)
+    return [(*one, not place) for place, one in enumerate(each)]
+
+
+def concatenated(some: list[Text], how: dict[str, Any]) -> list[Any]:
+    """Return what ``pack`` gives, made token by token."""
+    made, rows = list[Any](), list[Any]()
+    for text in some:
+        if text.form in {"fails", "text"}:
+            made.append(text.number)
+            continue
+        for one in framed(text, how):
+            rows.append(one)
+            if len(rows) == how["length"]:
+                made.append(sample(rows, how))
+                rows = []
+    if rows and how["last"] == "pad":
+        made.append(sample(rows, how))
+    return made
+
+
+@given(texts(), options("concat"), st.integers(1, 9))
+async def test_concat(some: list[Text], how: dict[str, Any], limit: int) -> None:
+    """As code does that goes token by token; failures come where the documents do."""
+    found, _ = await pulled(documents(some).pack(**how), itertools.repeat(limit))
+    expected = concatenated(some, how)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, int):
+            assert isinstance(one, str)
+            assert f"no {other}'" in one or "got str" in one
+        else:
+            assert one == other
+
+
+@given(texts(), options("best_fit"), st.integers(1, 9))
+async def test_best_fit(some: list[Text], how: dict[str, Any], limit: int) -> None:
+    """Each sample has whole documents, and each document is in one."""
+    found, _ = await pulled(documents(some).pack(**how), itertools.repeat(limit))
+    length = how["length"]
+    failed = [text for text in some if text.form in {"fails", "text"}]
+    assert sum(isinstance(one, str) for one in found) == len(failed)
+    pieces = []
+    for text in some:
+        rows = [] if text in failed else framed(text, how)
+        if len(rows) > length and how["overlong"] != "split":
+            rows = rows[:length] if how["overlong"] == "truncate" else []
+            rows[-1:] = [(*one[:2], IGNORED, one[3]) for one in rows[-1:]]
+        for at in range(0, len(rows), length):
+            piece = sample(rows[at : at + length], {**how, "length": 0})
+            pieces.append(tuple(zip(*piece.values(), strict=True)))
+    held: list[Any] = []
+    for one in found:
+        if isinstance(one, str):
+            continue
+        columns = [*zip(*one.values(), strict=True)]
+        starts = [at for at, row in enumerate(columns) if row[2] == 0]
+        for start, stop in itertools.pairwise([*starts, length]):
+            held.append(tuple(columns[start:stop]))
+    padding = [one for one in held if one[0][0] == PAD]
+    assert Counter(held) == Counter(pieces) + Counter(padding)
+    assert all({row[:2] for row in one} == {(PAD, IGNORED)} for one in padding)
+
+
+@given(st.lists(st.integers(1, 30)), st.integers(30, 40))
+def test_the_fullest_bin_that_fits(sizes: list[int], length: int) -> None:
+    """As best fit decreasing by search in all bins."""
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fits = [room for room in rooms if room >= size]
+        if fits:
+            rooms.remove(min(fits))
+        rooms.append(min(fits, default=length) - size)
+    bins = best_fit(sizes, length)
+    assert sorted(length - sum(sizes[at] for at in one) for one in bins) == sorted(
+        rooms
+    )
+    assert sorted(itertools.chain.from_iterable(bins)) == [*range(len(sizes))]
+
+
+def real(count: int, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    sizes = np.maximum(1, rng.lognormal(6.2, 1.1, count).astype(np.int64))
+    return [rng.integers(1, 50_000, size) for size in sizes]
+
+
+async def test_best_fit_fills_samples() -> None:
+    stream = from_iterable(real(2_000)).pack(4_096, "best_fit")
+    found, _ = await pulled(stream, itertools.repeat(32))
+    tokens = [token for one in found for token in one["input_ids"]]
+    assert np.mean(np.array(tokens) > 0) >= 0.995
+
+
+async def test_windows_are_in_a_keyed_order() -> None:
+    """Epochs, seeds and readers have other orders of the same samples."""
+    texts = [np.full(4, number) for number in range(1, 41)]
+
+    async def order(epoch: int = 0, **how: Any) -> list[int]:
+        stream = from_iterable(texts).pack(4, "best_fit", window=20, **how)
+        stream.set_epoch(epoch)
+        return [int(one["input_ids"][0]) async for one in stream]
+
+    orders = [await order(), await order(1), await order(seed=1)]
+    assert await order() == orders[0]
+    assert len({*map(tuple, orders)}) == 3
+    for one in orders:
+        assert {*one[:20]} == {*range(1, 21)}
+        assert one[:20] != sorted(one[:20])
+
+
+async def test_a_pass_continues_the_sample_of_the_one_before() -> None:
+    stream = from_iterable([np.arange(3)]).repeat(4).pack(4)
+    found = [one["input_ids"].tolist() async for one in stream]
+    assert found == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2]]
+
+
+async def test_a_long_document_is_made_as_it_is_pulled() -> None:
+    """Of a million samples, one."""
+    stream = from_iterable([np.zeros(1 << 20, np.int64)]).pack(1)
+    async with aiter(stream) as iterator:
+        assert len(await iterator.pull(3)) == 3
+
+
+# -- positions -----------------------------------------------------------------------
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "shuffle": lambda stream: stream.shuffle(5),
+    "filter": lambda stream: stream.filter(lambda text: text.number % 4),
+    "repeat": lambda stream: stream.repeat(2),
+    "skip": lambda stream: stream.skip(1),
+}
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda stream: stream,
+    "shuffle": lambda stream: stream.shuffle(4),
+    "repeat": lambda stream: stream.repeat(2),
+    "take": lambda stream: stream.take(9),
+    "readers": lambda stream: stream.readers(3),
+    "mix": lambda stream: stream.mix(stream),
+    "epoch": lambda stream: stream.epoch_length(13),
+}
+
+
+@pytest.mark.law
+@pytest.mark.one_loop
+@given(
+    texts(),
+    EITHER,
+    st.lists(st.sampled_from([*STEPS]), max_size=2),
+    st.sampled_from([*AFTER]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+async def test_resumes_at_every_sample(
+    some: list[Text], how: Any, before: list[str], after: str, limits: list[int]
+) -> None:
+    """Whatever comes before and after it, and however much is pulled at once."""
+
+    # So that no pass is empty.
+    some = [*(Text(number, 1, "array") for number in (99, 103, 107)), *some]
+
+    def made() -> Any:
+        stream = from_iterable(some)
+        for name in before:
+            stream = STEPS[name](stream)
+        return AFTER[after](stream.map(given_as).pack(**{**how, "last": "pad"}))
+
+    if after == "epoch" and "overlong" in how:
+        how["overlong"] = "split"
+    sizes = itertools.cycle(limits)
+    whole, _ = await pulled(made(), itertools.repeat(5))
+    for count in range(min(len(whole), 20) + 1):
+        head, state = await pulled(made(), sizes, count)
+        middle, state = await pulled(made(), sizes, 1, state)
+        rest, _ = await pulled(made(), sizes, None, state)
+        assert head + middle + rest == whole, count
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_a_loader_resumes(strategy: Any, batch_size: int | None) -> None:
+    """Failures skipped, in this epoch and the next ones."""
+    forms = ["array", "fails", "masked", "array", "text"]
+    some = [Text(n, 5 + 7 * n % 11, forms[n % 5]) for n in range(1, 25)]
+
+    def made() -> Any:
+        stream = documents(some).pack(16, strategy, window=9)
+        return DataLoader(stream, batch_size, on_error="skip")
+
+    assert_resumes_exactly(made)
+
+
+def test_workers_collate_samples() -> None:
+    """The same batches as without any."""
+    stream = documents([Text(n, 9, "masked") for n in range(1, 30)]).pack(8)
+    expected = [*DataLoader(stream, 4)]
+    with DataLoader(stream, 4, num_workers=1) as loader:
+        found = [*loader]
+    assert len(found) == len(expected) == 8
+    for one, same in zip(found, expected, strict=True):
+        assert one.keys() == same.keys()
+        assert all(torch.equal(one[name], same[name]) for name in one)
+
+
+async def test_few_documents_are_read_again() -> None:
+    """Those of the open sample, and at most 64."""
+    read: list[int] = []
+
+    def noted(number: int) -> Any:
+        read.append(number)
+        return np.full(100, number)
+
+    for count in (1, 7, 30, 77):
+        stream = from_iterable(range(1_000)).map(noted).pack(1_000)
+        read.clear()
+        _, state = await pulled(stream, itertools.repeat(8), count)
+        read.clear()
+        rest, _ = await pulled(stream, itertools.repeat(8), 1, state)
+        assert rest[0]["input_ids"][0] == 10 * count
+        assert read[0] >= 10 * count - 64
+        assert len(read) < 200
+
+
+async def test_states_hold_no_tokens() -> None:
+    """Those of 8 readers are under 8 KB."""
+    for strategy in STRATEGIES:
+        stream = from_iterable(real(300)).pack(4_096, strategy).readers(8)
+        _, state = await pulled(stream, itertools.repeat(8), 40)
+        assert len(json.dumps(state)) < 8_000
+
+
+async def test_a_failure_passed_on_is_left_out() -> None:
+    """Also if the document could be made now."""
+    refused = {3, 5}
+
+    def made(number: int) -> Any:
+        if number in refused:
+            raise OSError(f"no {number}")
+        return np.full(3, number)
+
+    def stream() -> Any:
+        return from_iterable(range(9)).map(made).pack(10)
+
+    whole, _ = await pulled(stream(), itertools.repeat(9))
+    head, state = await pulled(stream(), itertools.repeat(9), 1)
+    assert head == ["OSError('no 3')"]
+    refused.remove(3)
+    rest, _ = await pulled(stream(), itertools.repeat(9), None, state)
+    assert head + rest == whole
+
+
+@pytest.mark.parametrize("size", [4, 0])
+async def test_another_document_is_refused(size: int) -> None:
+    stream = from_iterable([np.arange(9), np.arange(9)]).pack(5)
+    _, state = await pulled(stream, itertools.repeat(9), 1)
+    other = from_iterable([np.arange(size), np.arange(9)]).pack(5)
+    with pytest.raises(ShardChangedError, match="after 5 tokens of a document that"):
+        await pulled(other, itertools.repeat(9), None, state)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"length": 9},
+        {"strategy": "best_fit"},
+        {"eos": 1},
+        {"last": "pad"},
+        {"pad": 1},
+        {"shift": False},
+    ],
+)
+async def test_a_state_fits_one_way_of_packing(other: dict[str, Any]) -> None:
+    stream = from_iterable([np.arange(99)])
+    _, state = await pulled(stream.pack(8), itertools.repeat(9), 1)
+    with pytest.raises(StateMismatchError, match=next(iter(other))):
+        stream.pack(**{"length": 8, **other}).load_state_dict(state)
+
+
+# -- bad input -----------------------------------------------------------------------
+
+
+class Ragged(list[Any]):
+    """A list of lists of different lengths."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("document", "error", "words"),
+    [
+        ("some text", TypeError, "got str of shape"),
+        (["some", "text"], TypeError, "tokenize texts first"),
+        (np.zeros(3), TypeError, "dtype float64"),
+        (torch.zeros(3, requires_grad=True), TypeError, "got Tensor"),
+        (np.zeros(0), TypeError, "dtype float64"),
+        ([True, False], TypeError, "dtype bool"),
+        (np.zeros((2, 3), int), TypeError, "of shape \\(2, 3\\)"),
+        (Ragged([[1, 2], [3]]), TypeError, "got Ragged: "),
+        (5, TypeError, "got int of shape \\(\\)"),
+        (None, TypeError, "got NoneType"),
+        ({"tokens": [1]}, KeyError, "has no 'input_ids', only \\['tokens'\\]"),
+        ({"input_ids": [1.0]}, TypeError, "dtype float64"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, ValueError, "1 entries for 2 tok"),
+        ({"input_ids": [1], "loss_mask": [0.5]}, TypeError, "a loss_mask must be"),
+    ],
+    ids=repr,
+)
+async def test_what_is_no_document_fails_alone(
+    strategy: Any, document: Any, error: type[Exception], words: str
+) -> None:
+    good = np.arange(4)
+    iterator = aiter(
+        from_iterable([good, document, good]).pack(4, strategy, last="pad")
+    )
+    samples, errors = list[Any](), list[Exception]()
+    async with iterator:
+        for _ in range(3):
+            try:
+                samples.append(await anext(iterator))
+            except error as raised:
+                errors.append(raised)
+        with pytest.raises(StopAsyncIteration):
+            await anext(iterator)
+    assert [one["input_ids"].tolist() for one in samples] == [[0, 1, 2, 3]] * 2
+    with pytest.raises(error, match=words):
+        raise errors[0]
+    assert errors[0].__notes__ == ["aioloader: in 'pack' of the stream"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"length": 0}, ValueError, "length must be at least 1, got 0"),
+        ({"length": 2.5}, TypeError, "length must be an integer"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+        ({"strategy": "first"}, ValueError, "'concat' or 'best_fit', got 'first'"),
+        ({"overlong": "cut"}, ValueError, "overlong must be .*, got 'cut'"),
+        ({"last": "keep"}, ValueError, "last must be 'drop' or 'pad', got 'keep'"),
+        ({"eos": "</s>"}, TypeError, "str"),
+    ],
+)
+def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        from_iterable([[1]]).pack(**{"length": 8, **arguments})
+
+
+def test_repr_and_pickle() -> None:
+    stream = from_iterable([[1]]).pack(8)
+    assert repr(stream) == repr(pickle.loads(pickle.dumps(stream)))
+    assert repr(stream) == "stream of list.pack(...)"
+
+
+# -- flat batches --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+async def test_varlen_collate(kind: Any) -> None:
+    texts = [kind([1, 2, 3]), kind([4, 5, 6, 7]), kind([8])]
+    stream = from_iterable(texts).pack(5, last="pad", pad=9)
+    batch = varlen_collate([one async for one in stream])
+    assert batch["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert batch["labels"].tolist() == [2, 3, -100, 5, 6, 7, -100, -100, -100, -100]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7, 8, 10]
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["max_seqlen"] == 3
+    assert type(batch["max_seqlen"]) is int
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_makes_flat_batches(num_workers: int) -> None:
+    """Large ones are written where workers send them from."""
+    stream = from_iterable(real(100)).pack(4_096)
+    samples = [*DataLoader(stream, None, collate_fn=lambda sample: sample)]
+    options: Any = {"num_workers": num_workers, "collate_fn": varlen_collate}
+    with DataLoader(stream, 4, **options) as loader:
+        batches = [*loader]
+    assert len(batches) == -(-len(samples) // 4)
+    for at, batch in enumerate(batches):
+        alone = varlen_collate(samples[4 * at : 4 * at + 4])
+        assert batch.keys() == alone.keys()
+        assert batch["max_seqlen"] == alone["max_seqlen"]
+        for name in ("input_ids", "labels", "position_ids", "cu_seqlens"):
+            assert torch.equal(batch[name], alone[name])
