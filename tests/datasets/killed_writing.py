@@ -3,6 +3,7 @@
 A script: the first argument says whether processes are killed or write to the end, the
 second is a list of jobs as JSON: format, destination, and the number of the operation
 before which the process dies. Children are forked, so that imports are paid for once.
+Of shards, operations are those of their sinks; of files of tokens, those of the system.
 """
 
 import asyncio
@@ -12,12 +13,26 @@ import json
 import os
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from aioloader.datasets import ParquetWriter, TarWriter
+import numpy as np
+
+from aioloader._cli import tokenize
+from aioloader._cli.main import main as command
+from aioloader.datasets import ParquetWriter, TarWriter, TokenWriter
 from aioloader.datasets._write import sinks
 
 SAMPLES = 23
+OF_SHARDS = [
+    (kind, name)
+    for kind in (sinks.FolderSink, sinks.StoreSink)
+    for name in ("open", "read", "put", "swap", "write", "complete")
+]
+OF_TOKENS = [(os, name) for name in ("fsync", "replace", "unlink")]
+DOCUMENTS = [[*range(1, 1 + number)] for number in range(12)]
+TEXTS = [f"document {number}" * number for number in range(12)]
 LARGE_SAMPLES, LARGE_BYTES = 6, 5 << 20
 
 
@@ -33,6 +48,32 @@ def samples(destination: str) -> list[dict[str, Any]]:
     ]
 
 
+def letters(texts: list[str]) -> list[Any]:
+    """Tokenize: a token is a letter."""
+    return [np.array([*map(ord, text)], np.int64) for text in texts]
+
+
+def write_tokens(kind: Any, destination: str) -> None:
+    """Write a file of tokens, and save often."""
+    writer = partial(TokenWriter, save_bytes=40)
+    path = f"{destination}/tokens.bin"
+    if kind == "tokenize":
+        vars(tokenize)["TokenWriter"] = partial(TokenWriter, save_bytes=500)
+        source = Path(f"{destination}-of/texts.txt")
+        source.parent.mkdir(exist_ok=True)
+        source.write_text("".join(f"{text}\n" for text in TEXTS))
+        how = ["--tokenizer", "killed_writing:letters", "--dtype", "uint16", "-q"]
+        assert not command(["tokenize", str(source), path, *how, "--eos", "0"])
+        return
+
+    async def write_all() -> None:
+        async with writer(path, "uint16", format=kind, eos=0) as opened:
+            for document in DOCUMENTS[opened.next_sample :]:
+                await opened.write(document)
+
+    asyncio.run(write_all())
+
+
 async def write(kind: str, destination: str) -> None:
     options: Any = {"shard_samples": 2 if "://" in destination else 6}
     writer: Any
@@ -45,22 +86,21 @@ async def write(kind: str, destination: str) -> None:
             await writer.write(sample)
 
 
-def die_before(number: int) -> None:
+def die_before(number: int, operations: list[tuple[Any, str]]) -> None:
     done = 0
 
-    def counted(method: Any) -> Any:
-        async def counting(*args: Any) -> Any:
+    def counted(function: Any) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
             nonlocal done
             if done == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             done += 1
-            return await method(*args)
+            return function(*args, **options)
 
         return counting
 
-    for kind in (sinks.FolderSink, sinks.StoreSink):
-        for name in ("open", "read", "put", "swap", "write", "complete"):
-            setattr(kind, name, counted(getattr(kind, name)))
+    for owner, name in operations:
+        setattr(owner, name, counted(getattr(owner, name)))
 
 
 def main() -> None:
@@ -71,9 +111,13 @@ def main() -> None:
     for kind, destination, number in jobs:
         pid = os.fork()
         if not pid:
+            is_of_tokens = kind not in {"tar", "parquet"}
             if is_killed:
-                die_before(number)
-            asyncio.run(write(kind, destination))
+                die_before(number, OF_TOKENS if is_of_tokens else OF_SHARDS)
+            if is_of_tokens:
+                write_tokens(kind, destination)
+            else:
+                asyncio.run(write(kind, destination))
             os._exit(0)
         ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     sys.stdout.write(json.dumps(ended))

@@ -66,22 +66,7 @@ def _find_loader(name: str) -> DataLoader[Any]:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise ArgumentTypeError(f"name the loader like train:loader, got {name!r}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    with _users(f"importing {module_name} raised"):
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the user's module imports it
-            raise ArgumentTypeError(
-                f"there is no module {error.name!r} in {Path.cwd()} or where Python "
-                "looks for modules"
-            ) from error
-    try:
-        found = operator.attrgetter(path)(module)
-    except AttributeError as error:
-        raise ArgumentTypeError(f"module {module_name!r} has no {path!r}") from error
+    found = find_object(module_name, path)
     if callable(found) and not isinstance(found, torch.utils.data.DataLoader):
         with _users(f"{name}() raised"):
             found = found()
@@ -97,6 +82,26 @@ def _find_loader(name: str) -> DataLoader[Any]:
             f"{name} is a {kind} of {whose}, and no aioloader.DataLoader"
         )
     return found
+
+
+def find_object(module_name: str, path: str) -> Any:
+    """Return what a module has by a name, which may be dotted."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    with _users(f"importing {module_name} raised"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the user's module imports it
+            raise ArgumentTypeError(
+                f"there is no module {error.name!r} in {Path.cwd()} or where Python "
+                "looks for modules"
+            ) from error
+    try:
+        return operator.attrgetter(path)(module)
+    except AttributeError as error:
+        raise ArgumentTypeError(f"module {module_name!r} has no {path!r}") from error
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aioloader._cli import bench, pack
+from aioloader._cli import bench, pack, tokenize
 from aioloader.errors import LoaderError
 
 Number = TypeVar("Number", int, float)
 
+_ERRORS = LoaderError, OSError, ValueError, TypeError, ImportError, KeyError
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -50,6 +51,23 @@ Compressed tars cannot have one.
 examples:
   aioloader index shards/train-*.tar
 """
+_TOKENIZE = """\
+Write the tokens of texts to one file, for TokenDataset, or Megatron.
+
+SRC is shards of texts, one or many (quoted: 'train-*.jsonl', 'train-{000..127}.txt'):
+  *.txt: each line is a document
+  *.jsonl, *.parquet: each row is one, the text of --column
+packed by gz, zst, bz2 or xz, too; paths or URLs.
+
+DST is the file, as a path or URL; readers see it when it is whole. Run again after an
+interruption, the command resumes (an upload to a store starts over).
+
+examples:
+  aioloader tokenize 'wiki-*.parquet' wiki.bin --tokenizer tokenizer.json --eos '</s>'
+      then read with TokenDataset("wiki.bin", 4096)
+  aioloader tokenize books.jsonl books.bin --tokenizer gpt2 --column body \\
+      --eos '<|endoftext|>' --format megatron
+"""
 _BENCH = """\
 Compare your loader with torch's, with the same dataset and arguments, alternately.
 
@@ -78,13 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "; the same command resumes from here" if resumes else ""
         sys.stderr.write(f"\ninterrupted{hint}\n")
         return 130
-    except (LoaderError, OSError, ValueError, TypeError, ImportError) as error:
+    except _ERRORS as error:
+        said = error.args[0] if isinstance(error, KeyError) else error
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        sys.stderr.write(f"aioloader {options.command}: error: {error}{notes}\n")
+        sys.stderr.write(f"aioloader {options.command}: error: {said}{notes}\n")
         return 1
     except bench.UserCodeError as error:
         traceback.print_exception(error.__cause__)
-        sys.stderr.write(f"aioloader bench: error: {error}\n")
+        sys.stderr.write(f"aioloader {options.command}: error: {error}\n")
         return 1
     return 0
 
@@ -92,12 +111,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="aioloader",
-        description="Write shards for aioloader's streams, and measure loaders.",
+        description="Write shards and tokens for aioloader, and measure loaders.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run, add_arguments, summary, text in (
         ("pack", pack.run, _add_pack, "write files or rows to shards", _PACK),
         ("index", pack.run_index, _add_tars, "let several readers share a tar", _INDEX),
+        (
+            "tokenize",
+            tokenize.run,
+            _add_tokenize,
+            "write texts as tokens",
+            _TOKENIZE,
+        ),
         ("bench", bench.run, _add_bench, "compare a loader with torch's", _BENCH),
     ):
         description, examples = text.split("examples:\n")
@@ -131,6 +157,31 @@ def _add_pack(add: Callable[..., Any]) -> None:
     add("--shard-samples", type=_count, metavar="N", help="most samples of a shard")
     words = "files read at a time; default: 16"
     add("--jobs", type=_count, metavar="N", default=16, help=words)
+    _add_stores(add)
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_tokenize(add: Callable[..., Any]) -> None:
+    add("src", metavar="SRC", help="the texts")
+    add("dst", metavar="DST", help="path or URL of the file")
+    words = (
+        "a tokenizer.json, or the directory or name on the Hub of a tokenizer; or "
+        "MODULE:NAME, a function of a list of texts that returns their tokens"
+    )
+    add("--tokenizer", required=True, metavar="T", help=words)
+    words = "column of the texts in rows; default: text"
+    add("--column", metavar="NAME", help=words)
+    words = "token to add to each document: its text in the vocabulary, or its number"
+    add("--eos", metavar="TOKEN", help=words)
+    words = "of the tokens; default: uint16 if all of the vocabulary fit, else int32"
+    add("--dtype", metavar="TYPE", help=words)
+    words = "megatron: DST.bin with DST.idx; default: flat"
+    add("--format", choices=["flat", "megatron"], default="flat", help=words)
+    _add_stores(add)
+    add("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_stores(add: Callable[..., Any]) -> None:
     for side in ("src", "dst"):
         words = (
             f"option of the store of {side.upper()}, such as region=eu-west-1; may be "
@@ -138,7 +189,6 @@ def _add_pack(add: Callable[..., Any]) -> None:
         )
         given: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
         add(f"--{side}-option", metavar="KEY=VALUE", help=words, **given)
-    add("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
 def _add_tars(add: Callable[..., Any]) -> None:

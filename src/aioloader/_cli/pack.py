@@ -9,6 +9,7 @@ from typing import Any
 
 from aioloader._cli.sources import Source, find_source
 from aioloader.datasets.tar import write_index
+from aioloader.datasets.tokens import TokenWriter
 from aioloader.datasets.writers import ParquetWriter, ShardWriter, TarWriter
 
 # Seconds between two updates of the progress on a terminal.
@@ -22,7 +23,7 @@ def run(options: Namespace) -> None:
         writer = _make_writer(source, options)
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise ArgumentTypeError(str(error)) from error
-    first = asyncio.run(_pack(source, writer, options))
+    first = asyncio.run(write_all(source, writer, options))
     if not options.quiet:
         lines = [_summary(writer, first, options), *source.notes, ""]
         sys.stdout.write("\n".join(lines))
@@ -50,7 +51,9 @@ def _make_writer(source: Source, options: Namespace) -> ShardWriter:
     return kind(options.dst, options.name, **given)
 
 
-async def _pack(source: Source, writer: ShardWriter, options: Namespace) -> int:
+async def write_all(
+    source: Source, writer: ShardWriter | TokenWriter, options: Namespace
+) -> int:
     """Write the missing samples, show how many; return how many were there."""
     is_seen = sys.stderr.isatty() and not options.quiet
     of = "" if source.count is None else f" of {source.count:,}"

@@ -24,7 +24,7 @@ from aioloader.datasets._stores.addresses import shown_address
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.iterables import from_iterable
-from aioloader.datasets.lines import JSONLinesDataset
+from aioloader.datasets.lines import JSONLinesDataset, TextDataset
 from aioloader.datasets.named import ClassFolders, Named
 from aioloader.datasets.objects import ObjectDataset
 from aioloader.datasets.streams import Stream
@@ -51,7 +51,7 @@ class Source:
     stream: Callable[[int], Stream[Any]]
     metadata: dict[str, Any]  # their origin, for the writer
     count: int | None = None
-    fitted: Callable[[Any], dict[str, Any]] = dict  # one, as the writer takes it
+    fitted: Callable[[Any], Any] = dict  # one, as the writer takes it
     # Entered while they are read.
     lifespan: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
     notes: list[str] = field(default_factory=list)  # for the user, at the end
@@ -254,16 +254,55 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
 
 def _rows(kind: str, options: Namespace) -> Source:
     """Return the samples of shards; those before the first one are read again."""
-    src: str = options.src
     _refuse(options, "class_folders", "glob", "shuffle")
+    stream = _open_shards(_STREAMS[kind], options)
+    metadata = {"kind": type(stream).__name__, "name": _name_of(options.src)}
+    fitted = _row if options.format == "parquet" else _members
+    return Source(stream.skip, metadata, fitted=fitted)
+
+
+def find_texts(options: Namespace, tokenizer: Any) -> Source:
+    """Return the tokens of the texts in SRC; those before the first are only read."""
+    kind = _kind_of(options.src)
+    column: str | None = options.column or "text"
+    if kind == "txt":
+        stream, column = _open_shards(TextDataset, options), None
+        if options.column is not None:
+            raise ArgumentTypeError(
+                f"--column is for rows, and {shown_address(options.src)} has lines"
+            )
+    elif kind == "parquet":
+        stream = _open_shards(ParquetDataset, options, columns=[column])
+    elif kind in {"jsonl", "ndjson"}:
+        stream = _open_shards(JSONLinesDataset, options)
+    else:
+        raise ArgumentTypeError(
+            f"SRC must be texts (.txt, .jsonl, .parquet), one or many, got "
+            f"{shown_address(options.src)}"
+        )
+
+    def tokens(first: int) -> Stream[Any]:
+        return stream.skip(first).tokenize(tokenizer, column)
+
+    described = stream.tokenize(tokenizer, column).describe()
+    metadata = {"name": _name_of(options.src), "made_of": described}
+    return Source(tokens, metadata, fitted=lambda document: document)
+
+
+def _open_shards(kind: Any, options: Namespace, **more: Any) -> Stream[Any]:
+    src: str = options.src
     is_one = "://" not in src and not any(sign in src for sign in "*?[{")
     if is_one and not Path(src).exists():
         raise ArgumentTypeError(f"there is no file {src!r}")
-    stream = _STREAMS[kind](src, store_options=dict(options.src_option) or None)
-    name = src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]
-    metadata = {"kind": type(stream).__name__, "name": name}
-    fitted = _row if options.format == "parquet" else _members
-    return Source(stream.skip, metadata, fitted=fitted)
+    stream: Stream[Any] = kind(
+        src, store_options=dict(options.src_option) or None, **more
+    )
+    return stream
+
+
+def _name_of(src: str) -> str:
+    """Return the name of SRC without its folder, which may change."""
+    return src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]
 
 
 def _row(sample: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         SQLDataset,
     )
     from aioloader.datasets.tar import TarDataset
+    from aioloader.datasets.tokens import TokenDataset, TokenWriter
     from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
 _LATER = {
@@ -61,6 +62,8 @@ _LATER = {
     "TarDataset": "aioloader.datasets.tar",
     "TarWriter": "aioloader.datasets.writers",
     "TextDataset": "aioloader.datasets.lines",
+    "TokenDataset": "aioloader.datasets.tokens",
+    "TokenWriter": "aioloader.datasets.tokens",
     "Version": "aioloader.datasets._stores.versions",
     "from_arrow": "aioloader.datasets.arrow",
     "from_async_iterable": "aioloader.datasets.iterables",
@@ -95,6 +98,8 @@ __all__ = [
     "TarDataset",
     "TarWriter",
     "TextDataset",
+    "TokenDataset",
+    "TokenWriter",
     "Version",
     "from_arrow",
     "from_async_iterable",

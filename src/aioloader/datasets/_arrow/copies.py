@@ -62,7 +62,7 @@ class Copies:
         try:
             return await self._places.version(address)
         except NoRangesError:
-            return await self._copy(address)
+            return await self.copy(address)
 
     def check(self, address: str, version: Version) -> None:
         """Check that a local file, or the original of a copy, is of a version.
@@ -91,7 +91,7 @@ class Copies:
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
         if (path := self._places.path(address)) is not None:
-            return await asyncio.to_thread(_read_local, path, start, stop, version)
+            return await asyncio.to_thread(read_local, path, start, stop, version)
         version = version or await self.version(address)
         start, stop = _bounds(start, stop, version.size)
         data = b""
@@ -108,12 +108,12 @@ class Copies:
                 try:
                     return await self._places.read(address, start, stop, version)
                 except NoRangesError:
-                    await self._copy(address)
+                    await self.copy(address)
             self.check(address, version)
             # The copy may be replaced by another file's at any moment.
             if copy := self._copies.get(address):
                 with contextlib.suppress(FileNotFoundError):
-                    return (await in_thread(_read_local, copy[0], start, stop, None))[0]
+                    return (await in_thread(read_local, copy[0], start, stop, None))[0]
 
     def cached(self, cache: CacheDir) -> Self:
         """Return the same, read through a cache."""
@@ -129,7 +129,8 @@ class Copies:
             await in_thread(folder.cleanup)
         await self._places.aclose()
 
-    async def _copy(self, address: str) -> Version:
+    async def copy(self, address: str) -> Version:
+        """Copy an object to a temporary file, and return its version."""
         source = self._places.open(address, 0, _BUDGET)
         file = await in_thread(self._new_file)
         try:
@@ -165,9 +166,10 @@ def _bounds(start: int, stop: int, size: int) -> tuple[int, int]:
     return max(0, start + size) if start < 0 else start, stop or size
 
 
-def _read_local(
+def read_local(
     path: str, start: int, stop: int, version: Version | None
 ) -> tuple[bytes, Version]:
+    """Return some bytes of a local file, and its version, as ``Copies.part``."""
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
             found = version_of_file(file.fileno())

@@ -117,6 +117,11 @@ class Places:
         clone.kept_in = cache
         return clone
 
+    def enter(self) -> None:
+        """Keep connections of this loop until ``aclose`` was called as often."""
+        if self._per_loop is not None:
+            self._per_loop.here().users += 1
+
     # -- addresses ----------------------------------------------------------------
 
     async def expand(self, patterns: Any) -> Listed:
@@ -124,8 +129,7 @@ class Places:
 
         An iteration begins with it, and ends with ``aclose``.
         """
-        if self._per_loop is not None:
-            self._per_loop.here().users += 1
+        self.enter()
         found = Listed()
         for pattern in sealed(patterns):
             for address in braces(pattern) if "{" in pattern else [pattern]:

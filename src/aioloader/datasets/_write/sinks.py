@@ -57,7 +57,7 @@ def make_sink(
 # -- directories ------------------------------------------------------------------
 
 
-def _threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
     """Run a method in a thread; a caller that is cancelled waits for its end."""
 
     @functools.wraps(method)
@@ -75,7 +75,7 @@ class FolderSink:
         self._folder = Path(folder)
         self._shard: _Partial | None = None
 
-    @_threaded
+    @threaded
     def open(self, name: str) -> dict[str, int]:
         """Return names and sizes of all files; leftovers of ``name`` are removed."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class FolderSink:
             (self._folder / file).unlink(missing_ok=True)
         return there
 
-    @_threaded
+    @threaded
     def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
         with contextlib.suppress(FileNotFoundError):
@@ -96,12 +96,12 @@ class FolderSink:
             return (self._folder / file).read_bytes() or None
         return None
 
-    @_threaded
+    @threaded
     def put(self, file: str, data: bytes) -> None:
         """Write a small file, completely or not at all."""
         self._replace(file, data)
 
-    @_threaded
+    @threaded
     def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
         """Replace a small file if it equals ``before``; return whether it did.
 
@@ -110,9 +110,9 @@ class FolderSink:
         path = self._folder / file
         while True:
             with path.open("a+b") as found:
-                _lock(found, "LOCK_EX")
+                lock(found, "LOCK_EX")
                 try:
-                    if _is_at(found, path):  # else it was replaced
+                    if is_at(found, path):  # else it was replaced
                         found.seek(0)
                         is_same = (found.read() or None) == before
                         if is_same:
@@ -120,16 +120,16 @@ class FolderSink:
                         return is_same
                 finally:
                     # Closing it is not enough: a process forked meanwhile has it, too.
-                    _lock(found, "LOCK_UN")
+                    lock(found, "LOCK_UN")
 
-    @_threaded
+    @threaded
     def write(self, file: str, data: bytes) -> None:
         """Add bytes to a shard; it is invisible until it is completed."""
         if self._shard is None:
             self._shard = _Partial(self._folder / file)
         self._shard.append(data)
 
-    @_threaded
+    @threaded
     def complete(self) -> None:
         """Make the shard visible to readers."""
         assert self._shard is not None
@@ -177,27 +177,40 @@ class _Partial(FileIO):
                 f"another writer has removed {str(self._hidden)!r} meanwhile; run one "
                 "writer at a time, or give each a different name"
             ) from error
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
 
     def remove(self) -> None:
         self.close()
         self._hidden.unlink(missing_ok=True)
 
 
-def _lock(file: BinaryIO, what: str) -> None:
-    """Lock or unlock a file; a lock ends with the process."""
+def sync_folder(path: Path) -> None:
+    """Make sure that the names in a directory are on the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def lock(file: BinaryIO, *flags: str) -> bool:
+    """Lock or unlock a file; return whether no other has locked it.
+
+    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
+    """
     # Windows has no such module, and some file systems have no locks.
     with contextlib.suppress(ImportError, OSError):
         import fcntl  # noqa: PLC0415
 
-        fcntl.flock(file, getattr(fcntl, what))
+        try:
+            fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
+        except BlockingIOError:
+            return False
+    return True
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def is_at(file: BinaryIO, path: Path) -> bool:
+    """Return whether an open file is still the one of its path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

@@ -1,0 +1,88 @@
+"""``aioloader tokenize``: texts to one file of tokens."""
+
+import asyncio
+import re
+import sys
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Any
+
+from aioloader._cli.bench import find_object
+from aioloader._cli.pack import write_all
+from aioloader._cli.sources import find_texts
+from aioloader.datasets.tokens import TokenWriter
+
+# The largest number that the type of two bytes holds.
+_SMALL = (1 << 16) - 1
+
+
+def run(options: Namespace) -> None:
+    """Tokenize the texts that the arguments name."""
+    tokenizer = _find_tokenizer(options.tokenizer)
+    try:
+        source = find_texts(options, tokenizer)
+        writer = TokenWriter(
+            options.dst,
+            options.dtype or _dtype_for(tokenizer),
+            format=options.format,
+            eos=None if options.eos is None else _number_of(options.eos, tokenizer),
+            metadata=source.metadata,
+            store_options=dict(options.dst_option),
+        )
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise ArgumentTypeError(str(error)) from error
+    first = asyncio.run(write_all(source, writer, options))
+    if not options.quiet:
+        there = f" ({first:,} documents already written)" if first else ""
+        sys.stdout.write(
+            f"{writer.tokens:,} tokens in {writer.next_sample:,} documents{there}\n"
+        )
+
+
+def _find_tokenizer(name: str) -> Any:
+    """Return the tokenizer that a file, a directory, the Hub or a module has."""
+    if re.fullmatch(r"[\w.]+:[\w.]+", name):
+        return find_object(*name.split(":"))
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix == ".json" and not path.exists():
+        raise ArgumentTypeError(f"there is no file {name!r}")
+    if not file.is_file():
+        try:
+            from transformers import AutoTokenizer  # noqa: PLC0415  (if installed)
+        except ImportError:
+            pass
+        else:
+            return AutoTokenizer.from_pretrained(name)
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415  (if installed)
+    except ImportError as error:
+        raise ImportError(
+            "reading a tokenizer needs tokenizers: pip install tokenizers"
+        ) from error
+    if file.is_file():
+        return Tokenizer.from_file(str(file))
+    return Tokenizer.from_pretrained(name)
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Return the numbers of tokens by their texts; a function has none."""
+    get = getattr(tokenizer, "get_vocab", dict)
+    found: dict[str, int] = get()
+    return found
+
+
+def _dtype_for(tokenizer: Any) -> str:
+    vocabulary = _vocabulary(tokenizer)
+    if not vocabulary:
+        raise ValueError("--dtype is needed with a function: its vocabulary is unknown")
+    return "uint16" if max(vocabulary.values()) <= _SMALL else "int32"
+
+
+def _number_of(token: str, tokenizer: Any) -> int:
+    if token.isdecimal():
+        return int(token)
+    vocabulary = _vocabulary(tokenizer)
+    if token not in vocabulary:
+        raise ValueError(f"--eos {token!r} is not in the vocabulary of the tokenizer")
+    return vocabulary[token]

@@ -1,0 +1,402 @@
+"""Files of tokens: flat ones with a sidecar, and Megatron's ``.bin`` with an ``.idx``.
+
+Tokens are a run of integers. ``FILE.json`` next to it, the sidecar, has their type, the
+token that ends documents, and what resuming a writer needs. An ``.idx`` has a head, the
+sizes of sequences (int32), their byte offsets (int64) and the first sequence of each
+document (int64, with the number of sequences at the end), little-endian.
+Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM.
+"""
+
+import contextlib
+import json
+import operator
+import re
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from typing_extensions import Buffer
+
+from aioloader.datasets._stores.addresses import Address, sibling
+from aioloader.datasets._stores.versions import Version
+from aioloader.errors import StateMismatchError
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEAD = struct.Struct("<9sQBQQ")
+# Those of floats, 6 and 7, hold no tokens.
+_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+_SIDECAR_VERSION = 1
+# Sequences of an index that is written at a time.
+_AT_ONCE = 1 << 18
+# Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
+Look = Callable[[Address], Version]
+Read = Callable[[Address, int, int], bytes]
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any]:
+    """Return an integer type.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found: np.dtype[Any] | None = None
+    with contextlib.suppress(TypeError):
+        found = np.dtype(dtype)
+    if found is None or found.kind not in "iu":
+        raise ValueError(
+            f"dtype must be an integer type such as 'uint16', got {dtype!r}"
+        )
+    return found
+
+
+def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
+    """Raise a ValueError if tokens of a type cannot have this value."""
+    limits = np.iinfo(dtype)
+    if not limits.min <= token <= limits.max:
+        raise ValueError(
+            f"{name} is {token:,}, and {dtype.name} holds {limits.min:,} to "
+            f"{limits.max:,}"
+        )
+
+
+def code_of(dtype: np.dtype[Any]) -> int:
+    """Return Megatron's number of a type.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if dtype.name not in _CODES:
+        raise ValueError(f"Megatron has {', '.join(_CODES)}, got {dtype.name}")
+    return _CODES[dtype.name]
+
+
+# -- the sidecar --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a writer says of a file of tokens, finished or not.
+
+    Attributes:
+        format: ``"flat"`` or ``"megatron"``.
+        dtype: Name of the type; little-endian.
+        eos: The token that ends each document, or None.
+        metadata: The user's description of the documents' origin.
+        documents: Number of documents.
+        tokens: Number of tokens.
+    """
+
+    format: str
+    dtype: str
+    eos: int | None
+    metadata: Mapping[str, Any]
+    documents: int = 0
+    tokens: int = 0
+
+    def dump(self) -> bytes:
+        """Return it as JSON."""
+        content = {"version": _SIDECAR_VERSION, **asdict(self)}
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    @classmethod
+    def loaded(cls, text: bytes, location: str) -> "Sidecar":
+        """Return what JSON says.
+
+        Raises:
+            ValueError: If it is of something else.
+        """
+        try:
+            content = json.loads(text)
+            is_known = content.pop("version") == _SIDECAR_VERSION
+            found = cls(**content)
+            operator.index(found.documents), operator.index(found.tokens)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{location!r} is not the sidecar of a file of tokens: {error!r}"
+            ) from error
+        if not is_known:
+            raise ValueError(f"{location!r} is a sidecar of another version")
+        return found
+
+    def resumed(self, text: bytes, location: str) -> "Sidecar":
+        """Return how far an earlier writer of the same tokens got.
+
+        Raises:
+            StateMismatchError: If it wrote something else.
+        """
+        found = self.loaded(text, location)
+        mine = json.loads(self.dump())
+        for what in ("format", "dtype", "eos", "metadata"):
+            old, new = getattr(found, what), mine[what]
+            if old != new:
+                raise StateMismatchError(
+                    f"{location!r} was started with another {what}; remove it, with "
+                    "its hidden '.partial' files, or write to another path",
+                    expected=old,
+                    found=new,
+                )
+        return found
+
+
+# -- the index of Megatron ----------------------------------------------------------
+
+
+class Index(NamedTuple):
+    """The head of an ``.idx``; offsets are in bytes.
+
+    Attributes:
+        address: Where it is.
+        version: Its version.
+        dtype: The type of the tokens.
+        sequences: Number of sequences.
+        entries: Number of documents, and one.
+    """
+
+    address: Address
+    version: Version
+    dtype: np.dtype[Any]
+    sequences: int
+    entries: int
+
+    @property
+    def pointers_at(self) -> int:
+        return _HEAD.size + 4 * self.sequences
+
+    @property
+    def firsts_at(self) -> int:
+        return self.pointers_at + 8 * self.sequences
+
+    @property
+    def end(self) -> int:
+        return self.firsts_at + 8 * self.entries
+
+    @classmethod
+    def found(cls, address: Address, version: Version, read: Read) -> "Index":
+        """Return what the head says.
+
+        Raises:
+            ValueError: If the file is of another kind or version, or is cut.
+        """
+        size = version.size
+        head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
+        magic, number, code, sequences, entries = _HEAD.unpack(head)
+        if magic != _MAGIC:
+            raise ValueError(f"{address!r} is not an index of Megatron")
+        if number != _VERSION:
+            raise ValueError(
+                f"{address!r} is an index of version {number}; only {_VERSION} is known"
+            )
+        names = [name for name, known in _CODES.items() if known == code]
+        if not names:
+            raise ValueError(
+                f"{address!r} has no integers, but the type code {code}"
+            )
+        made = cls(address, version, np.dtype(names[0]), sequences, entries)
+        # With modes, a byte for each sequence.
+        if not entries or size not in {made.end, made.end + sequences}:
+            raise ValueError(
+                f"{address!r} has {size:,} bytes, and an index of {sequences:,} "
+                f"sequences and {entries:,} ends has {made.end:,}: it is cut, or was "
+                "not finished"
+            )
+        return made
+
+    def check(self, read: Read, size: int) -> None:
+        """Check that first and last sequence and document fit the ``.bin``.
+
+        Args:
+            read: Reads the index.
+            size: Length of the ``.bin``, in bytes.
+
+        Raises:
+            ValueError: If not.
+        """
+        at, stop = self.firsts_at - 8, 0
+        if self.sequences:
+            last, start = self._numbers(read, "<iq", self.pointers_at - 4)
+            stop, opens = self._numbers(read, "<qq", at)
+            stop += last * self.dtype.itemsize
+        else:
+            start, (opens,) = 0, self._numbers(read, "<q", at + 8)
+        (closes,) = self._numbers(read, "<q", self.end - 8)
+        if start or opens or closes != self.sequences:
+            raise ValueError(
+                f"{self.address!r} is damaged: it starts at byte {start:,} with "
+                f"sequence {opens:,}, and ends with {closes:,} of {self.sequences:,}"
+            )
+        if stop != size:
+            raise ValueError(
+                f"{self.address!r} has sizes that make {stop:,} bytes, and the .bin "
+                f"has {size:,}: one of them is cut, or of another dataset"
+            )
+
+    def _numbers(self, read: Read, form: str, at: int) -> tuple[int, ...]:
+        return struct.unpack(form, read(self.address, at, at + struct.calcsize(form)))
+
+
+class Documents:
+    """Where the documents of an ``.idx`` start; looked up, never read whole.
+
+    Args:
+        buffer: The index, mapped.
+        index: Its head.
+    """
+
+    def __init__(self, buffer: Buffer, index: Index) -> None:
+        view = memoryview(buffer)
+        # Numbers are not aligned: numpy would copy all to search them, this does not.
+        self._pointers = view[index.pointers_at : index.firsts_at].cast("q")
+        self._firsts = view[index.firsts_at : index.end].cast("q")
+        # Without empty documents at the end, which start at no sequence.
+        self._count = bisect_left(self._firsts, index.sequences)
+        self._itemsize = index.dtype.itemsize
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """Return where documents start after ``start``, up to and with ``stop``.
+
+        Counted in tokens, from ``start`` on.
+        """
+        pointers, firsts, itemsize = self._pointers, self._firsts, self._itemsize
+        key = pointers.__getitem__
+        low = bisect_right(firsts, start * itemsize, 0, self._count, key=key)
+        high = bisect_right(firsts, stop * itemsize, low, self._count, key=key)
+        return [pointers[one] // itemsize - start for one in firsts[low:high]]
+
+
+def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes of an index, whose documents are one sequence each.
+
+    Args:
+        dtype: The type of the tokens.
+        documents: Number of documents.
+        sizes: Their sizes, as int32; read twice.
+    """
+    yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
+    sizes.seek(0)
+    while piece := sizes.read(4 * _AT_ONCE):
+        yield piece
+    sizes.seek(0)
+    at = 0
+    while piece := sizes.read(4 * _AT_ONCE):
+        ends = at + np.cumsum(np.frombuffer(piece, "<i4"), dtype="<i8") * dtype.itemsize
+        yield np.concatenate([[at], ends[:-1]]).astype("<i8").tobytes()
+        at = int(ends[-1])
+    for first in range(0, documents + 1, _AT_ONCE):
+        last = min(first + _AT_ONCE, documents + 1)
+        yield np.arange(first, last, dtype="<i8").tobytes()
+
+
+# -- a file to read -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What is known of a file of tokens before any is read.
+
+    Attributes:
+        address: Where the tokens are.
+        version: The version of that file.
+        dtype: Their type.
+        eos: The token that ends a document, if documents end so.
+        index: What says where documents start; None: ``eos``, or nothing does.
+    """
+
+    address: Address
+    version: Version
+    dtype: np.dtype[Any]
+    eos: int | None
+    index: Index | None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.version.size // self.dtype.itemsize
+
+    @classmethod
+    def found(
+        cls, path: Address, dtype: Any, eos: int | None, look: Look, read: Read
+    ) -> "TokenFile":
+        """Return the file of a path, which may be Megatron's without its ending.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            ValueError: If the type is not known, or files do not fit together.
+        """
+        given = None if dtype is None else dtype_of(dtype)
+        tokens, idx = megatron_pair(path)
+        version = None if path == idx else _looked(look, path)
+        # A file that exists and is no .bin has no index.
+        is_flat = version is not None and path != tokens
+        told = None if is_flat else _looked(look, idx)
+        if told is None:
+            made = cls._flat(path, version or look(path), given, eos, look, read)
+        else:
+            path, version = tokens, version or look(tokens)
+            index = Index.found(idx, told, read)
+            index.check(read, version.size)
+            # A caller who names the token that ends documents wants it to decide.
+            decides = index if eos is None else None
+            made = cls(path, version, index.dtype, eos, decides)
+        if given is not None and given != made.dtype:
+            raise ValueError(
+                f"dtype is {given}, and {path!r} has tokens of {made.dtype}, as the "
+                "file next to it says"
+            )
+        if made.eos is not None:
+            check_fits(made.eos, made.dtype, "eos")
+        if made.version.size % made.dtype.itemsize:
+            raise ValueError(
+                f"{path!r} has {made.version.size:,} bytes and ends inside a token of "
+                f"{made.dtype}: it is cut, or of another type"
+            )
+        return made
+
+    @classmethod
+    def _flat(
+        cls,
+        path: Address,
+        version: Version,
+        given: np.dtype[Any] | None,
+        eos: int | None,
+        look: Look,
+        read: Read,
+    ) -> "TokenFile":
+        """Return a flat file, by its sidecar, or as given."""
+        beside = _added(path, ".json")
+        told = _looked(look, beside)
+        if told is None:
+            if given is None:
+                raise ValueError(
+                    f"the type of the tokens in {path!r} is not known, without an .idx "
+                    "or the sidecar of a TokenWriter: pass dtype, such as 'uint16'"
+                )
+            return cls(path, version, given, eos, None)
+        said = Sidecar.loaded(read(beside, 0, told.size), beside)
+        dtype = dtype_of(said.dtype)
+        if said.tokens * dtype.itemsize != version.size:
+            raise ValueError(
+                f"{path!r} has {version.size:,} bytes, and its sidecar says "
+                f"{said.tokens:,} tokens of {dtype}: it is cut, or of another dataset"
+            )
+        return cls(path, version, dtype, said.eos if eos is None else eos, None)
+
+
+def megatron_pair(path: Address) -> tuple[Address, Address]:
+    """Return the ``.bin`` and ``.idx`` of the path of either, or without an ending."""
+    stem = sibling(path, lambda name: re.sub(r"\.(bin|idx)$", "", name))
+    return _added(stem, ".bin"), _added(stem, ".idx")
+
+
+def _added(address: Address, ending: str) -> Address:
+    return sibling(address, lambda name: name + ending)
+
+
+def _looked(look: Look, address: Address) -> Version | None:
+    """Return the version of a file, or None; stores may refuse what is not there."""
+    try:
+        return look(address)
+    except (FileNotFoundError, PermissionError):
+        return None

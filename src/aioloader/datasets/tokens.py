@@ -1,0 +1,624 @@
+"""Token files: samples of a fixed length for language models, and their writer.
+
+Order is the order of the tokens: sample ``k`` starts at token ``k * length``. No index
+is built, so a file of any size opens at once. A local file is mapped: memory holds what
+the system caches of it, and no more than the batch in this process. Of a store only the
+samples' ranges are read.
+"""
+
+import asyncio
+import json
+import mmap
+import operator
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeAlias
+
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from torch.utils.data import Dataset
+from typing_extensions import Buffer
+
+from aioloader.datasets._arrow.copies import Copies, read_local
+from aioloader.datasets._options import check_at_least, check_is, names_options
+from aioloader.datasets._stores.addresses import is_local, path_of, sealed
+from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.options import Options, check_no_options, hidden
+from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.versions import Version, changed, version_of_file
+from aioloader.datasets._tokens.files import (
+    Documents,
+    Index,
+    Sidecar,
+    TokenFile,
+    check_fits,
+    code_of,
+    dtype_of,
+    index_of,
+    megatron_pair,
+)
+from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
+from aioloader.datasets._tokens.sinks import MakeIndex, make_sink
+from aioloader.errors import StateMismatchError
+from aioloader.protocols import HasLifespan
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from obstore.store import ObjectStore
+
+    from aioloader.datasets._stores.sources import Source
+
+Find: TypeAlias = Callable[..., TokenFile]
+# Tokens of a sample that is made on the event loop; of longer ones in a thread.
+_LIGHT = 1 << 16
+
+
+class TokenDataset(Dataset[Any]):
+    """Reads samples of ``length`` tokens from one file, map-style.
+
+    The file is a run of integers, or Megatron's ``.bin`` with its ``.idx``. Sample
+    ``k`` is tokens ``k * length`` to ``(k + 1) * length``, as a dict of ``input_ids``,
+    ``labels`` and ``position_ids``, int64, shape ``(length,)``. A label is the next
+    token, also of a sample's last one: so there are ``(tokens - 1) // length`` samples,
+    and up to ``length`` tokens at the end are in none. The label is -100 where a
+    document ends, and positions restart at each document and sample.
+
+    A local file is mapped when the first sample is read; ``__getitem__`` is a plain
+    method. Of a URL each sample is a ranged request, and ``__getitem__`` a coroutine;
+    its ``.idx`` is copied to a temporary file of each process (20 bytes a document). A
+    dataset may be pickled, and read by several threads, event loops and processes.
+
+    Args:
+        path: A path or URL: of the tokens, or of a ``.bin`` or ``.idx``, whose ending
+            may be left out.
+        length: Tokens of a sample.
+        dtype: Type of the tokens, such as ``"uint16"``; an ``.idx``, or the sidecar
+            that ``TokenWriter`` writes, says it.
+        eos: The token that ends each document. Default: that in the sidecar; without
+            one, documents end as the ``.idx`` says, or all is one document.
+        store: What ``path`` is relative to: as for ``ObjectDataset``.
+        store_options: Options of the store that a URL names.
+        requests: How requests that fail or stall are treated.
+
+    Raises:
+        ValueError: If ``length`` is below 1, the type unknown or none of integers, the
+            file cut inside a token, or the ``.idx`` cut, foreign or of another file.
+        DatasetError: If a file is missing or cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     np.array([5, 6, 0, 7, 8, 9], "uint16").tofile(file.name)
+        ...     TokenDataset(file.name, 4, "uint16", eos=0)[0]["labels"].tolist()
+        [6, 0, -100, 8]
+    """
+
+    def __new__(
+        cls, path: Any = "", *_args: Any, store: Any = None, **_options: Any
+    ) -> Self:
+        """Make the class of a path: of a file, or of a store's object."""
+        kind: Any = cls
+        if cls is TokenDataset and not _is_file(path, store):
+            kind = _StoredTokens
+        made: Self = super().__new__(kind)
+        return made
+
+    @names_options
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        path: "str | os.PathLike[str]",
+        length: int,
+        dtype: Any = None,
+        eos: int | None = None,
+        *,
+        store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
+        store_options: Mapping[str, Any] | None = None,
+        requests: Requests | None = None,
+    ) -> None:
+        check_is(path, (str, os.PathLike), "path", "a path or URL")
+        self.length: int = check_at_least(length, 1, "length")
+        self._tokens: Array | None = None
+        self._documents: Documents | None = None
+        find = partial(
+            TokenFile.found,
+            dtype=dtype,
+            eos=None if eos is None else operator.index(eos),
+        )
+        options = hidden(store_options)
+        self._file = self._find(find, path, store, options, policy_of(requests))
+
+    @classmethod
+    @names_options
+    async def discover(  # noqa: PLR0913  (those of the class)
+        cls,
+        path: "str | os.PathLike[str]",
+        length: int,
+        dtype: Any = None,
+        eos: int | None = None,
+        *,
+        store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
+        store_options: Mapping[str, Any] | None = None,
+        requests: Requests | None = None,
+    ) -> Self:
+        """Look at the files of a store without blocking the event loop.
+
+        Arguments and errors are those of the class.
+        """
+        return await asyncio.to_thread(
+            cls,
+            path,
+            length,
+            dtype,
+            eos,
+            store=store,
+            store_options=store_options,
+            requests=requests,
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the tokens in the file."""
+        return self._file.dtype
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends documents, as given or in the sidecar, if any does."""
+        return self._file.eos
+
+    def __len__(self) -> int:
+        return max(0, self._file.tokens - 1) // self.length
+
+    def __getitem__(self, index: SupportsIndex) -> Any:
+        """Read one sample.
+
+        Args:
+            index: Number of the sample; negative ones count from the end.
+
+        Returns:
+            The arrays by name, owned by the caller; of a URL a coroutine of them.
+
+        Raises:
+            IndexError: If ``index`` is out of range.
+            DatasetError: If it cannot be read.
+        """
+        (sample,) = self.__getitems__([index])
+        return sample
+
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
+        """Read the samples of a batch, in the order of ``indices``."""
+        starts = [self._start(index) for index in indices]
+        if not starts:
+            return []
+        tokens = self._map() if self._tokens is None else self._tokens
+        length = self.length + 1
+        return self._samples([tokens[at : at + length] for at in starts], starts)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what samples depend on."""
+        return {
+            "kind": "TokenDataset",
+            "length": self.length,
+            "tokens": self._file.tokens,
+            "dtype": self.dtype.name,
+            "eos": self.eos,
+        }
+
+    async def __aenter__(self) -> Self:
+        """Keep a store's connections and copies until the exit; a loader does this."""
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Release them."""
+
+    # -- how ----------------------------------------------------------------------
+
+    def _find(
+        self,
+        find: Find,
+        path: "str | os.PathLike[str]",
+        store: Any,
+        options: Options,
+        policy: Requests,  # noqa: ARG002  (files are not retried)
+    ) -> TokenFile:
+        """Return what ``find`` finds at a path."""
+        if not _is_file(path, store):
+            raise TypeError(
+                f"{type(self).__name__} derives from the class for files: to read a "
+                "URL, hold a TokenDataset instead"
+            )
+        name = path_of(os.fsdecode(path))
+        if store is not None:
+            name = os.path.join(path_of(os.fsdecode(store)), name)  # noqa: PTH118
+        check_no_options(name, options)
+
+        def read(path: str, start: int, stop: int) -> bytes:
+            return read_local(path, start, stop, None)[0]
+
+        return find(name, look=_version, read=read)
+
+    def _start(self, index: SupportsIndex) -> int:
+        """Return the first token of a sample."""
+        position, count = operator.index(index), len(self)
+        if not -count <= position < count:
+            raise IndexError(f"index {position} is out of range for {count:,} samples")
+        return (position if position >= 0 else position + count) * self.length
+
+    def _samples(
+        self, windows: Sequence[Array], starts: Sequence[int]
+    ) -> list[dict[str, Array]]:
+        """Return the samples of windows, each with the next token at its end.
+
+        ``starts`` are the windows' first tokens, as numbers in the file.
+        """
+        length, eos = self.length, self._file.eos
+        inputs = np.empty((len(windows), length), np.int64)
+        following = np.empty(len(windows), np.int64)
+        for row, window in enumerate(windows):
+            inputs[row], following[row] = window[:-1], window[-1]
+        tokens = inputs.reshape(-1)
+        begin = np.arange(0, len(tokens), length)
+        ends = np.array([], np.int64)
+        if (documents := self._documents) is not None:
+            ends = np.array(
+                [
+                    first + at
+                    for first, start in zip(begin.tolist(), starts, strict=True)
+                    for at in documents.between(start, start + length)
+                ],
+                np.int64,
+            )
+        elif eos is not None:
+            ends = np.flatnonzero(tokens == eos) + 1
+        if len(ends):
+            # The next token of one that ends with a sample is another document's.
+            following[ends[ends % length == 0] // length - 1] = IGNORED
+            begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
+        made = samples_of(tokens, begin, following.tolist())
+        return [
+            dict(zip(made, row, strict=True))
+            for row in zip(*made.values(), strict=True)
+        ]
+
+    def _map(self) -> Array:
+        """Map the file, and return its tokens; a fork of this process shares them."""
+        file = self._file
+        if file.index is not None:
+            index = file.index
+            self._documents = Documents(_mapped(index.address, index.version), index)
+        mapped = memoryview(_mapped(file.address, file.version))
+        self._tokens = np.frombuffer(mapped, file.dtype)
+        return self._tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokens": None, "_documents": None}
+
+    def __repr__(self) -> str:
+        return f"TokenDataset({self._label()!r}, {self.length}, {len(self):,} samples)"
+
+    def _label(self) -> str:
+        return self._file.address
+
+
+class _StoredTokens(TokenDataset, HasLifespan):
+    """The samples of an object; a loader enters it on each loop that reads."""
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
+    __getitems__: ClassVar[None] = None  # type: ignore[assignment]
+
+    async def __getitem__(self, index: SupportsIndex) -> dict[str, Array]:
+        """Read one sample, by one ranged request."""
+        start, file, length = self._start(index), self._file, self.length
+        if file.index is not None and self._documents is None:
+            await self._fetch_index(file.index)
+        begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
+        data = await self._copies.read(file.address, begin, end, file.version)
+        windows = [np.frombuffer(memoryview(data), file.dtype)]
+        if length > _LIGHT:
+            (sample,) = await asyncio.to_thread(self._samples, windows, [start])
+        else:
+            (sample,) = self._samples(windows, [start])
+        return sample
+
+    def _find(
+        self,
+        find: Find,
+        path: "str | os.PathLike[str]",
+        store: Any,
+        options: Options,
+        policy: Requests,
+    ) -> TokenFile:
+        (address,) = sealed(path)
+        self._places = Places(store, options, policy, None, [address])
+        self._copies = copies = Copies(self._places)
+        self._turns = PerLoop(asyncio.Lock)
+        known: dict[str, Version] = {}
+        with start_blocking_portal() as portal:
+
+            def look(address: str) -> Version:
+                return known.setdefault(address, portal.call(copies.version, address))
+
+            def read(address: str, start: int, stop: int) -> bytes:
+                given = (address, start, stop, known[address])
+                return portal.call(copies.part, *given)[0]
+
+            try:
+                return find(address, look=look, read=read)
+            finally:
+                portal.call(copies.aclose)
+
+    async def _fetch_index(self, index: Index) -> None:
+        """Copy the index, once for all samples that need it now."""
+        async with self._turns.here():
+            if self._documents is not None:
+                return
+            found = await self._copies.copy(index.address)
+            if not found.is_of(index.version):
+                raise changed(self._copies.label(index.address), index.version, found)
+            path = self._copies.path(index.address)
+            assert path is not None
+
+            def opened() -> Documents:
+                return Documents(_mapped(path, index.version), index)
+
+            self._documents = await asyncio.to_thread(opened)
+
+    def lifespan(self) -> Self:
+        """Return itself, the context that a loader enters on each reading loop."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        self._copies.enter()
+        self._places.enter()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._copies.aclose()
+
+    def _label(self) -> str:
+        return self._copies.label(self._file.address)
+
+
+def _is_file(path: Any, store: Any) -> bool:
+    root = path if store is None else store
+    return isinstance(root, (str, os.PathLike)) and is_local(os.fsdecode(root))
+
+
+def _version(path: str) -> Version:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  (as a directory cannot be)
+            return version_of_file(file.fileno())
+    except OSError as error:
+        raise file_failure(path, error) from error
+
+
+def _mapped(path: str, version: Version) -> Buffer:
+    """Return the bytes of a file, which must have the length that it had."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            found = version_of_file(file.fileno())
+            if found.size != version.size:
+                raise changed(path, version, found)
+            if not found.size:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise file_failure(path, error) from error
+
+
+# -- writing ------------------------------------------------------------------------
+
+
+class TokenWriter:
+    """Writes documents of tokens to one file, as ``TokenDataset`` reads it.
+
+    A context manager like ``TarWriter``. Flat files are a run of little-endian
+    integers, which other libraries map, too; ``format="megatron"`` makes a ``.bin`` and
+    the ``.idx`` of Megatron, with one sequence for each document. Next to it is
+    ``FILE.json``, its sidecar. The file is visible when it is whole. A writer opened
+    where another one ended early resumes, also after a crash: pass it the same
+    documents, from number ``next_sample`` on. An upload to a store starts over.
+    Memory holds ``save_bytes``. One writer at a time.
+
+    Args:
+        path: A path or URL, such as ``"train.bin"``.
+        dtype: Type of the tokens in the file, such as ``"uint16"``.
+        format: ``"flat"`` or ``"megatron"``.
+        eos: A token that is added to each document, at its end.
+        metadata: The documents' origin, JSON-serialisable: it is stored, and writing
+            resumes only with the same.
+        save_bytes: Bytes after which what was written counts, if the writer is killed.
+        store_options: Options of the store that a URL names.
+
+    Attributes:
+        next_sample: Number of the next document, from 0; known once the writer is open.
+        tokens: Number of tokens in the documents before it.
+
+    Raises:
+        ImportError: If a store is written to, and obstore is not installed.
+        TypeError: If ``metadata`` cannot be stored as JSON.
+        ValueError: If an argument is wrong.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> path = tempfile.mkdtemp() + "/train.bin"
+        >>> async def write():
+        ...     async with TokenWriter(path, "uint16", eos=0) as writer:
+        ...         for document in [[5, 6], [7, 8, 9]][writer.next_sample :]:
+        ...             await writer.write(document)
+        >>> asyncio.run(write())
+        >>> TokenDataset(path, 3)[1]["input_ids"].tolist()
+        [7, 8, 9]
+    """
+
+    @names_options
+    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
+        self,
+        path: "str | os.PathLike[str]",
+        dtype: Any,
+        *,
+        format: Literal["flat", "megatron"] = "flat",  # noqa: A002
+        eos: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        save_bytes: int = 16 << 20,
+        store_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_is(path, (str, os.PathLike), "path", "a path or URL")
+        if format not in {"flat", "megatron"}:
+            raise ValueError(f"format must be 'flat' or 'megatron', got {format!r}")
+        self._dtype = dtype_of(dtype).newbyteorder("<")
+        self._eos = None if eos is None else operator.index(eos)
+        if self._eos is not None:
+            check_fits(self._eos, self._dtype, "eos")
+        json.dumps(metadata)  # raises if it is not JSON
+        self._save_bytes = check_at_least(save_bytes, 1, "save_bytes")
+        (address,) = sealed(path)
+        index = None
+        if format == "megatron":
+            code_of(self._dtype)
+            address, index = megatron_pair(address)
+        self._sink = make_sink(address, index, hidden(store_options))
+        made_of = dict(metadata or {})
+        self._sidecar = Sidecar(format, self._dtype.name, self._eos, made_of)
+        self.next_sample: int = 0
+        self.tokens: int = 0
+        self._turns = asyncio.Lock()
+        self._is_open = self._is_finished = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the documents that were not saved."""
+        self._waiting: list[Array] = []
+        self._waiting_bytes = 0
+        self._sizes = array("i")
+
+    async def __aenter__(self) -> Self:
+        """Find what is already written.
+
+        Raises:
+            StateMismatchError: If it was made of something else, or not by a writer, or
+                another writer is open.
+            DatasetError: If the store refuses.
+        """
+        sink = self._sink
+        try:
+            found = self._resumed(*await sink.open())
+            if not self._is_finished:
+                num_bytes = found.tokens * self._dtype.itemsize
+                if not await sink.begin(num_bytes, found.documents):
+                    found = self._sidecar
+                await sink.append(b"", b"", found.dump())
+        except BaseException:
+            await sink.aclose()
+            raise
+        self.next_sample, self.tokens = found.documents, found.tokens
+        self._begin()
+        self._is_open = True
+        return self
+
+    def _resumed(self, text: bytes | None, is_finished: bool) -> Sidecar:  # noqa: FBT001
+        """Return how far an earlier writer got, by its sidecar."""
+        self._is_finished = is_finished
+        if text is not None:
+            return self._sidecar.resumed(text, self._sink.label)
+        if is_finished:
+            raise StateMismatchError(
+                f"{self._sink.label!r} exists, without the sidecar of a TokenWriter: "
+                "remove it, or write to another path"
+            )
+        return self._sidecar
+
+    async def write(self, tokens: "npt.ArrayLike") -> None:
+        """Write one document; concurrent calls are served in order.
+
+        Args:
+            tokens: 1-D integers, copied; none are an empty document.
+
+        Raises:
+            TypeError: If they are no 1-D integers. The document is not written, and
+                the writer can continue, as after a ValueError.
+            ValueError: If a token does not fit the type of the file.
+            StateMismatchError: If the file was finished by an earlier writer.
+            DatasetError: If the store refuses. The writer is closed then, as after any
+                other error: open another one, which resumes.
+            RuntimeError: If the writer is not open.
+        """
+        async with self._turns:
+            if not self._is_open:
+                raise RuntimeError(
+                    f"{self!r} is not open: use it in 'async with', and not after an "
+                    f"error; open another one, which resumes"
+                )
+            if self._is_finished:
+                raise StateMismatchError(
+                    f"{self._sink.label!r} is finished, with {self.next_sample:,} "
+                    "documents: remove it, or write to another path"
+                )
+            document = self._encode(tokens)
+            self._waiting.append(document)
+            self._waiting_bytes += document.nbytes
+            self._sizes.append(len(document))
+            self.next_sample += 1
+            self.tokens += len(document)
+            if self._waiting_bytes >= self._save_bytes:
+                self._is_open = False  # until this succeeds
+                data, sizes = await self._take()
+                await self._sink.append(data, sizes, self._so_far().dump())
+                self._is_open = True
+
+    def _encode(self, tokens: "npt.ArrayLike") -> Array:
+        """Return a document as it is in the file, with ``eos``."""
+        found, number = np.asarray(tokens), self.next_sample
+        is_empty = found.shape == (0,)
+        if found.ndim != 1 or (found.dtype.kind not in "iu" and not is_empty):
+            raise TypeError(
+                f"document {number:,} must be 1-D integers, got {found.dtype} of shape "
+                f"{found.shape}"
+            )
+        if not is_empty and found.dtype != self._dtype:
+            for token in (found.min(), found.max()):
+                check_fits(int(token), self._dtype, f"a token of document {number:,}")
+        size = len(found)
+        document = np.empty(size + (self._eos is not None), self._dtype)
+        document[:size] = found
+        document[size:] = self._eos or 0
+        return document
+
+    async def _take(self) -> tuple[bytes, bytes]:
+        """Return the bytes of the documents that are not saved, and their sizes."""
+        waiting, sizes = self._waiting, np.asarray(self._sizes, "<i4")
+        self._begin()
+        return await in_thread(b"".join, waiting), sizes.tobytes()
+
+    def _so_far(self) -> Sidecar:
+        return replace(self._sidecar, documents=self.next_sample, tokens=self.tokens)
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the file; after an error, keep what was saved for the next writer."""
+        is_whole, self._is_open = self._is_open and exc is None, False
+        try:
+            if is_whole and not self._is_finished:
+                make_index: MakeIndex | None = None
+                if self._sidecar.format == "megatron":
+                    make_index = partial(index_of, self._dtype, self.next_sample)
+                new = await self._take()
+                await self._sink.finish(*new, make_index, self._so_far().dump())
+        finally:
+            self._begin()
+            await self._sink.aclose()
+
+    def __repr__(self) -> str:
+        return f"TokenWriter({self._sink.label!r}, {self.next_sample:,} documents)"

@@ -1,0 +1,635 @@
+"""Files of tokens: what is written is read, from disk and from a store."""
+
+import asyncio
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+from aioloader import DataLoader
+from aioloader._cli.main import main
+from aioloader.datasets import Piece, Source, TokenDataset, TokenWriter, Version
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    StateMismatchError,
+)
+from aioloader.protocols import reads_async
+from aioloader.testing import check_dataset
+from datasets import killed_writing
+from datasets.killed_writing import DOCUMENTS, TEXTS, letters
+from resuming import assert_resumes_exactly
+
+Documents = Sequence[Sequence[int]]
+SIGKILLED = -9
+
+
+async def write_async(path: Any, documents: Documents, **options: Any) -> None:
+    async with TokenWriter(path, **{"dtype": "uint16", **options}) as writer:
+        for document in documents[writer.next_sample :]:
+            await writer.write(document)
+
+
+def write(path: Any, documents: Documents, **options: Any) -> None:
+    asyncio.run(write_async(path, documents, **options))
+
+
+def expected(documents: Documents, length: int, *, is_one: bool = False) -> list[Any]:
+    """Return the samples, token by token, as the definition says."""
+    tokens = [token for document in documents for token in document]
+    ends = set() if is_one else set(np.cumsum([*map(len, documents)]).tolist())
+    samples = []
+    for start in range(0, length * ((len(tokens) - 1) // length), length):
+        inputs = tokens[start : start + length]
+        labels, positions = list[int](), list[int]()
+        for at in range(start, start + length):
+            begins = at == start or at in ends
+            positions.append(0 if begins else positions[-1] + 1)
+            labels.append(-100 if at + 1 in ends else tokens[at + 1])
+        samples.append([inputs, labels, positions])
+    return samples
+
+
+def lists(sample: Any) -> list[Any]:
+    assert [*sample] == ["input_ids", "labels", "position_ids"]
+    assert {array.dtype for array in sample.values()} == {np.dtype(np.int64)}
+    return [array.tolist() for array in sample.values()]
+
+
+def every(dataset: TokenDataset) -> list[Any]:
+    return [lists(dataset[index]) for index in range(len(dataset))]
+
+
+class Shelf(Source):
+    """The files of a directory, as a store that counts its answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gets = 0
+
+    async def get(self, key: str, start: int, stop: int) -> Piece:
+        self.gets += 1
+        data = await asyncio.to_thread((self.folder / key).read_bytes)
+        return Piece(data[start:stop], Version(len(data), f'"{zlib.crc32(data)}"'))
+
+
+documents_of_tokens = st.lists(
+    st.lists(st.integers(1, 250), max_size=9), min_size=1, max_size=12
+)
+
+
+# -- reading ------------------------------------------------------------------------
+
+
+@given(
+    documents=documents_of_tokens,
+    length=st.integers(1, 12),
+    kind=st.sampled_from(["one", "eos", "megatron"]),
+    dtype=st.sampled_from(["uint8", "int32", "uint16", "int64"]),
+)
+def test_what_is_written_is_read(
+    tmp_path: Path, documents: Documents, length: int, kind: str, dtype: str
+) -> None:
+    """By index, in batches, and from a store; by the definition of a sample."""
+    path = tmp_path / f"{zlib.crc32(repr((documents, kind, dtype)).encode())}.bin"
+    options: dict[str, Any] = {"dtype": dtype}
+    if kind == "eos":
+        options["eos"] = 0
+    elif kind == "megatron":
+        options["format"] = kind
+    write(path, documents, **options)
+    if kind == "eos":
+        documents = [[*document, 0] for document in documents]
+    samples = expected(documents, length, is_one=kind == "one")
+    dataset = TokenDataset(path, length)
+    assert every(dataset) == samples
+    assert [*map(lists, dataset.__getitems__(range(len(dataset))))] == samples
+    stored = TokenDataset(path.name, length, store=Shelf(tmp_path))
+
+    async def read() -> list[Any]:
+        async with stored:
+            return await asyncio.gather(*(stored[at] for at in range(len(stored))))
+
+    assert [*map(lists, asyncio.run(read()))] == samples
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def index_of(sizes: Sequence[int], firsts: Sequence[int], itemsize: int) -> bytes:
+    """Return an index as Megatron writes it: sequences, and the documents' first."""
+    pointers = np.cumsum([0, *sizes][: len(sizes)]) * itemsize
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(sizes), len(firsts))
+    parts = [np.array(sizes, "<i4"), np.array(pointers, "<i8"), np.array(firsts, "<i8")]
+    return head + b"".join(part.tobytes() for part in parts)
+
+
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(1, 9), max_size=3), max_size=3), max_size=9
+    ),
+    length=st.integers(1, 5),
+    modes=st.booleans(),
+)
+def test_documents_of_several_sequences(
+    tmp_path: Path, documents: list[Documents], length: int, modes: bool
+) -> None:
+    """As Megatron splits sentences; documents and sequences may be empty."""
+    sequences = [sequence for document in documents for sequence in document]
+    firsts = np.cumsum([0, *map(len, documents)]).tolist()
+    index = index_of([*map(len, sequences)], firsts, 4) + bytes(modes * len(sequences))
+    whole = [[t for sequence in document for t in sequence] for document in documents]
+    tokens = np.array([token for document in whole for token in document], "<i4")
+    (tmp_path / "a.idx").write_bytes(index)
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes())
+    for name in ("a", "a.bin", "a.idx"):
+        dataset = TokenDataset(tmp_path / name, length)
+        assert every(dataset) == expected(whole, length)
+    assert dataset.dtype == np.int32
+
+
+def test_the_written_index_is_megatrons(tmp_path: Path) -> None:
+    """A sequence for each document; the .bin is the tokens alone."""
+    documents = [[5, 6], [], [7], [8, 9, 10]]
+    write(tmp_path / "x", documents, dtype="int32", format="megatron")
+    assert (tmp_path / "x.idx").read_bytes() == index_of([2, 0, 1, 3], range(5), 4)
+    tokens = np.fromfile(tmp_path / "x.bin", "<i4")
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 10]
+    # The token that ends documents decides, where it is given.
+    labels = TokenDataset(tmp_path / "x", 5, eos=8)[0]["labels"]
+    assert labels.tolist() == [6, 7, 8, -100, 10]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """100 documents, of 1 to 100 tokens."""
+    numbers = np.arange(1, 101)
+    write(tmp_path / "train.bin", [[*range(1, n + 1)] for n in numbers], eos=0)
+    return tmp_path / "train.bin"
+
+
+def test_an_index_is_as_of_a_list(path: Path) -> None:
+    dataset = TokenDataset(path, 64)
+    count = len(dataset)
+    assert count == (5050 + 100 - 1) // 64
+    assert lists(dataset[-1]) == lists(dataset[count - 1])
+    assert lists(dataset[np.int64(-count)]) == lists(dataset[0])
+    for index in (count, -count - 1):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for"):
+            dataset[index]
+    # Its own arrays, though the file is mapped.
+    dataset[0]["input_ids"][:] = 0
+    assert lists(dataset[0])[0][0] == 1
+
+
+def test_it_is_described(path: Path) -> None:
+    dataset = TokenDataset(path, 64)
+    assert dataset.describe() == {
+        "kind": "TokenDataset",
+        "length": 64,
+        "tokens": 5150,
+        "dtype": "uint16",
+        "eos": 0,
+    }
+    assert repr(dataset) == f"TokenDataset({str(path)!r}, 64, 80 samples)"
+    assert len(TokenDataset(path, 10_000)) == 0
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_loader_reads_it(path: Path, is_stored: bool) -> None:
+    """In processes too, shuffled, and resumed at every batch."""
+    store = Shelf(path.parent) if is_stored else None
+    dataset = TokenDataset(path.name if is_stored else path, 512, store=store)
+    assert reads_async(dataset) is is_stored
+    check_dataset(dataset)
+    options: Any = {"batch_size": 3, "shuffle": True}
+    for workers in (0, 2):
+        with DataLoader(dataset, num_workers=workers, **options) as loader:
+            found = [row.tolist() for batch in loader for row in batch["input_ids"]]
+        tokens = np.fromfile(path, "<u2")[: 512 * len(dataset)].reshape(-1, 512)
+        assert sorted(found) == sorted(tokens.tolist())
+    assert_resumes_exactly(lambda: DataLoader(dataset, **options))
+
+
+def test_pickles_hold_no_map(path: Path) -> None:
+    dataset = TokenDataset(path, 64)
+    first = lists(dataset[0])
+    data = pickle.dumps(dataset)
+    assert len(data) < 1500
+    assert lists(pickle.loads(data)[0]) == first
+    assert lists(Subset(dataset, [5, 0])[1]) == first
+
+
+def test_threads_share_a_dataset(path: Path) -> None:
+    """The first sample may be read by several at once."""
+    dataset, found = TokenDataset(path, 64), list[Any]()
+    threads = [
+        threading.Thread(target=lambda: found.extend(every(dataset))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(4 * every(dataset))
+
+
+@pytest.mark.slow
+def test_a_huge_file_takes_no_memory(tmp_path: Path) -> None:
+    """Of 10^10 tokens and 10^7 documents: nothing is read but what a sample needs."""
+    tokens, documents = 10**10, 10**7
+    for name, size in (("flat", 2 * tokens), ("huge.bin", 2 * tokens)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    end = 34 + 12 * documents + 8 * (documents + 1)
+    with (tmp_path / "huge.idx").open("wb") as file:
+        file.write(
+            struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
+        )
+        file.seek(34 + 12 * documents - 8)
+        file.write(struct.pack("<q", 2 * tokens))
+        file.seek(end - 8)
+        file.write(struct.pack("<q", documents))
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from aioloader import DataLoader
+from aioloader.datasets import TokenDataset
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+next(iter(DataLoader(TokenDataset({str(tmp_path / "flat")!r}, 4, "u2"), batch_size=8)))
+before = resident()
+for name in ("flat", "huge"):
+    path = {str(tmp_path)!r} + "/" + name
+    dataset = TokenDataset(path, 4096, "u2", None if name == "huge" else 1)
+    places = range(0, len(dataset), len(dataset) // 7)
+    batch = next(iter(DataLoader(dataset, sampler=places, batch_size=8)))
+    assert batch["labels"].shape == (8, 4096)
+print(resident() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert int(done.stdout) < 20 << 20
+
+
+# -- from a store -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flat.bin", "mega"])
+async def test_one_request_for_a_sample(tmp_path: Path, name: str) -> None:
+    """And one more copies the index, for all samples and the rest of the process."""
+    form = "flat" if name == "flat.bin" else "megatron"
+    await write_async(tmp_path / name, [[*range(1, 90)]] * 9, format=form)
+    shelf = Shelf(tmp_path)
+    dataset = await TokenDataset.discover(name, 100, store=shelf)
+    shelf.gets = 0
+    async with dataset:
+        found = await asyncio.gather(*(dataset[at] for at in (0, 3, -1)))
+        assert shelf.gets == (3 if form == "flat" else 4)
+        assert lists(await dataset[3]) == lists(found[1])
+    local = await asyncio.to_thread(lambda: every(TokenDataset(tmp_path / name, 100)))
+    assert [lists(one) for one in found] == [local[at] for at in (0, 3, -1)]
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(dataset)
+
+
+async def test_an_object_that_changed_is_no_sample(tmp_path: Path) -> None:
+    await write_async(tmp_path / "a", [[1, 2, 3, 4]])
+    dataset = await TokenDataset.discover("a", 3, store=Shelf(tmp_path))
+    await asyncio.to_thread((tmp_path / "a").write_bytes, bytes(8))
+    async with dataset:
+        with pytest.raises(DatasetError, match="changed while being read"):
+            await dataset[0]
+
+
+async def test_a_url_is_read_and_written(s3: str) -> None:
+    """Megatron's two objects, and the sidecar."""
+    documents = [[1, 2, 3], [4], [5, 6]]
+    url = f"{s3}/tokens"
+    options: Any = {"format": "megatron"}
+    await write_async(url, documents, **options)
+    dataset = await TokenDataset.discover(url, 2)
+    async with dataset:
+        found = [lists(await dataset[at]) for at in range(len(dataset))]
+    assert found == expected(documents, 2)
+    async with TokenWriter(url, "uint16", **options) as writer:
+        assert (writer.next_sample, writer.tokens) == (3, 6)
+    with pytest.raises(StateMismatchError, match="started with another dtype"):
+        await write_async(url, documents, dtype="int32", **options)
+
+
+# -- bad input ----------------------------------------------------------------------
+
+
+def mega(folder: Path, change: Callable[[bytearray], Any]) -> Path:
+    write(folder / "m", [[1, 2], [3]], dtype="int32", format="megatron")
+    index = bytearray((folder / "m.idx").read_bytes())
+    change(index)
+    (folder / "m.idx").write_bytes(index)
+    return folder / "m"
+
+
+def put(at: int, form: str, number: int) -> Callable[[bytearray], Any]:
+    return lambda index: struct.pack_into(form, index, at, number)
+
+
+def cut(count: int) -> Callable[[bytearray], Any]:
+    return lambda index: index.__delitem__(slice(len(index) - count, None))
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (cut(1), "has 81 bytes, and an index of 2 sequences and 3 ends has 82: it is"),
+        (cut(60), "has 22 bytes, .* it is cut, or was not finished"),
+        (cut(82), "m.idx' is not an index of Megatron"),
+        (put(0, "<B", 0), "is not an index of Megatron"),
+        (put(9, "<Q", 2), "is an index of version 2; only 1 is known"),
+        (put(17, "<B", 7), "has no integers, but the type code 7"),
+        (put(18, "<Q", 2**60), "it is cut, or was not finished"),
+        (put(38, "<i", 2), "sizes that make 16 bytes, and the .bin has 12"),
+        (put(42, "<q", 4), "is damaged: it starts at byte 4"),
+        (put(74, "<q", 1), "ends with 1 of 2"),
+    ],
+)
+def test_an_index_that_does_not_fit(
+    tmp_path: Path, change: Callable[[bytearray], Any], words: str, is_stored: bool
+) -> None:
+    path = mega(tmp_path, change)
+    store = Shelf(tmp_path) if is_stored else None
+    with pytest.raises(ValueError, match=words):
+        TokenDataset(path.name if is_stored else path, 1, store=store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, "uint16"), "length must be at least 1, got 0"),
+        ((4,), "the type of the tokens in .* is not known"),
+        ((4, "uint15"), "dtype must be an integer type such as 'uint16', got 'uint15'"),
+        ((4, "float32"), "dtype must be an integer type"),
+        ((4, "uint16"), "has 9 bytes and ends inside a token of uint16"),
+        ((4, "uint8", 256), "eos is 256, and uint8 holds 0 to 255"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: Any, words: str) -> None:
+    (tmp_path / "raw").write_bytes(bytes(9))
+    with pytest.raises(ValueError, match=words):
+        TokenDataset(tmp_path / "raw", *arguments)
+    with pytest.raises(ValueError, match=words):
+        TokenDataset("raw", *arguments, store=Shelf(tmp_path))
+
+
+def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype is int32, and .* tokens of uint16"):
+        TokenDataset(path, 4, "int32")
+    with pytest.raises(ObjectNotFoundError, match=r"no such file: .*none'"):
+        TokenDataset(tmp_path / "none", 4)
+    with pytest.raises(ObjectNotFoundError, match=r"no such file: .*none\.idx'"):
+        TokenDataset(tmp_path / "none.idx", 4)
+    with pytest.raises(DatasetError, match="is a directory"):
+        TokenDataset(tmp_path, 4, "uint16")
+    dataset = TokenDataset(path, 4)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="its sidecar says 5,150 tokens"):
+        TokenDataset(path, 4)
+    with pytest.raises(DatasetError, match="it had 10,300 bytes and has 10,298"):
+        dataset[0]
+    (tmp_path / "train.bin.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="is not the sidecar of a file of tokens"):
+        TokenDataset(path, 4)
+
+
+# -- writing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("document", "error", "words"),
+    [
+        (
+            [70_000],
+            ValueError,
+            "a token of document 1 is 70,000, and uint16 holds 0 to",
+        ),
+        ([-1], ValueError, "a token of document 1 is -1"),
+        ([0.5], TypeError, "document 1 must be 1-D integers, got float64 of shape"),
+        ([[1]], TypeError, r"got int64 of shape \(1, 1\)"),
+        ("text", TypeError, "document 1 must be 1-D integers"),
+    ],
+)
+async def test_a_bad_document_is_not_written(
+    tmp_path: Path, document: Any, error: type[Exception], words: str
+) -> None:
+    """The writer continues with the next one."""
+    async with TokenWriter(tmp_path / "a", "uint16") as writer:
+        await writer.write([1, 2])
+        with pytest.raises(error, match=words):
+            await writer.write(document)
+        await writer.write(np.array([3], np.uint64))
+    found = await asyncio.to_thread(np.fromfile, tmp_path / "a", "<u2")
+    assert found.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "f4"}, "dtype must be an integer type"),
+        ({"format": "raw"}, "format must be 'flat' or 'megatron', got 'raw'"),
+        (
+            {"format": "megatron", "dtype": "uint32"},
+            "Megatron has uint8, .* got uint32",
+        ),
+        ({"eos": 1 << 16}, "eos is 65,536, and uint16 holds 0 to 65,535"),
+        ({"save_bytes": 0}, "save_bytes must be at least 1"),
+        ({"store_options": {"region": "x"}}, "is local, and takes no store_options"),
+    ],
+)
+def test_wrong_options_of_a_writer(options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TokenWriter("a", **{"dtype": "uint16", **options})
+
+
+async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
+    """An error keeps what was saved, and another writer resumes there."""
+    path = tmp_path / "deep" / "a.bin"
+    options: Any = {"save_bytes": 4, "metadata": {"from": "x"}}
+    with pytest.raises(ZeroDivisionError):
+        async with TokenWriter(path, "uint16", **options) as writer:
+            await asyncio.gather(*(writer.write([n]) for n in range(5)))
+            assert not [one for one in path.parent.iterdir() if one.name[0] != "."]
+            with pytest.raises(StateMismatchError, match="another writer is writing"):
+                await TokenWriter(path, "uint16", **options).__aenter__()
+            raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="is not open: use it in 'async with'"):
+        await writer.write([1])
+    with pytest.raises(StateMismatchError, match="started with another metadata"):
+        await write_async(path, [])
+    async with TokenWriter(path, "uint16", **options) as writer:
+        assert (writer.next_sample, writer.tokens) == (4, 4)
+        await writer.write([4, 5])
+    found = await asyncio.to_thread(np.fromfile, path, "<u2")
+    assert found.tolist() == [0, 1, 2, 3, 4, 5]
+    async with TokenWriter(path, "uint16", **options) as writer:
+        assert writer.next_sample == 5
+        with pytest.raises(StateMismatchError, match="is finished, with 5 documents"):
+            await writer.write([6])
+
+
+async def test_files_of_others_stay(tmp_path: Path) -> None:
+    await asyncio.to_thread((tmp_path / "a").write_bytes, b"theirs")
+    with pytest.raises(StateMismatchError, match="exists, without the sidecar"):
+        await write_async(tmp_path / "a", [[1]])
+    assert await asyncio.to_thread((tmp_path / "a").read_bytes) == b"theirs"
+
+
+def run(what: str, jobs: Any) -> list[int]:
+    command = [sys.executable, killed_writing.__file__, what, json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
+    found: list[int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        # At the beginning, while it grows, and at each step of the end.
+        pytest.param([0, 2, 3, 5, 6, 7, 10, *range(19, 34)], id="some"),
+        pytest.param(range(40), marks=pytest.mark.fuzz, id="all"),
+    ],
+)
+def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
+    """Run again, it makes the same bytes; until then there is nothing to read."""
+    kinds = ("flat", "megatron", "tokenize")
+    jobs = [(kind, f"{tmp_path}/{kind}-{n}", n) for kind in kinds for n in numbers]
+    ended = run("kill", jobs)
+    assert set(ended) == {SIGKILLED, 0}  # the last ones had no step left
+    for (kind, folder, _), end in zip(jobs, ended, strict=True):
+        if end == SIGKILLED and (Path(folder) / "tokens.bin").exists():
+            assert len(TokenDataset(f"{folder}/tokens.bin", 1)) > 0, kind
+    assert set(run("write", jobs)) == {0}
+    for kind in kinds:
+        made = [
+            {one.name: one.read_bytes() for one in Path(folder).iterdir()}
+            for its, folder, _ in jobs
+            if its == kind
+        ]
+        assert all(one == made[0] for one in made)
+        documents = [letters([text])[0] for text in TEXTS]
+        if kind != "tokenize":
+            documents = DOCUMENTS
+        tokens = [token for document in documents for token in (*document, 0)]
+        assert np.frombuffer(made[0]["tokens.bin"], "<u2").tolist() == tokens
+        assert ("tokens.idx" in made[0]) is (kind == "megatron")
+
+
+# -- the command --------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def unchanged_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what finding a module adds."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+TOKENIZER = ("--tokenizer", "datasets.killed_writing:letters")
+
+
+def shards(folder: Path, kind: str) -> list[Any]:
+    """Write the texts as shards; return SRC, and the options for it."""
+    half = len(TEXTS) // 2
+    for number, part in enumerate((TEXTS[:half], TEXTS[half:])):
+        file = folder / f"{number}.{kind}"
+        if kind == "txt":
+            file.write_text("".join(f"{text}\n" for text in part))
+        elif kind == "jsonl":
+            rows = [json.dumps({"body": text, "n": 1}) for text in part]
+            file.write_text("\n".join(rows))
+        else:
+            pq.write_table(pa.table({"text": part, "n": [1] * len(part)}), file)
+    options = ["--column", "body"] if kind == "jsonl" else []
+    return [f"{folder}/*.{kind}", *options]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["flat", "megatron"])
+def test_tokenize(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, form: str
+) -> None:
+    """Texts of each kind make the same tokens, in order; once."""
+    src, *options = shards(tmp_path, kind)
+    made = ("--dtype", "uint16", "--eos", "0", "--format", form)
+    command = ["tokenize", src, f"{tmp_path}/out.bin", *options, *TOKENIZER, *made]
+    assert main(command) == 0
+    documents = [[*letters([text])[0], 0] for text in TEXTS]
+    dataset = TokenDataset(tmp_path / "out.bin", 7)
+    assert every(dataset) == expected(documents, 7)
+    tokens = sum(map(len, documents))
+    said = f"{tokens} tokens in {len(TEXTS)} documents"
+    assert capsys.readouterr().out == f"{said}\n"
+    assert main(command) == 0
+    assert f"{said} ({len(TEXTS)} documents already written)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("none.txt", "a"), 2, "there is no file 'none.txt'"),
+        (("a.tar", "a"), 2, "SRC must be texts (.txt, .jsonl, .parquet), one or many"),
+        (("a.txt", "a", "--column", "b"), 2, "--column is for rows, and 'a.txt' has"),
+        (("a.txt", "a", "--eos", "</s>"), 2, "--eos '</s>' is not in the vocabulary"),
+        (("a.txt", "a", "--dtype", "f4"), 2, "dtype must be an integer type"),
+        (("a.txt", "a", "--dtype", ""), 2, "--dtype is needed with a function"),
+        (("a.txt", "a", "--tokenizer", "b.json"), 2, "there is no file 'b.json'"),
+        (("a.txt", "a", "--tokenizer", "none:b"), 2, "there is no module 'none'"),
+        (("a.txt", "a", "--dtype", "int8"), 1, "a token of document 0 is"),
+        (("a.jsonl", "a", "--column", "b"), 1, "found no column 'b'"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: Sequence[str],
+    status: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("\xfe\n")
+    (tmp_path / "a.jsonl").write_text('{"a": "x"}\n')
+    command = ["tokenize", *TOKENIZER, "--dtype", "uint16", *arguments]
+    try:
+        found = main(command)
+    except SystemExit as error:
+        found = error.code  # type: ignore[assignment]
+    assert (found, words in capsys.readouterr().err) == (status, True)
+
+
+def test_a_tokenizers_file(tmp_path: Path) -> None:
+    """Its vocabulary has the type, and the number of the token at the end."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "b": 1, "</s>": 2}
+    model = tokenizers.models.WordLevel(words, unk_token="</s>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    (tmp_path / "x.txt").write_text("a b\nb\n")
+    for name in (f"{tmp_path}/tokenizer.json", str(tmp_path)):
+        out = tmp_path / f"{len(name)}.bin"
+        arguments = [f"{tmp_path}/x.txt", str(out), "--tokenizer", name]
+        assert main(["tokenize", *arguments, "--eos", "</s>"]) == 0
+        assert np.fromfile(out, "<u2").tolist() == [0, 1, 2, 1, 2]
