@@ -156,6 +156,7 @@ INTERNAL = {
 # Places that pass the words of another message on.
 PASSED_ON = {
     "_cli/pack.py:run": "says what another error says",
+    "_cli/tokenize.py:run": "says what another error says",
     "_cli/bench.py:_users": "says what code of the user raised",
     "_observe/warnings.py:warn": "says what it is given",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",

@@ -1,6 +1,8 @@
 """``aioloader tokenize``: texts to one file of tokens."""
 
 import asyncio
+import contextlib
+import importlib
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -47,22 +49,22 @@ def _find_tokenizer(name: str) -> Any:
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.suffix == ".json" and not path.exists():
         raise ArgumentTypeError(f"there is no file {name!r}")
-    if not file.is_file():
-        try:
-            from transformers import AutoTokenizer  # noqa: PLC0415  (if installed)
-        except ImportError:
-            pass
-        else:
-            return AutoTokenizer.from_pretrained(name)
-    try:
-        from tokenizers import Tokenizer  # noqa: PLC0415  (if installed)
-    except ImportError as error:
-        raise ImportError(
-            "reading a tokenizer needs tokenizers: pip install tokenizers"
-        ) from error
+    transformers = None if file.is_file() else _module("transformers")
+    if transformers is not None:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    tokenizers = _module("tokenizers")
+    if tokenizers is None:
+        raise ImportError("reading a tokenizer needs the package tokenizers")
     if file.is_file():
-        return Tokenizer.from_file(str(file))
-    return Tokenizer.from_pretrained(name)
+        return tokenizers.Tokenizer.from_file(str(file))
+    return tokenizers.Tokenizer.from_pretrained(name)
+
+
+def _module(name: str) -> Any:
+    """Return a package, or None if it is not installed."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    return None
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeAlias
 
 import numpy as np
+import torch
 from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from aioloader.datasets._stores.sources import Source
 
 Find: TypeAlias = Callable[..., TokenFile]
+_NAMES = "input_ids", "labels", "position_ids"
 # Tokens of a sample that is made on the event loop; of longer ones in a thread.
 _LIGHT = 1 << 16
 
@@ -192,11 +194,9 @@ class TokenDataset(Dataset[Any]):
         (sample,) = self.__getitems__([index])
         return sample
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[SupportsIndex]) -> "Samples":
         """Read the samples of a batch, in the order of ``indices``."""
         starts = [self._start(index) for index in indices]
-        if not starts:
-            return []
         tokens = self._map() if self._tokens is None else self._tokens
         length = self.length + 1
         return self._samples([tokens[at : at + length] for at in starts], starts)
@@ -251,15 +251,15 @@ class TokenDataset(Dataset[Any]):
             raise IndexError(f"index {position} is out of range for {count:,} samples")
         return (position if position >= 0 else position + count) * self.length
 
-    def _samples(
-        self, windows: Sequence[Array], starts: Sequence[int]
-    ) -> list[dict[str, Array]]:
+    def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
         """Return the samples of windows, each with the next token at its end.
 
         ``starts`` are the windows' first tokens, as numbers in the file.
         """
         length, eos = self.length, self._file.eos
         inputs = np.empty((len(windows), length), np.int64)
+        if not windows:
+            return Samples(dict.fromkeys(_NAMES, inputs))
         following = np.empty(len(windows), np.int64)
         for row, window in enumerate(windows):
             inputs[row], following[row] = window[:-1], window[-1]
@@ -281,11 +281,7 @@ class TokenDataset(Dataset[Any]):
             # The next token of one that ends with a sample is another document's.
             following[ends[ends % length == 0] // length - 1] = IGNORED
             begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
-        made = samples_of(tokens, begin, following.tolist())
-        return [
-            dict(zip(made, row, strict=True))
-            for row in zip(*made.values(), strict=True)
-        ]
+        return Samples(samples_of(tokens, begin, following.tolist()))
 
     def _map(self) -> Array:
         """Map the file, and return its tokens; a fork of this process shares them."""
@@ -305,6 +301,25 @@ class TokenDataset(Dataset[Any]):
 
     def _label(self) -> str:
         return self._file.address
+
+
+class Samples(Sequence[dict[str, Array]]):
+    """The samples of a batch, as rows of arrays of shape (samples, length)."""
+
+    def __init__(self, arrays: dict[str, Array]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays["input_ids"])
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one sample, or those of a slice."""
+        found = {name: array[index] for name, array in self._arrays.items()}
+        return Samples(found) if isinstance(index, slice) else found
+
+    def collate(self) -> dict[str, torch.Tensor]:
+        """Return the batch, as ``default_collate`` would: without another copy."""
+        return {name: torch.from_numpy(one) for name, one in self._arrays.items()}
 
 
 class _StoredTokens(TokenDataset, HasLifespan):

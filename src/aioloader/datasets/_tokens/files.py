@@ -191,9 +191,7 @@ class Index(NamedTuple):
             )
         names = [name for name, known in _CODES.items() if known == code]
         if not names:
-            raise ValueError(
-                f"{address!r} has no integers, but the type code {code}"
-            )
+            raise ValueError(f"{address!r} has no integers, but the type code {code}")
         made = cls(address, version, np.dtype(names[0]), sequences, entries)
         # With modes, a byte for each sequence.
         if not entries or size not in {made.end, made.end + sequences}:
