@@ -207,6 +207,7 @@ def test_it_is_described(path: Path) -> None:
     assert len(TokenDataset(path, 10_000)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_loader_reads_it(path: Path, is_stored: bool) -> None:
     """In processes too, shuffled, and resumed at every batch."""
@@ -508,14 +509,18 @@ def run(what: str, jobs: Any) -> list[int]:
     "numbers",
     [
         # At the beginning, while it grows, and at each step of the end.
-        pytest.param([0, 1, 3, 5, 9, *range(14, 25)], id="some"),
+        pytest.param([0, 2, 5, 9, *range(14, 25)], id="some"),
         pytest.param(range(26), marks=pytest.mark.fuzz, id="all"),
     ],
 )
 def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
     """Run again, it makes the same bytes; until then there is nothing to read."""
     kinds = ("flat", "megatron", "tokenize")
-    jobs = [(kind, f"{tmp_path}/{kind}-{n}", n) for kind in kinds for n in numbers]
+    jobs = [
+        (kind, f"{tmp_path}/{kind}-{n}", n)
+        for kind in kinds
+        for n in (numbers[1::4] if kind == "tokenize" else numbers)
+    ]
     ended = run("kill", jobs)
     assert set(ended) == {SIGKILLED, 0}  # the last ones had no step left
     for (kind, folder, _), end in zip(jobs, ended, strict=True):

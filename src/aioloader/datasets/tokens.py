@@ -46,7 +46,7 @@ from aioloader.datasets._tokens.files import (
     megatron_pair,
 )
 from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
-from aioloader.datasets._tokens.sinks import MakeIndex, make_sink
+from aioloader.datasets._write.token_sinks import MakeIndex, make_sink
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 Find: TypeAlias = Callable[..., TokenFile]
 _NAMES = "input_ids", "labels", "position_ids"
+_ADVISES = hasattr(mmap, "MADV_WILLNEED")
 # Tokens of a sample that is made on the event loop; of longer ones in a thread.
 _LIGHT = 1 << 16
 
@@ -127,6 +128,7 @@ class TokenDataset(Dataset[Any]):
     ) -> None:
         check_is(path, (str, os.PathLike), "path", "a path or URL")
         self.length: int = check_at_least(length, 1, "length")
+        self._mapped: Buffer = b""
         self._tokens: Array | None = None
         self._documents: Documents | None = None
         find = partial(
@@ -198,7 +200,9 @@ class TokenDataset(Dataset[Any]):
         """Read the samples of a batch, in the order of ``indices``."""
         starts = [self._start(index) for index in indices]
         tokens = self._map() if self._tokens is None else self._tokens
-        length = self.length + 1
+        length, itemsize = self.length + 1, tokens.itemsize
+        for at in starts:
+            _announce(self._mapped, at * itemsize, length * itemsize)
         return self._samples([tokens[at : at + length] for at in starts], starts)
 
     def describe(self) -> dict[str, Any]:
@@ -289,12 +293,12 @@ class TokenDataset(Dataset[Any]):
         if file.index is not None:
             index = file.index
             self._documents = Documents(_mapped(index.address, index.version), index)
-        mapped = memoryview(_mapped(file.address, file.version))
-        self._tokens = np.frombuffer(mapped, file.dtype)
+        self._mapped = _mapped(file.address, file.version)
+        self._tokens = np.frombuffer(memoryview(self._mapped), file.dtype)
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_documents": None}
+        return {**self.__dict__, "_mapped": b"", "_tokens": None, "_documents": None}
 
     def __repr__(self) -> str:
         return f"TokenDataset({self._label()!r}, {self.length}, {len(self):,} samples)"
@@ -424,9 +428,23 @@ def _mapped(path: str, version: Version) -> Buffer:
                 raise changed(path, version, found)
             if not found.size:
                 return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise file_failure(path, error) from error
+    if _ADVISES:
+        # Else a page that is not cached is read with megabytes around it.
+        mapped.madvise(mmap.MADV_RANDOM)
+    return mapped
+
+
+def _announce(mapped: Buffer, start: int, length: int) -> None:
+    """Let the system read some bytes, if they are not cached, before they are used.
+
+    So a batch waits once for the disk, not once for each page.
+    """
+    if _ADVISES and isinstance(mapped, mmap.mmap):
+        offset = start % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
 
 
 # -- writing ------------------------------------------------------------------------
