@@ -66,7 +66,8 @@ def given_as(text: Text) -> Any:
             return {"input_ids": np.array(text.tokens, np.uint16), "name": "x"}
         case "text":
             return f"no {text.number}"
-    return np.array(text.tokens, np.int64)
+    kinds = [np.int64, np.int32, np.uint64, ">i4"]
+    return np.array(text.tokens, kinds[text.number % len(kinds)])
 
 
 FORMS = ["array", "array", "list", "tensor", "dict", "masked", "fails", "text"]

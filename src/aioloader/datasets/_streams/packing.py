@@ -35,8 +35,9 @@ Last: TypeAlias = Literal["drop", "pad"]
 _DOCUMENTS = 64
 # Most tokens of documents that are copied on the loop: a fraction of a millisecond.
 _COPIED = 1 << 17
-# Most tokens of samples that are made at once: their memory stays in caches.
-_TOKENS = 1 << 15
+# Most tokens of samples that are made at once: their memory stays in caches. Most
+# samples, if they are short.
+_TOKENS, _ROWS = 1 << 15, 512
 
 
 class Packed(Step):
@@ -61,10 +62,11 @@ class Packed(Step):
         super().__init__(kind(upstream, state, reading, **how), {}, reading, **how)
 
     async def _more(self, limit: int) -> Block:
-        rows, most = self.upstream, max(1, _TOKENS // self.length)
+        rows = self.upstream
+        limit = min(limit, _ROWS, max(1, _TOKENS // self.length))
         if not (rows.ready or await rows.fill(limit)):
             return []
-        block: Any = rows.take(min(limit, most))
+        block: Any = rows.take(limit)
         if self.length <= _TOKENS:
             return self._made_of(block)
         return await asyncio.to_thread(self._made_of, block)

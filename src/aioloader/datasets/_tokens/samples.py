@@ -37,8 +37,7 @@ def sample_of(
     if counts is not None:
         last = last if counts[length:].all() else IGNORED
         counts = counts[:length]
-    bounds = [*starts, length]
-    sizes = [stop - start for start, stop in pairwise(bounds)]
+    sizes = [stop - start for start, stop in pairwise([*starts, length])]
     made = samples_of(tokens.astype(np.int64), sizes, [last], counts, shift=shift)
     return {name: array[0] for name, array in made.items()}
 
@@ -60,15 +59,15 @@ def samples_of(
         counts: As for ``sample_of``, of all tokens.
         shift: As for ``sample_of``.
     """
-    size, samples = len(tokens), len(following)
-    length = size // samples
-    targets = np.empty(size + 1, np.int64)
-    targets[:size] = tokens
+    total, samples = len(tokens), len(following)
+    length = total // samples
+    targets = np.empty(total + 1, np.int64)
+    targets[:total] = tokens
     if counts is not None:
-        targets[:size][~counts] = IGNORED
+        targets[:total][~counts] = IGNORED
     # A document's first token is predicted by none.
     targets[[*accumulate(sizes[:-1], initial=0)]] = IGNORED
-    labels = targets[1:] if shift else targets[:size]
+    labels = targets[1:] if shift else targets[:total]
     if shift:
         labels[length - 1 :: length] = following
     places = np.arange(length)
