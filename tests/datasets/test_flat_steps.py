@@ -234,26 +234,24 @@ async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
         assert found == ["connection lost", *[2] * 6]
 
 
-async def test_an_unreadable_sample_is_refused_if_it_had_items() -> None:
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [([Bad(OSError("gone"))], "now it cannot: gone"), ([], "there are 0 now")],
+)
+async def test_a_sample_that_had_items_is_lost(now: list[Any], words: str) -> None:
     class Source:
-        """A source that cannot read its first sample any more."""
-
-        ready = 0
+        ready = len(now)
 
         async def fill(self, _limit: int) -> bool:
-            self.ready = 1
-            return True
+            return bool(now)
 
         def take(self, _limit: int) -> list[Any]:
-            return [Bad(OSError("gone"))]
-
-        def state(self) -> Any:
-            return {}
+            return now
 
     source: Any = Source()
     reading: Any = None
     cursor = Unbatched(source, {"up": {}, "taken": 2, "failed": []}, reading)
-    with pytest.raises(ShardChangedError, match="now it cannot: gone"):
+    with pytest.raises(ShardChangedError, match=words):
         await cursor.pull(5)
 
 

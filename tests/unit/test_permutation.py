@@ -24,6 +24,8 @@ def test_seek_agrees_with_blocks(n: int, data: st.DataObject) -> None:
     stop = min(n, start + 50)
     block = order.take(start, stop)
     assert [order[position] for position in range(start, stop)] == block.tolist()
+    backwards = order.at(np.array(range(start, stop), np.uint64)[::-1])
+    assert backwards.tolist() == block[::-1].tolist()
     assert len(set(block.tolist())) == stop - start
     assert ((block >= 0) & (block.astype(np.uint64) < n)).all()
 

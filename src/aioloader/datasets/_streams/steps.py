@@ -376,7 +376,8 @@ class Unbatched(Step):
 
         If it fails now, that was not passed on: an error is the last item of a sample.
         """
-        await self._refill(1)
+        if not await self._refill(1):
+            check_again([], 0, count, known)
         while self._samples and count:
             block = await self._flat(count)
             if len(block):
