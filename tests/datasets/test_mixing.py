@@ -89,7 +89,7 @@ async def test_the_order_is_that_of_all_readers() -> None:
 
 
 async def test_weights_by_name_and_in_stages() -> None:
-    stages = [(0, {"b": 1, "a": 3}), (80, [1, 1]), (120, {"a": 0.25, "b": 0.75})]
+    stages: Any = [(0, {"b": 1, "a": 3}), (80, [1, 1]), (120, {"a": 0.25, "b": 0.75})]
     sources = {"a": of("a", 999), "b": of("b", 999)}
     for readers in (1, 3):
         found, _ = await read(mix(sources, stages).readers(readers), 320)

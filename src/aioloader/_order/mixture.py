@@ -24,7 +24,7 @@ Weighting: TypeAlias = Sequence[float] | Mapping[str, float]
 Weights: TypeAlias = Weighting | Sequence[tuple[int, Weighting]]
 # The largest sum of weights.
 _MOST = 1 << 40
-# How far a source may be ahead of its share, or behind, in half samples.
+# How far a source may be from its share, in half samples.
 _BOUND = 3
 # Most samples that are planned at once, and most numbers that this may take.
 _COUNT = 1024
