@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 Find: TypeAlias = Callable[..., TokenFile]
 _NAMES = "input_ids", "labels", "position_ids"
 _ADVISES = hasattr(mmap, "MADV_WILLNEED")
-# Tokens of a sample that is made on the event loop; of longer ones in a thread.
+# Tokens of a sample or document that is made on the event loop; others in a thread.
 _LIGHT = 1 << 16
 
 
@@ -285,7 +285,8 @@ class TokenDataset(Dataset[Any]):
             # The next token of one that ends with a sample is another document's.
             following[ends[ends % length == 0] // length - 1] = IGNORED
             begin = np.sort(np.concatenate([begin, ends[ends < len(tokens)]]))
-        return Samples(samples_of(tokens, begin, following.tolist()))
+        sizes = np.diff(begin, append=len(tokens)).tolist()
+        return Samples(samples_of(tokens, sizes, following.tolist()))
 
     def _map(self) -> Array:
         """Map the file, and return its tokens; a fork of this process shares them."""
@@ -595,7 +596,11 @@ class TokenWriter:
                     f"{self._sink.label!r} is finished, with {self.next_sample:,} "
                     "documents: remove it, or write to another path"
                 )
-            document = self._encode(tokens)
+            found = np.asarray(tokens)
+            if found.size > _LIGHT:
+                document = await in_thread(self._encode, found)
+            else:
+                document = self._encode(found)
             self._waiting.append(document)
             self._waiting_bytes += document.nbytes
             self._sizes.append(len(document))
@@ -607,10 +612,9 @@ class TokenWriter:
                 await self._sink.append(data, sizes, self._so_far().dump())
                 self._is_open = True
 
-    def _encode(self, tokens: "npt.ArrayLike") -> Array:
+    def _encode(self, found: Array) -> Array:
         """Return a document as it is in the file, with ``eos``."""
-        found, number = np.asarray(tokens), self.next_sample
-        is_empty = found.shape == (0,)
+        number, is_empty = self.next_sample, found.shape == (0,)
         if found.ndim != 1 or (found.dtype.kind not in "iu" and not is_empty):
             raise TypeError(
                 f"document {number:,} must be 1-D integers, got {found.dtype} of shape "
