@@ -66,7 +66,7 @@ def given_as(text: Text) -> Any:
             return {"input_ids": np.array(text.tokens, np.uint16), "name": "x"}
         case "text":
             return f"no {text.number}"
-    kinds = [np.int64, np.int32, np.uint64, ">i4"]
+    kinds: list[Any] = [np.int64, np.int32, np.uint64, ">i4"]
     return np.array(text.tokens, kinds[text.number % len(kinds)])
 
 

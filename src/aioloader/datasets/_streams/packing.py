@@ -63,10 +63,10 @@ class Packed(Step):
 
     async def _more(self, limit: int) -> Block:
         rows = self.upstream
-        limit = min(limit, _ROWS, max(1, _TOKENS // self.length))
-        if not (rows.ready or await rows.fill(limit)):
+        if not (rows.ready or await rows.fill(min(limit, _ROWS))):
             return []
-        block: Any = rows.take(limit)
+        most = min(_ROWS, max(1, _TOKENS // self.length))
+        block: Any = rows.take(min(limit, most))
         if self.length <= _TOKENS:
             return self._made_of(block)
         return await asyncio.to_thread(self._made_of, block)
