@@ -177,7 +177,7 @@ def written(folder: str) -> Any:
     parquet.write_table(pa.table({"text": texts}), f"{folder}/texts.parquet")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.train_from_iterator(texts[:40], trainers.BpeTrainer(2_000))
+    tokenizer.train_from_iterator(texts[:40], trainers.BpeTrainer(vocab_size=2_000))
     return tokenizer
 
 

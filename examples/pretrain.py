@@ -61,7 +61,7 @@ def train(path: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    trainer = trainers.BpeTrainer(VOCABULARY, special_tokens=["<end>"])
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<end>"])
     tokenizer.train([*map(str, sorted(TEXTS.glob("json/*.py")))], trainer)
     loader: Any = DataLoader(stream(tokenizer), BATCH // ranks, rank="auto")
     model, losses = Model(), []

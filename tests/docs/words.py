@@ -58,8 +58,9 @@ class Hit(NamedTuple):
 def words() -> list[Word]:
     """Return the list."""
     rows = tomllib.loads(LIST.read_text())
-    everywhere = [Word(*row) for row in rows["words"]]
-    return everywhere + [Word(*row, in_pages=True) for row in rows["pages"]]
+    everywhere = [Word(avoid, instead) for avoid, instead in rows["words"]]
+    pages = [Word(avoid, instead, in_pages=True) for avoid, instead in rows["pages"]]
+    return everywhere + pages
 
 
 def pattern(word: Word) -> re.Pattern[str]:
