@@ -27,7 +27,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from aioloader import DataLoader
-from aioloader.datasets import ParquetDataset, TokenDataset, from_iterable, mix
+from aioloader.datasets import ParquetDataset, Stream, TokenDataset, from_iterable, mix
 from harness import Metric, Question, main_in_one_process
 
 if TYPE_CHECKING:
@@ -89,21 +89,40 @@ def encoded(path: str, tokenizer: Any) -> Iterator[Any]:
             yield np.array(one.ids)
 
 
-def speed(samples: Iterable[Sample]) -> float:
+def tokens_of(samples: Iterable[Sample]) -> int:
+    return sum(math.prod(one["input_ids"].shape) for one in samples)
+
+
+async def pulled(stream: Any) -> int:
+    """Return how many tokens a stream has, read in blocks, as a loader reads it."""
+    iterator, found = aiter(stream), 0
+    while block := await iterator.pull(64):
+        found += tokens_of(block)
+    await iterator.aclose()
+    return found
+
+
+def consumed(samples: Any) -> int:
+    """Return how many tokens a stream, a loader or a generator has."""
+    if isinstance(samples, Stream):
+        return asyncio.run(pulled(samples))
+    return tokens_of(samples)
+
+
+def speed(samples: Any) -> float:
     """Return millions of tokens per second of time."""
-    began, found = time.perf_counter(), 0
-    for sample in samples:
-        found += math.prod(sample["input_ids"].shape)
-    return found / (time.perf_counter() - began) / 1e6
+    began = time.perf_counter()
+    return consumed(samples) / (time.perf_counter() - began) / 1e6
 
 
-def ours(stream: Any) -> Iterator[Sample]:
-    """Yield the samples of a stream, a block at a time, as a loader reads it."""
-    with asyncio.Runner() as runner:
-        iterator = aiter(stream)
-        while block := runner.run(iterator.pull(64)):
-            yield from block
-        runner.run(iterator.aclose())
+def cpu(samples: Any) -> float:
+    began = time.process_time()
+    consumed(samples)
+    return time.process_time() - began
+
+
+async def listed(stream: Any) -> list[Sample]:
+    return [sample async for sample in stream]
 
 
 # -- peers -----------------------------------------------------------------------------
@@ -130,7 +149,7 @@ def measure_speed(rounds: int) -> Rounds:
     texts = documents()
     rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "concat": (
-            lambda: ours(from_iterable(texts).pack(LENGTH)),
+            lambda: from_iterable(texts).pack(LENGTH),
             lambda: concatenated(texts),
         ),
         "concat, batches of 8 by a loader": (
@@ -144,7 +163,7 @@ def measure_speed(rounds: int) -> Rounds:
             lambda: grain_samples(texts, "ConcatThenSplitIterDataset"),
         )
         rows["best fit, and Grain's 64 bins"] = (
-            lambda: ours(from_iterable(texts).pack(LENGTH, "best_fit")),
+            lambda: from_iterable(texts).pack(LENGTH, "best_fit"),
             lambda: grain_samples(texts, "FirstFitPackIterDataset"),
         )
     with tempfile.TemporaryDirectory() as folder:
@@ -183,22 +202,16 @@ def written(folder: str) -> Any:
 
 def filled() -> float:
     """Return which part of best fit's samples is not padding, in percent."""
-    samples = [*ours(from_iterable(documents()).pack(LENGTH, "best_fit", pad=0))]
+    samples = asyncio.run(listed(from_iterable(documents()).pack(LENGTH, "best_fit")))
     # Documents have no token 0.
     return 100 * float(np.mean([np.mean(one["input_ids"] > 0) for one in samples]))
 
 
-def mixed(seconds: Callable[[Iterable[Sample]], float]) -> float:
-    """Return the time of a mixture of three, by the time of them alone."""
+def mixed() -> float:
+    """Return the CPU time of a mixture of three, by that of them alone."""
     sources = [from_iterable(documents(seed)).pack(LENGTH) for seed in range(3)]
-    alone = sum(seconds(ours(one)) for one in sources)
-    return seconds(ours(mix(sources))) / alone
-
-
-def cpu(samples: Iterable[Sample]) -> float:
-    began = time.process_time()
-    collections.deque(samples, maxlen=0)
-    return time.process_time() - began
+    alone = sum(map(cpu, sources))
+    return cpu(mix(sources)) / alone
 
 
 def state_ms() -> float:
@@ -271,7 +284,7 @@ def measure_costs(rounds: int) -> Rounds:
         small, large = first_batch(10**7), first_batch(10**10)
         for name, value in {
             "best fit: filled, %": filled(),
-            "mix of three, CPU by that of them alone": mixed(cpu),
+            "mix of three, CPU by that of them alone": mixed(),
             "state_dict, 24 readers of three sources, ms": state_ms(),
             "first batch of 10^10 tokens by that of 10^7": large[0] / small[0],
             "memory of 10^10 tokens, MB": large[1],

@@ -1,4 +1,4 @@
-"""Pretrain a small transformer; kill it, and go on with other ranks, to the bit.
+"""Pretrain a small transformer; kill it, and continue on other ranks, to the bit.
 
 Run it with ``torchrun --nproc-per-node 2 examples/pretrain.py RUN.pt``, kill it, and
 continue with ``--nproc-per-node 1``.

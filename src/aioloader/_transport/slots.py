@@ -23,9 +23,10 @@ Slot: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
-# Free mappings kept per size, and their bytes in total: there are more only after a
-# consumer has dropped many batches.
+# Free mappings kept per size: 8, or so many bytes, as dozens of small batches may be
+# ahead; and bytes in total: more are free only after a consumer dropped many batches.
 _MOST_FREE = 8
+_MOST_SMALL_BYTES = 1 << 25
 _MOST_FREE_BYTES = 1 << 28
 # A forked child gets a copy.
 _PRIVATE: dict[str, Any] = {}
@@ -101,7 +102,9 @@ class SlotPool:
         free = self._free.get(size)
         if free is None:
             # A deque drops from its other end when it is full, without a lock.
-            free = self._free[size] = deque(maxlen=_MOST_FREE)
+            free = self._free[size] = deque(
+                maxlen=max(_MOST_FREE, _MOST_SMALL_BYTES // size)
+            )
         try:
             memory = free.pop()
         except IndexError:
