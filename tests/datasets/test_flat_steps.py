@@ -24,7 +24,7 @@ from aioloader._order.blocks import Bad
 from aioloader.datasets import from_arrow, from_async_iterable, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._streams.steps import Unbatched
+from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
 from datasets.shards import read

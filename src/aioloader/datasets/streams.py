@@ -31,8 +31,8 @@ from aioloader.datasets._streams.steps import (
     Step,
     Taken,
     Tokenized,
-    Unbatched,
 )
+from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens.packing import Overlong
 from aioloader.datasets._tokens.texts import tokenizer_of

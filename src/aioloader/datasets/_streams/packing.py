@@ -16,7 +16,7 @@ import numpy as np
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.permutation import paced, pause
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
-from aioloader.datasets._streams.steps import Step, Windowed, _bad
+from aioloader.datasets._streams.steps import Step, Windowed, failed_in
 from aioloader.datasets._tokens.packing import (
     NOTHING,
     Concatenation,
@@ -237,5 +237,5 @@ def documents_of(
             document = document_of(sample)
             made.append(document.framed(bos, eos) if is_framed else document)
         except Exception as error:  # noqa: BLE001  (the policy decides)
-            made.append(_bad(error, Packed.kind))
+            made.append(failed_in(error, Packed.kind))
     return made
