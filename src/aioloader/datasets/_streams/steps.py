@@ -465,6 +465,14 @@ class Repeated(Step):
     open_pass: Callable[[int, State], Awaitable[Cursor]]  # its number, and where
     times: int | None
     _lost: BaseException | None = None  # the last error of a pass without good samples
+    _first: State  # where the pass began, once another one did
+
+    async def _more(self, limit: int) -> Block:
+        before, number = self._here(), self.own["pass"]
+        block = await self._make(limit)
+        # Nothing before the pass is read again.
+        self._note(before if self.own["pass"] == number else self._first, block)
+        return block
 
     async def _make(self, limit: int) -> Block:
         own, empty = self.own, 0
@@ -488,6 +496,7 @@ class Repeated(Step):
             before = self.upstream
             self.upstream = await self.open_pass(own["pass"] + 1, {})
             own.update({"pass": own["pass"] + 1, "good": False})
+            self._first = self._here()
             # If closing is interrupted, files stay open.
             await outlast(asyncio.create_task(before.aclose()))
         if not own["good"]:

@@ -6,6 +6,7 @@ the position of each, and nothing that was interleaved is made again after a loa
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,9 @@ _WOVEN = 1 << 15
 # Most samples that are mixed at once, and seconds that these may take to come.
 _SAMPLES = 2048
 _QUICK = 2e-3
+# Seconds per sample below which each stream is asked for as many as all together: a
+# read costs nearly as much for a few.
+_LIGHT = 1e-3
 # Most rows of columns that are interleaved on the loop.
 _ROWS = 256
 
@@ -226,7 +230,7 @@ class Mixed(Weaver):
         self._schedule = schedule
         self._share = reading.share
         self._may_grow = ahead is not Ahead.NEVER
-        self._ask = 0
+        self._ask, self._is_light = 0, False
         self._finished: set[int] = set()  # inputs without more samples than are ready
         # Streams of the next samples, the number of the first one, and which had ended.
         self._planned: Order = np.empty(0, np.intp)
@@ -252,9 +256,9 @@ class Mixed(Weaver):
             plan = self._plan()[:most]
             plan = plan[: await self._fill(plan, began + _QUICK)]
             if len(plan):
-                is_quick = time.perf_counter() - began < _QUICK
-                may_grow = is_quick and self._may_grow
-                self._ask = min(2 * most, _SAMPLES) if may_grow else 0
+                took = time.perf_counter() - began if self._may_grow else math.inf
+                self._ask = min(2 * most, _SAMPLES) if took < _QUICK else 0
+                self._is_light = took < _LIGHT * len(plan)
                 return plan
             # The next stream has ended.
             ended = sorted({*self.own["ended"], int(self._plan()[0])})
@@ -268,9 +272,10 @@ class Mixed(Weaver):
         After the time ``until`` each stream is asked only once.
         """
         counts, length = self._counts(plan), len(plan)
+        least = length if self._is_light else 0
         for at, (one, count) in enumerate(zip(self.inputs, counts, strict=True)):
             while one.ready < count and at not in self._finished:
-                if not await one.fill(count - one.ready):
+                if not await one.fill(max(count - one.ready, least)):
                     self._finished.add(at)
                 if self._may_grow and time.perf_counter() > until:
                     break  # surplus of the others is read again
