@@ -57,6 +57,9 @@ async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
         async def pull(self, _limit: int) -> list[Any]:
             return []
 
+        def state(self) -> dict[str, Any]:
+            return {}
+
         async def aclose(self) -> None:
             is_closing.set()
             await asyncio.sleep(0)
@@ -89,6 +92,9 @@ async def test_an_empty_pass_is_not_the_end(times: int | None) -> None:
         async def pull(self, _limit: int) -> list[Any]:
             left, self._left = self._left, []
             return left
+
+        def state(self) -> dict[str, Any]:
+            return {}
 
         async def aclose(self) -> None:
             pass
