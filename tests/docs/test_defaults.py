@@ -206,6 +206,7 @@ def test_without_workers(column: int, *, is_async: bool) -> None:
     check_in_flight(row(f"in flight, {name}")[column], in_flight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", range(len(KINDS)))
 def test_with_workers(column: int) -> None:
     """Where samples are read, how many batches are in flight, and their seeds."""
