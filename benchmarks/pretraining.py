@@ -284,7 +284,9 @@ def shuffled() -> float:
 
 
 TAILS = ["drop", "wrap", "pad"]
-ENDING = f"TAILS = {TAILS}" + """
+ENDING = (
+    f"TAILS = {TAILS}"
+    + """
 import sys, time
 import torch.distributed as dist
 from aioloader import DataLoader
@@ -308,6 +310,7 @@ for _ in range(5):
     print(*map(seconds, ["uneven", *TAILS]))
 dist.destroy_process_group()
 """
+)
 
 
 def ending_us() -> dict[str, float]:
