@@ -260,8 +260,8 @@ class Stream(Iterated[Sample_co]):
             seed: Key of the order of best fit, which also depends on the epoch.
 
         Raises:
-            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or concat
-                is to truncate or drop documents.
+            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or
+                concat is to truncate or drop documents.
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")
