@@ -137,7 +137,6 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
-# reads the package's source, and does not import it: it needs no more than itself
 $(VENV)/.docs: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 	touch $@
