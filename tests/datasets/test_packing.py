@@ -514,6 +514,7 @@ async def test_what_is_no_document_fails_alone(
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"strategy": "first"}, ValueError, "'concat' or 'best_fit', got 'first'"),
         ({"overlong": "cut"}, ValueError, "overlong must be .*, got 'cut'"),
+        ({"overlong": "drop"}, ValueError, "overlong='drop' needs strategy='best_fit'"),
         ({"last": "keep"}, ValueError, "last must be 'drop' or 'pad', got 'keep'"),
         ({"eos": "</s>"}, TypeError, "str"),
     ],

@@ -3,7 +3,8 @@
 ``python tests/docs/words.py`` prints every place; arguments are patterns of files. A
 phrase is found across line ends. In Python files only comments and strings count. The
 headings of ``docs/fix-it`` do not: they quote messages of the source. Some words are
-for the documentation and the changelog alone, outside of their code.
+for the documentation and the changelog alone, outside of their code; the reference
+quotes docstrings.
 """
 
 import functools
@@ -86,7 +87,7 @@ def _blanks(marks: re.Match[str]) -> str:
 
 def hits_in(text: str, name: str) -> Iterator[Hit]:
     """Yield the places of one text, word by word."""
-    is_page = name.startswith("docs/") or name == "CHANGELOG.md"
+    is_page = re.match(r"docs/(?!reference/)|CHANGELOG\.md$", name)
     without_code = _CODE.sub(_blanks, text) if is_page else ""
     for word in words():
         for found in pattern(word).finditer(without_code if word.in_pages else text):
