@@ -284,9 +284,7 @@ def shuffled() -> float:
 
 
 TAILS = ["drop", "wrap", "pad"]
-ENDING = (
-    f"TAILS = {TAILS}"
-    + """
+ENDING = """
 import sys, time
 import torch.distributed as dist
 from aioloader import DataLoader
@@ -307,10 +305,9 @@ def seconds(tail):
 
 seconds("drop")
 for _ in range(5):
-    print(*map(seconds, ["uneven", *TAILS]))
+    print(*map(seconds, ["uneven", *sys.argv[4:]]))
 dist.destroy_process_group()
 """
-)
 
 
 def ending_us() -> dict[str, float]:
@@ -323,7 +320,7 @@ def ending_us() -> dict[str, float]:
             port = str(free.getsockname()[1])
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", ENDING, folder, port, str(rank)],
+                [sys.executable, "-c", ENDING, folder, port, str(rank), *TAILS],
                 stdout=subprocess.PIPE,
                 text=True,
             )
