@@ -94,6 +94,7 @@ WRONG = {
     "ObjectDataset('s3://b', 5)": "TypeError: keys must be an iterable",
     "ObjectDataset('s3://b', [1])": "TypeError: names must be strings",
     "ObjectDataset('/', prefix=5)": "TypeError: prefix must be a str",
+    "ObjectDataset('/', prefix='../b')": "ValueError: prefix='../b' must be the first",
     "ObjectDataset(None)": "TypeError: store must be a URL, path or store of obst",
     "ObjectDataset('s3://b', 'one')": "TypeError: .*iterable of keys, got the string",
     "ObjectDataset('s3://b', ['k'], prefix='p')": "ValueError: .*keys or prefix, not",
