@@ -1,6 +1,6 @@
 """An S3 bucket on loopback, served by moto: for examples that need a store.
 
-It is not run by itself: ``stream_tar.py`` uses ``bucket``.
+It is not run by itself: ``stream_tar.py`` and ``train_tar_s3.py`` use ``bucket``.
 """
 
 import logging
@@ -12,19 +12,24 @@ from urllib.request import Request, urlopen
 
 from moto.server import ThreadedMotoServer
 
-KEYS = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "any"}
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "anybody",
+    "AWS_SECRET_ACCESS_KEY": "any",
+    "AWS_REGION": "us-east-1",
+}
 
 
 @contextmanager
 def bucket(name: str) -> Iterator[str]:
-    """Serve an empty bucket; yield the endpoint. Credentials are in the environment."""
+    """Serve an empty bucket; yield the endpoint, which is in the environment too."""
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # no line per request
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    with patch.dict(os.environ, KEYS):
+    with patch.dict(os.environ, ACCESS):
         server.start()
         try:
             host, port = server.get_host_and_port()
             endpoint = f"http://{host}:{port}"
+            os.environ["AWS_ENDPOINT_URL"] = endpoint
             create(endpoint, name)
             yield endpoint
         finally:

@@ -31,7 +31,7 @@ __all__ = ["server"]
 
 EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
 # The demo writes, trains, chooses a device and draws; the other has a model.
-MAX_LINES = {"train_digits": 100, "pretrain": 80}
+MAX_LINES = {"train_digits": 100, "pretrain": 80, "preempt": 70, "train_tar_s3": 70}
 
 
 def code_lines(source: str) -> int:
@@ -187,7 +187,7 @@ def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=140,
         env={**os.environ, **(RANKS if by else {})},
     )
     assert "HTTP/1.1" not in done.stderr  # a stand-in's server logs no requests
@@ -285,3 +285,25 @@ def test_ranks_train() -> None:
     ]
     assert all("on 2 ranks" in line for line in lines)
     assert float(lines[-1].split()[-1]) < float(lines[0].split()[-1]) / 2
+
+
+@pytest.mark.slow
+def test_shards_on_s3_train_a_resnet() -> None:
+    """Over ends of epochs after 24 steps, though a rank has more; resumed at 30."""
+    lines = ran("train_tar_s3.py")
+    found = [re.fullmatch(r"step (\d+): loss ([\d.]+)", line) for line in lines]
+    steps, losses = zip(*(one.groups() for one in found if one), strict=True)
+    assert [*map(int, steps)] == [20, 30, 40, 60]
+    assert float(losses[3]) < float(losses[2]) < float(losses[1]) < float(losses[0])
+
+
+@pytest.mark.slow
+def test_a_terminated_training_is_resumed_on_fewer_ranks() -> None:
+    """By SIGTERM on two ranks; each sample is trained on once in each epoch."""
+    *lines, last = ran("preempt.py")
+    found = [re.fullmatch(r"step (\d+) on (\d) ranks", line) for line in lines]
+    steps = [(int(one[1]), one[2]) for one in found if one]
+    assert len(steps) == len(lines)
+    on_two, on_one = ([n for n, ranks in steps if ranks == by] for by in "21")
+    assert on_two[1] == 40 < on_two[-1] < on_one[0]
+    assert last == "3 epochs: 5,391 samples, 5,391 different"
