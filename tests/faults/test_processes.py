@@ -181,6 +181,39 @@ def test_workers_end_with_their_parent(way: str | None, tmp_path: Path) -> None:
     assert await_gone(session(process.pid)) == []
 
 
+TERMINATED = """
+import os, signal, sys
+from aioloader import DataLoader
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: print("saving", flush=True))
+    way = sys.argv[1] if sys.argv[1:] else None
+    found = []
+    for batch in DataLoader(range(40), 2, num_workers=2, multiprocessing_context=way):
+        found += batch.tolist()
+        if len(found) == 8:
+            os.killpg(0, signal.SIGTERM)
+    assert found == [*range(40)]
+"""
+
+
+@pytest.mark.parametrize("way", [None, "forkserver"])
+def test_a_group_that_is_terminated_may_save_first(
+    way: str | None, tmp_path: Path
+) -> None:
+    """Preemption: a handler of SIGTERM; workers and their supervisor go on."""
+    script = tmp_path / "group.py"
+    script.write_text(TERMINATED)
+    ended = subprocess.run(
+        [sys.executable, str(script), *([way] if way else [])],
+        capture_output=True,
+        check=False,
+        start_new_session=True,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stdout) == (0, b"saving\n"), ended.stderr
+
+
 CLOSED = """
 from aioloader import DataLoader
 

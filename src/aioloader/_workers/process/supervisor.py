@@ -91,6 +91,7 @@ class Supervisor:
         self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
         self._parent: Any = _parent_by(loader)
+        os.setpgid(0, 0)  # a SIGTERM to the user's group is for the user's process
         self._handlers = _ignored_signals()
 
     def serve(self) -> None:
