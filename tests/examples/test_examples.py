@@ -277,6 +277,21 @@ def test_a_killed_training_is_resumed() -> None:
 
 
 @pytest.mark.slow
+def test_packed_text_is_resumed() -> None:
+    """In mid-epoch, from the last checkpoint; to the same losses, which fall."""
+    lines = ran("pack_text.py")
+    losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
+    assert losses[7] < losses[0]
+    assert losses == [*losses[:8], *losses[:8]]
+    assert lines[8:] == [
+        *lines[:3],
+        "resumed after step 30",
+        *lines[3:8],
+        "the same losses after the stop: True",
+    ]
+
+
+@pytest.mark.slow
 def test_ranks_train() -> None:
     """Two of them see every scan once in each epoch."""
     lines = ran("ddp.py", by=TORCHRUN)
