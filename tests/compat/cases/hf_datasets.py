@@ -3,11 +3,13 @@
 import importlib
 from typing import Any
 
+from aioloader.datasets import from_iterable
 from compat.kit import WORKERS, Cases, Kit, plain
 
 cases = Cases()
 # By name: there is a folder of tests that is called so too.
 datasets: Any = importlib.import_module("datasets")
+nodes: Any = importlib.import_module("datasets.distributed")
 datasets.disable_progress_bars()
 
 
@@ -127,3 +129,31 @@ def streaming_in_a_later_epoch(kit: Kit, workers: int, step: int) -> Any:
     second.load_state_dict(first.state_dict())
     del iterator
     return [plain(batch) for batch in second]
+
+
+@cases.add(*WORKERS)
+def streaming_through_our_stream(kit: Kit, workers: int) -> Any:
+    """A node reads its shards; its shuffle buffer is the same in a resumed run."""
+
+    def loader(rank: int) -> Any:
+        data = table().to_iterable_dataset(num_shards=4).shuffle(3, buffer_size=5)
+        split = nodes.split_dataset_by_node(data, rank, 2)
+        return kit.loader(from_iterable(split).epoch_length(8), 2, num_workers=workers)
+
+    if not kit.is_ours:
+        return None
+    seen = set()
+    for rank in range(2):
+        whole = loader(rank)
+        epochs = [[plain(batch)["x"] for batch in whole] for _ in range(3)]
+        first, second = loader(rank), loader(rank)
+        assert [plain(batch)["x"] for batch in first] == epochs[0]
+        iterator = iter(first)
+        head = [plain(next(iterator))["x"] for _ in range(2)]
+        second.load_state_dict(first.state_dict())
+        del iterator
+        rest = [[plain(batch)["x"] for batch in second] for _ in range(2)]
+        assert [head + rest[0], rest[1]] == epochs[1:]
+        seen |= {x for epoch in epochs for batch in epoch for x in batch}
+    assert seen == {1000 + x for x in range(23)}
+    return None
