@@ -26,6 +26,9 @@ raise an error again in another process::
 from dataclasses import InitVar, dataclass
 from typing import Any
 
+# Where pip gets the package, after its name: no index has it until there is a release.
+UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
+
 
 @dataclass(eq=False, repr=False)
 class LoaderError(Exception):

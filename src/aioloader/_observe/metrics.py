@@ -12,6 +12,8 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aioloader.errors import UNRELEASED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -191,7 +193,7 @@ def _require(module: str, extra: str) -> None:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f'metrics need {package}: pip install "aioloader[{extra}]"'
+            f'metrics need {package}: pip install "aioloader[{extra}]{UNRELEASED}"'
         ) from error
 
 

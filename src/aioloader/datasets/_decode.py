@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioloader.errors import UNRELEASED
+
 # The extensions of torchvision's ImageFolder, and others that Pillow reads.
 FOLDER_EXTENSIONS = frozenset({
     "bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp",
@@ -77,7 +79,8 @@ def pillow() -> Any:
         from PIL import Image  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            'decoding pictures needs Pillow: pip install "aioloader[pictures]"'
+            "decoding images needs Pillow: "
+            f'pip install "aioloader[pictures]{UNRELEASED}"'
         ) from exc
     return Image
 

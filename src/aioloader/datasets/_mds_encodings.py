@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from aioloader.errors import UNRELEASED
+
 Decode = Callable[[bytes], Any]
 _SCALARS = (
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -111,7 +113,8 @@ def _picture_decoder(name: str, count_at: int | None) -> Decode:
         from PIL import Image  # noqa: PLC0415  (where there are pictures)
     except ImportError as exc:
         raise ImportError(
-            'columns of pictures need Pillow: pip install "aioloader[pictures]"'
+            "columns of images need Pillow: "
+            f'pip install "aioloader[pictures]{UNRELEASED}"'
         ) from exc
     decode = partial(_raw_picture if name == "pil" else _picture, Image)
     return decode if count_at is None else partial(_list, decode, count_at)
