@@ -75,7 +75,7 @@ MODULE:NAME is an aioloader.DataLoader, or a function without arguments that ret
 one, in a module of this directory or an installed one. It prints samples and batches
 per second, the time to the first batch, and the share of time in which training would
 wait; the ratio is above 1 where aioloader is better. Then it prints the loader's own
-verdict: what holds training back, and the one argument to change. A script guards its
+verdict: the bottleneck, and the one argument to change. A script guards its
 other code with `if __name__ == "__main__":`, as for worker processes.
 
 examples:

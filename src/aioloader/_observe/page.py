@@ -109,8 +109,8 @@ def _page(
     yield f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>"
     yield f'<p class="muted">aioloader: epoch {stats.epoch}</p>'
     yield f"<h1>{headline}</h1>"
-    confidence = f"Confidence: {report.confidence}."
-    lines = (report.advice, report.limit, *report.remarks, confidence)
+    measured = f"{report.confidence.capitalize()}."
+    lines = (report.advice, report.limit, *report.remarks, measured)
     yield from (f"<p>{escape(str(line))}</p>" for line in lines if line)
     yield '<ul class="tiles">'
     for value, what in _tiles(stats, report):

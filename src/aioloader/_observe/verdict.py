@@ -42,13 +42,16 @@ _IS_OFF = 0.15
 _UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
-    "read": "Reading samples",
-    "transform": "The transform",
-    "collate": "Collating",
-    "transport": "The transport of batches to the consumer",
-    "device": "The copy to the device",
+    "nothing": "Your training step is the bottleneck",
+    "read": "Your dataset's reads are the bottleneck",
+    "transform": "Your transform is the bottleneck",
+    "collate": "Collating batches is the bottleneck",
+    "transport": "Handing batches to your training loop is the bottleneck",
+    "device": "The copy to the device is the bottleneck",
+    "consumer": "Your training step is the bottleneck, more than any stage of the "
+    "loader",
 }
-_ON_HOST = "Page-locking batches, or Device.transform,"
+_ON_HOST = "Page-locking batches, or Device.transform, is the bottleneck"
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ class Advice:
 
     def __str__(self) -> str:
         return (
-            f"Change {self.argument} from {self.old} to {self.new}: {self.gain:+.0f} % "
-            f"steps per second expected; {self.why}."
+            f"Change {self.argument} from {self.old} to {self.new}, for about "
+            f"{self.gain:.0f}% more steps per second: {self.why}."
         )
 
 
@@ -124,11 +127,11 @@ class Report:
     def confidence(self) -> str:
         """How reliable it is, as text."""
         if self.batches < _ENOUGH:
-            return f"a guess, from {self.batches} batches only"
-        words = f"from {self.batches} batches"
+            return f"a guess, measured over only {self.batches} batches"
+        words = f"measured over the latest {self.batches} batches"
         if abs(self.model_error) > _IS_OFF:
-            off = f"{self.model_error:+.0%} seconds per batch"
-            return f"{words}; doubtful: the computed pace is off by {off}"
+            off = f"{self.model_error:+.0%}"
+            return f"{words}; doubtful: the computed seconds per batch are off by {off}"
         return words
 
     def __str__(self) -> str:
@@ -139,11 +142,12 @@ class Report:
             lines.append(self.limit)
         if self.head_room:
             parts = ", ".join(
-                f"{used:.0%} at {speed}x" for speed, used in self.head_room
+                f"{used:.0%} {'now' if speed == 1 else f'with steps {speed}x as fast'}"
+                for speed, used in self.head_room
             )
-            lines.append(f"Accelerator utilisation by speed of a step: {parts}.")
+            lines.append(f"Accelerator utilisation: {parts}.")
         lines += self.remarks
-        lines.append(f"Confidence: {self.confidence}.")
+        lines.append(f"{self.confidence.capitalize()}.")
         return "\n".join(lines)
 
 
@@ -161,7 +165,7 @@ def report(
     remarks = _remarks(stats)
     costs = costs_of(records, setting, copies)
     if costs is None:
-        headline = f"Too little is recorded to tell: {len(records)} batches."
+        headline = f"Too few batches to name the bottleneck: {len(records)}."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
     lag = None if stats is None else stats.loop_lag
     case = _Case(costs, setting, records, start_seconds(records, setting), lag)
@@ -350,7 +354,7 @@ class _Case:
             f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
         )
         if lag.is_callers:
-            why = f"{lag.culprit}: {why}"
+            why = f"{lag.culprit} {why.removeprefix('it ')}"
             advice = Advice("loop", "'caller'", "'thread'", gain, why)
         else:
             new = "a process pool" if lag.computes else "asyncio.to_thread"
@@ -367,43 +371,40 @@ class _Case:
         culprit = "" if self.lag is None else self.lag.culprit
         took = seconds_text(self.start)
         is_on_host = stage == "device" and self.setting.stays_on_host
-        named = _ON_HOST if is_on_host else _WORDS.get(stage, "")
-        texts = {
-            "nothing": "Nothing holds training back",
-            "consumer": "Training takes the time itself, more than any stage of the "
-            "loader",
-            "loop": f"{culprit} blocks the event loop and holds training back",
-            "start": f"Starting workers holds training back: it takes {took} of each "
-            "epoch",
-        }
-        text = texts.get(stage, f"{named} holds training back")
-        return f"{text}." if stage == "start" else f"{text}: {waits}."
+        if stage == "start":
+            return f"Starting workers is the bottleneck: it takes {took} of each epoch."
+        if stage == "loop":
+            return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
+        return f"{_ON_HOST if is_on_host else _WORDS[stage]}: {waits}."
 
     def limit(self, stage: str) -> str:
-        """Return what sets the pace if no change of an argument helps."""
+        """Return what limits the speed if no change of an argument helps."""
         setting, error = self.setting, self.error
-        least = f"{self.enough:.0f} % or more"
+        none = f"No argument would bring {self.enough:.0f}% or more steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
         is_store = stage == "read" and waits_for_store(self.costs, setting)
         is_link = stage == "device" and not setting.stays_on_host
         cores = (
-            f"The cores set the pace: all {setting.cores} are busy, with batches, the "
-            "step or other processes."
+            f"No argument would help: all {setting.cores} cores are busy, with "
+            "batches, your training step or other processes."
         )
-        handed = "Handing batches over sets the pace: larger ones cost less of it."
+        handed = "No argument would help: make batches larger, so that fewer are moved."
         doubtful = (
-            "Nothing is advised: the pace computed from these batches differs from "
-            f"what was measured by {error:+.0%} seconds per batch."
+            "No advice: the seconds per batch computed from these batches differ from "
+            f"the measured ones by {error:+.0%}."
         )
-        link = "The link to the device sets the pace: make batches smaller in bytes."
+        link = "The link to the device is the limit: make batches smaller in bytes."
         texts = (
-            (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
+            (
+                stage in {"nothing", "consumer"},
+                "No argument would make training faster.",
+            ),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (abs(error) > _IS_OFF, doubtful),
-            (is_store, f"The store sets the pace: no argument gains {least}."),
+            (is_store, f"{none}: the store is the limit."),
             (is_link, link),
-            (True, f"No argument gains {least}: this stage must get cheaper."),
+            (True, f"{none}: this stage must do less work."),
         )
         return next(text for is_so, text in texts if is_so)
 
