@@ -110,7 +110,7 @@ class Report:
         batches: How many batches this is computed from.
         model_error: Error of the pace computed for the recorded setting, as a share of
             the seconds per batch.
-        remarks: Other facts: failures and dead workers.
+        remarks: Other facts: failures, dead workers, the slowest rank.
     """
 
     headline: str
