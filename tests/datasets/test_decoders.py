@@ -156,7 +156,7 @@ def test_samples_that_are_no_dicts() -> None:
     assert (same(made, COLOURS), label) == (True, 3)
     with pytest.raises(TypeError, match="got str"):
         Decoder("pil")("text")
-    with pytest.raises(TypeError, match="has no word for pictures"):
+    with pytest.raises(TypeError, match="has no word for images"):
         Decoder({"png": len})((b"1", 3))
 
 

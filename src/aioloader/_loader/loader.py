@@ -49,7 +49,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
-    order and batches; in workers, random draws follow ``rng``. Coroutine functions
+    order and batches; in workers, random numbers follow ``rng``. Coroutine functions
     (``async __getitem__``, ``__aiter__``, an async ``transform``) run on an event loop,
     ``concurrency`` samples at a time and across batch boundaries; plain functions run
     off it.
@@ -68,9 +68,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
             ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
             for tensors in memory and where all is async, else at first one per core
-            (at most 8), then from epoch to epoch as many as gain; the number is fixed
+            (at most 8), then from epoch to epoch as many as help; the number is fixed
             within an epoch and with ``persistent_workers``. Refused where samples or
-            draws depend on it.
+            random numbers depend on it.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Drop a short last batch.
@@ -83,7 +83,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             datasets, enough to keep ``concurrency`` samples in flight, plus three. For
             ``async for`` over a plain dataset, and for aioloader's streams on the
             private loop, also as many as are made in 2 ms. ``"auto"``: starts with
-            that, and grows as long as it gains.
+            that, and grows as long as that helps.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
         in_order: Deliver batches in the sampler's order, or else as they complete.
@@ -91,19 +91,19 @@ class DataLoader(Observed, TorchLoader[Batch]):
             or its iterator is taken after each batch, so positions are exact.
         transform: Turns a sample into another, before collating; may be async.
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
-            many as gain, up to 1,024; in workers that read, 64. The logger
+            many as help, up to 1,024; in workers that read, 64. The logger
             ``"aioloader"`` logs what ``"auto"`` changes, and why.
         device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
             accelerator, if there is one). Batches are moved ahead on a side stream and
-            delivered without making the host wait. A ``Device`` says as well how many
+            delivered without making your thread wait. A ``Device`` also says how many
             are moved ahead, which of their entries, and a transform to run there.
         workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
             ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
             and collate), or ``"auto"``: the loader reads async iterables, workers
             read the rest.
-        rng: What random draws depend on: the ``"batch"`` (with workers the default),
+        rng: What random numbers depend on: the ``"batch"`` (with workers the default),
             the ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
             Without workers, the state of the global generators is restored afterwards.
         on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.

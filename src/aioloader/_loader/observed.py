@@ -1,4 +1,4 @@
-"""What a loader reports: figures, what limits training, traces."""
+"""What a loader reports: statistics, what limits training, traces."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ class Observed:
     epoch: _Shown = _Shown(lambda loader: loader._live.epoch_number())
 
     def stats(self) -> "LoaderStats":
-        """Return the figures of the latest epoch so far; ``print`` shows a table."""
+        """Return the statistics of the latest epoch so far; ``print`` shows a table."""
         from aioloader._observe.stats import LoaderStats, SourceStats
 
         epoch, servers = self._live.epoch, self._live.pools.servers
@@ -101,7 +101,7 @@ class Observed:
         return replace(found, remarks=found.remarks + slowest)
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
-        """Write ``stats()`` and ``report()`` as one page, with a drawing of the stages.
+        """Write ``stats()`` and ``report()`` as one page, with a diagram of the stages.
 
         Args:
             path: The HTML file; it is self-contained and makes no requests.

@@ -1,10 +1,10 @@
 """Whether the loader limits training, which stage does, and the change that helps.
 
 For each change of an argument, and for each stage at twice its speed, the times of the
-recorded batches are computed again (``pace``). The advice is the change that gains most
-there, but no change gains more than was waited, or than idle processors and lanes
-allow, and none is advised if the recorded setting, computed in the same way, differs
-from what was measured, or by more than the gain.
+recorded batches are computed again (``pace``). The advice is the change with the
+largest speed-up there, limited by the time waited and by what idle processors and slots
+allow. None is advised if the time computed for the recorded setting differs from the
+measured one, or by more than the speed-up.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from aioloader._observe.words import seconds_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
-# The least gain of an advice, in percent; more if the error of the pace is larger.
+# The least speed-up of an advice, in percent; more if the error of the pace is larger.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
@@ -56,14 +56,14 @@ _ON_HOST = "Page-locking batches, or Device.transform, is the bottleneck"
 
 @dataclass(frozen=True)
 class Advice:
-    """The one change that gains most.
+    """The one change with the largest speed-up.
 
     Attributes:
         argument: What to change: an argument of ``DataLoader`` or ``Device``, or a
             coroutine's name.
         old: Its value.
         new: Its new value.
-        gain: Expected gain in steps per second, percent.
+        gain: Expected speed-up in steps per second, percent.
         why: One sentence.
     """
 
@@ -102,7 +102,7 @@ class Report:
             ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"start"`` if
             each epoch waits for its workers; ``"nothing"`` if the consumer hardly
             waits; ``"unknown"`` if too little is recorded.
-        advice: What to change, or None if nothing gains 5 percent.
+        advice: What to change, or None if nothing is 5 percent faster.
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
@@ -265,7 +265,7 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        At best nothing is waited for, and no processor is idle; if the same lanes make
+        At best nothing is waited for, and no processor is idle; if the same slots make
         batches, nor is the thread of the event loop. If threads make them, what this
         process computes takes turns at the GIL.
         """
@@ -284,7 +284,7 @@ class _Case:
         return min(bounds)
 
     def gain(self, change: Change) -> float:
-        """Return the gain of a change in steps per second of whole epochs, percent."""
+        """Return the speed-up of a change in steps of whole epochs, percent."""
         then = seconds_per_batch(change.costs, change.setting)
         then = max(then, self.now / self.most(change))
         length, start = self.setting.length or inf, self.start
@@ -292,10 +292,11 @@ class _Case:
         return 100 * (now / then - 1) if then else 0.0
 
     def best(self) -> tuple[Change, float] | None:
-        """Return the change to make and its gain in percent; None if none is worth it.
+        """Return the change to make and its speed-up in percent, or None.
 
-        It is the cheapest change within 5 percent of the best speed, or within a
-        quarter if that needs new code; among equal ones the first, which changes least.
+        None: no change is worth it. Otherwise the cheapest change within 5 percent of
+        the best speed, or within a quarter if that needs new code; among equal ones the
+        first, which changes least.
         """
         found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
@@ -312,7 +313,7 @@ class _Case:
 
     @property
     def enough(self) -> float:
-        """The least gain that is advised, in percent: some, beyond the error."""
+        """The least speed-up that is advised, in percent: some, beyond the error."""
         return _LEAST_GAIN + 100 * abs(self.error)
 
     def found(self) -> tuple[str, Advice | None]:
@@ -333,7 +334,7 @@ class _Case:
         return stage, advice
 
     def _slowest(self) -> str:
-        """Return the stage that gains most at twice its speed."""
+        """Return the stage that saves most at twice its speed."""
         has_device = self.setting.on_device > 0
         stages = [one for one in _STAGES if has_device or one != "device"]
         halved = [self.costs.scaled(stage, 0.5) for stage in stages]
@@ -341,7 +342,7 @@ class _Case:
         return stages[seconds.index(min(seconds))]
 
     def _freed(self, lag: LoopLag, other: Advice | None) -> Advice | None:
-        """Return the advice to free the loop, with an upper bound of the gain.
+        """Return the advice to free the loop, with an upper bound of the speed-up.
 
         It is None if the loop is not the cause.
         """

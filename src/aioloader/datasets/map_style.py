@@ -1,6 +1,6 @@
 """A map-style dataset as a stream: in order, or shuffled as a whole.
 
-The order of an epoch is a keyed permutation of the indices, which is computed, not
+The order of an epoch is a seeded permutation of the indices, which is computed, not
 held. Readers take its positions in turn, so the saved position is an integer, and
 nothing is read again on resume.
 """

@@ -45,7 +45,7 @@ def mix(
     """Return streams, or map-style datasets, as one, in proportion to their weights.
 
     The source of each position of the order (of all ranks and readers together) is
-    computed from the position. Nothing is drawn: of any first ``n`` samples, each
+    computed from the position. It is not random: of any first ``n`` samples, each
     source has its share to 1.5 samples, until one ends; and each reader has about the
     same shares. Sources are repeated by ``repeat()``. A failed sample counts.
 

@@ -1,7 +1,7 @@
 """Streams: datasets read from the front, shard by shard, and composed of steps.
 
 A stream is a description; iterating opens a cursor over it. Its methods return new
-streams. The order is a function of the seed, the epoch and the numbers of lanes and of
+streams. The order is a function of the seed, the epoch and the numbers of slots and of
 readers; its state is a position, small and independent of read-ahead. Memory holds the
 read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
@@ -80,7 +80,7 @@ class Stream(Iterated[Sample_co]):
     def decode(self, *specs: Spec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
 
-        ``decode("torch")`` makes tensors of pictures, and values of ``cls``, ``json``,
+        ``decode("torch")`` makes tensors of images, and values of ``cls``, ``json``,
         ``txt``... Samples that cannot be decoded fail, as in ``map``.
 
         Args:
@@ -88,7 +88,7 @@ class Stream(Iterated[Sample_co]):
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If pictures are to be decoded, and Pillow is not installed.
+            ImportError: If images are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
         return _Step(self, Decoded, decoder.describe(), function=decoder)
