@@ -63,13 +63,13 @@ class DataLoader(Observed, TorchLoader[Batch]):
         dataset: Map-style, iterable or async iterable; no base class is needed.
         batch_size: Samples per batch; ``None`` delivers single samples.
         shuffle: Visit a map-style dataset in a new random order each epoch.
-        sampler: Gives the indices; excludes ``shuffle``.
-        batch_sampler: Gives lists of indices; excludes the three above and
+        sampler: Yields indices; excludes ``shuffle``.
+        batch_sampler: Yields lists of indices; excludes the three above and
             ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
-            for tensors in memory and where all is async, else at first one per core
-            (at most 8), then from epoch to epoch as many as help; the number is fixed
-            within an epoch and with ``persistent_workers``. Refused where samples or
+            for tensors in memory or if all code is async, otherwise one per core at
+            first (at most 8); it changes between epochs as long as that helps, but not
+            with ``persistent_workers``. Refused where samples or
             random numbers depend on it.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
@@ -86,9 +86,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
             that, and grows as long as that helps.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
-        in_order: Deliver batches in the sampler's order, or else as they complete.
-        snapshot_every_n_steps: Accepted for torchdata's sake: the state of a dataset
-            or its iterator is taken after each batch, so positions are exact.
+        in_order: Deliver batches in the sampler's order; otherwise as they complete.
+        snapshot_every_n_steps: Accepted for compatibility with torchdata: the loader
+            takes the state of a dataset or iterator after each batch.
         transform: Turns a sample into another, before collating; may be async.
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
             many as help, up to 1,024; in workers that read, 64. The logger

@@ -46,7 +46,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
     A sample is a dict of its columns, decoded like MosaicML Streaming: numbers, text,
     bytes, JSON, arrays (copied), and images by Pillow. Plain, gzip and zstandard; a
-    plain shard can resume at any sample without reading earlier ones, and is cut if
+    plain shard can resume at any sample without reading earlier ones, and is split if
     there are fewer shards than readers.
 
     Args:

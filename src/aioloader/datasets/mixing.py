@@ -57,12 +57,12 @@ def mix(
             the ranks and readers of the first apply. ``loader.stats()`` shows the
             samples and passes of each stream.
         weights: In the order of the sources, or by name; default: equal. Or stages,
-            ``[(0, weights), (start, weights), ...]``: from position ``start`` on, the
-            shares of later samples are others. Decimals are exact, and ratios that need
-            sums over ``2**40`` are rounded to it.
+            ``[(0, weights), (start, weights), ...]``, each from its position
+            ``start`` on. Decimals are exact, and ratios that need sums over ``2**40``
+            are rounded to it.
         until: ``"all"``: when a source ends (of streams: in a reader), the others
             continue in their proportions, until each was read; ``"first"``: the mixture
-            ends where the first one has no more.
+            ends with the first source that ends.
 
     Raises:
         ValueError: If there are no sources; if weights are not positive, of other

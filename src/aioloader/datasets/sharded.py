@@ -84,7 +84,7 @@ _DEALS = 2
 class ShardedStream(Stream[Sample_co]):
     """A stream of shards.
 
-    The shards, permuted in each epoch if ``shuffle`` is set, are dealt to the readers
+    The shards, permuted in each epoch if ``shuffle`` is set, go to the readers
     (one for each rank and worker, unless ``readers`` sets their number): each shard to
     the reader that has the least bytes, or rows, so far, or the fewest shards where
     lengths are unknown, as those of URLs that are not listed. So readers differ by at
@@ -97,7 +97,7 @@ class ShardedStream(Stream[Sample_co]):
     Args:
         made_by: The format, which lists and opens shards.
         shuffle: Whether the shards are permuted.
-        seed: Key of the permutation.
+        seed: Seed of the permutation.
         interleave: Number of shards open at once, of all readers together; rounded up
             to a multiple of their number.
         deterministic: Whether slots take turns strictly; otherwise samples come from
@@ -390,7 +390,7 @@ class ByteStream(StoredStream[Sample_co]):
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Finds where a shard can be cut, for more readers; None: nowhere.
+        cuts: Finds where a shard can be split, for more readers; None: nowhere.
     """
 
     cuts: ClassVar[Cuts | None] = None
