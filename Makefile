@@ -7,42 +7,51 @@ COMPAT := .venv-compat
 DLIO := .venv-dlio
 PEERS := .venv-peers
 INPUTS := pyproject.toml constraints.txt
+# three processes for two cores: many tests mostly wait
+TESTS := -n 3 --dist worksteal
 # Tests start hundreds of processes on two cores: modules stay compiled, and threads of
 # torch that wait do not spin.
 unexport PYTHONDONTWRITEBYTECODE
-pytest fuzz lowest compat: export OMP_WAIT_POLICY := passive
+test test-all fuzz lowest compat: export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test compat lint types imports pytest fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
+.PHONY: demo test test-all compat check lint mypy pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
 
-test: lint types imports pytest
+# what a contributor waits for: the slow tests run in `make test-all`
+test: check
+	$(BIN)/pytest $(TESTS) -m "not slow and not fuzz"
+
+test-all: check
+	$(BIN)/pytest $(TESTS) -m "not fuzz"
+
+# two at a time, for two cores
+check: $(VENV)/.dev
+	$(MAKE) --jobs 2 --output-sync mypy pyright lint imports
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell src tests examples benchmarks tools docs *.md
 
-types: $(VENV)/.dev
+mypy: $(VENV)/.dev
 	$(BIN)/mypy
+
+pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# three processes for two cores: many tests mostly wait
-pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal -m "not fuzz"
-
 # slow combinations of what the others hold, and laws with ten times as many examples
 fuzz: $(VENV)/.dev
-	$(BIN)/pytest -n 3 --dist worksteal -m "fuzz or law" --hypothesis-profile fuzz \
+	$(BIN)/pytest $(TESTS) -m "fuzz or law" --hypothesis-profile fuzz \
 		-o faulthandler_timeout=900
 
 # the same tests, but the slow ones, with the lowest versions that are allowed
 lowest: $(LOWEST)/.dev
-	$(LOWEST)/bin/pytest -n 3 --dist worksteal -m "not slow and not fuzz"
+	$(LOWEST)/bin/pytest $(TESTS) -m "not slow and not fuzz"
 
 # real packages beside torch's loader, in an environment of their own
 compat: $(COMPAT)/.ready
@@ -128,7 +137,6 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
-# reads the package's source, and does not import it: it needs no more than itself
 $(VENV)/.docs: $(BIN)/python $(INPUTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 	touch $@

@@ -13,6 +13,7 @@ import collections
 import importlib.util
 import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -282,11 +283,62 @@ def shuffled() -> float:
         return mine / speed(batches(plain()))
 
 
+TAILS = ["drop", "wrap", "pad"]
+ENDING = """
+import sys, time
+import torch.distributed as dist
+from aioloader import DataLoader
+from aioloader.datasets import TextDataset
+
+folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+
+def seconds(tail):
+    lines = TextDataset(f"{folder}/*.txt").map(int).readers(3)
+    batches, began = 0, 0.0
+    dist.barrier()
+    for _ in DataLoader(lines, 8, rank=rank, world_size=3, tail=tail):
+        began = began or time.perf_counter()
+        batches += 1
+        time.sleep(0.002)  # a step
+    return (time.perf_counter() - began) / batches
+
+seconds("drop")
+for _ in range(5):
+    print(*map(seconds, ["uneven", *sys.argv[4:]]))
+dist.destroy_process_group()
+"""
+
+
+def ending_us() -> dict[str, float]:
+    """Return, by tail, how much longer a step takes if three ranks end together."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(7):
+            lines = "".join(f"{n}\n" for n in range(1_500 + 500 * number))
+            Path(f"{folder}/{number}.txt").write_text(lines)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", ENDING, folder, port, str(rank), *TAILS],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        said = [one.communicate()[0].split() for one in ranks]
+    assert not any(one.returncode for one in ranks), "a rank has failed"
+    each = np.array(said, float).reshape(3, -1, 1 + len(TAILS))  # rank, turn, tail
+    more = np.median(each[..., 1:] - each[..., :1], axis=(0, 1)) * 1e6
+    return dict(zip(TAILS, more.tolist(), strict=True))
+
+
 def measure_costs(rounds: int) -> Rounds:
     """Measure what has a figure of its own."""
     found: Rounds = collections.defaultdict(list)
     for _ in range(rounds):
         each = [(first_batch(10**7), first_batch(10**10)) for _ in range(7)]
+        ends = ending_us().items()
         ratio = statistics.median(large[0] / small[0] for small, large in each)
         for name, value in {
             "best fit: filled, %": filled(),
@@ -296,6 +348,7 @@ def measure_costs(rounds: int) -> Rounds:
             "first batch of 10^10 tokens by that of 10^7": ratio,
             "memory of 10^10 tokens, MB": max(large[1] for _, large in each),
             "shuffled batches of a file by numpy's": shuffled(),
+            **{f"three ranks, tail={tail!r}: us per batch": us for tail, us in ends},
         }.items():
             found[name].append({"value": value})
     return dict(found)

@@ -1,66 +1,70 @@
-"""Augment photographs in worker processes: the same crops for any number of workers.
+"""Augment images with Albumentations: the same crops for any number of workers.
 
-Run it with ``python examples/augment.py``; it needs no ``if __name__ == "__main__"``.
+Run it with ``python examples/augment.py``; it needs ``pip install albumentations``.
 """
 
 import asyncio
 import io
-import random
-import time
+import tempfile
+from pathlib import Path
 
+import albumentations as A  # noqa: N812  (as everyone imports it)
 import numpy as np
 import torch
+from albumentations.pytorch import ToTensorV2
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from aioloader import DataLoader, warm_up
+from aioloader import DataLoader, get_worker_info
+from aioloader.datasets import FileDataset
 
-CROPS, BATCH, SIDE = 512, 32, 96
-
-
-def photographs() -> list[bytes]:
-    """Return scikit-learn's two photographs, as JPEG files."""
-    files = []
-    for pixels in load_sample_images().images:
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "JPEG", quality=90)
-        files.append(file.getvalue())
-    return files
-
-
-class Crops:
-    """Random crops of photographs, decoded again each time."""
-
-    def __init__(self) -> None:
-        self.files = photographs()
-
-    def __len__(self) -> int:
-        return CROPS
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        picture = Image.open(io.BytesIO(self.files[index % len(self.files)]))
-        left, top = random.randrange(picture.width // 2), random.randrange(200)
-        box = (left, top, left + 200, top + 200)
-        return np.asarray(picture.convert("RGB").resize((SIDE, SIDE), box=box))
+FILES, BATCH = 128, 32
+AUGMENT = A.Compose(
+    [
+        A.RandomResizedCrop((96, 96), scale=(0.2, 1.0)),
+        A.HorizontalFlip(),
+        A.ColorJitter(),
+        A.Normalize(),
+        ToTensorV2(),
+    ]
+)
 
 
-async def epoch(num_workers: int) -> torch.Tensor:
+def write_images(folder: Path) -> None:
+    """Write scikit-learn's two photographs many times, as small JPEG files."""
+    images = [pixels[::2, ::2] for pixels in load_sample_images().images]
+    for number in range(FILES):
+        picture = Image.fromarray(images[number % 2])
+        picture.save(folder / f"{number:03}.jpg", quality=90)
+
+
+def augment(data: bytes) -> torch.Tensor:
+    """Decode a file, and augment it with the random numbers of its sample."""
+    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    worker = get_worker_info()
+    assert worker is not None  # this loader has workers
+    AUGMENT.set_random_state(worker.rng.numpy, worker.rng.random)
+    tensor: torch.Tensor = AUGMENT(image=pixels)["image"]
+    return tensor
+
+
+async def epoch(folder: str, num_workers: int) -> torch.Tensor:
     """Return all crops of an epoch, made with ``num_workers`` workers."""
     loader = DataLoader(
-        Crops(),
+        FileDataset("*.jpg", root=folder),
         BATCH,
         shuffle=True,
         num_workers=num_workers,
+        transform=augment,
         generator=torch.Generator().manual_seed(0),
-        rng="batch",
+        rng="sample",
     )
-    start = time.perf_counter()
-    batches = [batch.clone() async for batch in loader]
-    rate = CROPS / (time.perf_counter() - start)
-    print(f"{num_workers} workers: {rate:,.0f} crops per second")
-    return torch.cat(batches)
+    crops = torch.cat([batch.clone() async for batch in loader])
+    print(f"{num_workers} workers: crops {tuple(crops.shape)}, mean {crops.mean():.6f}")
+    return crops
 
 
-warm_up()  # import torch in the workers' parent, before the clock starts
-one, two = asyncio.run(epoch(1)), asyncio.run(epoch(2))
-print("the same crops:", torch.equal(one, two))
+with tempfile.TemporaryDirectory() as folder:
+    write_images(Path(folder))
+    one, two = (asyncio.run(epoch(folder, number)) for number in (1, 2))
+    print("the same crops:", torch.equal(one, two))

@@ -1,73 +1,79 @@
-"""A web service that answers while a loader streams files in the same event loop.
+"""A web service that streams images from a store through a model to its clients.
 
-Run it with ``python examples/service.py``, then ask how often a word occurs in Python's
-standard library: ``curl 'localhost:8000/count?word=async'``.
+Run it with ``python examples/service.py``, then ``curl -N localhost:8000/classify``: a
+line of JSON for each image. When a client disconnects, its reads end at once.
 """
 
 import asyncio
-import contextlib
-import re
-import sysconfig
-from collections import Counter
+import io
+import json
+import tempfile
 from collections.abc import AsyncIterator
+from typing import Annotated, Any
 
+import numpy as np
+import torch
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
 
 from aioloader import DataLoader
-from aioloader.datasets import FileDataset
+from aioloader.datasets import ObjectDataset, Source
 
 
-def split(source: bytes) -> Counter[bytes]:
-    """Count the words of one file."""
-    return Counter(re.findall(rb"[a-zA-Z_]\w*", source))
+def decode(data: bytes) -> torch.Tensor:
+    """Decode one image; this runs in a thread."""
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(data)), np.float32)) / 16
 
 
-def merge(counts: list[Counter[bytes]]) -> Counter[bytes]:
-    """Add up the counts of one batch."""
-    return sum(counts, Counter[bytes]())
+def make_app(store: str | Source, model: nn.Module) -> FastAPI:
+    """Return the service; ``store`` may be an address such as ``s3://bucket``."""
+    app = FastAPI()
+
+    async def opened(prefix: str = "") -> AsyncIterator[DataLoader[torch.Tensor]]:
+        try:
+            images = await ObjectDataset.discover(store, prefix=prefix)
+        except ValueError:
+            raise HTTPException(404, f"no image in {prefix!r}") from None
+        async with DataLoader(images, 32, transform=decode, loop="caller") as loader:
+            yield loader  # noqa: ASYNC119  (FastAPI closes it after the response)
+
+    @torch.inference_mode()
+    def predict(batch: torch.Tensor) -> Any:
+        return model(batch).argmax(1).tolist()
+
+    async def answers(loader: DataLoader[torch.Tensor]) -> AsyncIterator[str]:
+        names = iter(loader.dataset.keys)
+        async for batch in loader:
+            labels = await asyncio.to_thread(predict, batch)
+            lines = [{"name": next(names), "label": label} for label in labels]
+            yield "".join(f"{json.dumps(line)}\n" for line in lines)
+
+    @app.get("/classify")
+    async def classify(loader: Annotated[Any, Depends(opened)]) -> StreamingResponse:
+        return StreamingResponse(answers(loader), media_type="application/x-ndjson")
+
+    return app
 
 
-class Index:
-    """Word counts that grow while files stream in."""
-
-    def __init__(self, pattern: str, root: str) -> None:
-        files = FileDataset(pattern, root=root)
-        self.loader: DataLoader[Counter[bytes]] = DataLoader(
-            files, batch_size=16, transform=split, collate_fn=merge, loop="caller"
-        )
-        self.words: Counter[bytes] = Counter()
-        self.is_complete = False
-
-    async def fill(self) -> None:
-        """Stream all files once."""
-        async with self.loader:
-            async for counts in self.loader:
-                self.words.update(counts)
-        self.is_complete = True
-
-
-def make_app(pattern: str = "*.py", root: str | None = None) -> Starlette:
-    """Return the service; it starts indexing at startup."""
-    index = Index(pattern, root or sysconfig.get_path("stdlib"))
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        filling = asyncio.create_task(index.fill())
-        yield
-        filling.cancel()
-        await asyncio.wait([filling])
-
-    async def count(request: Request) -> JSONResponse:
-        word = request.query_params.get("word", "")
-        found = index.words[word.encode()]
-        return JSONResponse({"count": found, "complete": index.is_complete})
-
-    return Starlette(routes=[Route("/count", count)], lifespan=lifespan)
+def train(pixels: torch.Tensor, labels: torch.Tensor) -> nn.Module:
+    """Train a small classifier of 8 x 8 images."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(pixels), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.eval()
 
 
 if __name__ == "__main__":
-    uvicorn.run(make_app(), port=8000)
+    digits = load_digits()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, picture in enumerate(digits.images.astype(np.uint8)):
+            Image.fromarray(picture).save(f"{folder}/{number:04}.png")
+        pixels, labels = map(torch.from_numpy, (digits.images, digits.target))
+        uvicorn.run(make_app(folder, train(pixels.float() / 16, labels)), port=8000)

@@ -1,8 +1,10 @@
-"""A hook of MkDocs: adds the benchmarks' pages, which are outside of ``docs/``.
+"""A hook of MkDocs: links between pages are those of the repository, as on GitHub.
 
-``<!-- plot: latency -->`` in a page becomes the plot of that benchmark, if it is there.
+The benchmarks' pages and plots, which are outside of ``docs/``, become part of the
+site. Links to other files outside of it lead to GitHub.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Until the benchmarks have written theirs.
-NO_RESULTS = "# Results\n\n`make bench` measures, and `benchmarks/results/` keeps it.\n"
+DOCS = ROOT / "docs"
+HOME = "https://github.com/aioloader/aioloader/blob/main/"
+LINK = re.compile(r"(?<=\]\()\.\./[^\s()#]+")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -20,21 +23,19 @@ def on_files(files: Files, config: Any) -> Files:
     for path in sorted([*folder.glob("*.md"), *folder.glob("plots/*.png")]):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))
-    if "benchmarks/RESULTS.md" not in files.src_uris:
-        files.append(
-            File.generated(config, "benchmarks/RESULTS.md", content=NO_RESULTS)
-        )
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
-    """Insert the benchmarks' plots at their comments."""
-    up = "../" * page.file.src_uri.count("/")
+def on_page_markdown(markdown: str, page: Any, files: Files, **_others: Any) -> str:
+    """Change the links that lead out of ``docs/``, or into it."""
+    folder = Path(page.file.abs_src_path).parent
+    here = Path(page.file.src_uri).parent
 
-    def shown(place: re.Match[str]) -> str:
-        name = place[1]
-        if not (ROOT / "benchmarks" / "plots" / f"{name}.png").exists():
-            return ""
-        return f"![benchmarks/{name}.py]({up}benchmarks/plots/{name}.png)"
+    def changed(link: re.Match[str]) -> str:
+        path = Path(os.path.normpath(folder / link[0]))
+        name = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
+        if name in files.src_uris:
+            return os.path.relpath(name, here)
+        return HOME + name if path.exists() else link[0]
 
-    return re.sub(r"<!-- plot: (\w+) -->", shown, markdown)
+    return LINK.sub(changed, markdown)

@@ -12,7 +12,9 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,16 @@ OF_TOKENS = [(os, name) for name in ("fsync", "replace", "unlink")]
 DOCUMENTS = [[*range(1, 1 + number)] for number in range(12)]
 TEXTS = [f"document {number}" * number for number in range(12)]
 LARGE_SAMPLES, LARGE_BYTES = 6, 5 << 20
+SIGKILLED = -signal.SIGKILL
+Job = tuple[str, str, int]
+
+
+def run(what: str, jobs: Sequence[Job]) -> list[int]:
+    """Run this script; return the exit codes of its jobs."""
+    command = [sys.executable, __file__, what, json.dumps(jobs)]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
+    found: list[int] = json.loads(done.stdout)
+    return found
 
 
 def samples(destination: str) -> list[dict[str, Any]]:

@@ -44,19 +44,6 @@ def apart(spans: list[Any]) -> list[tuple[int, int]]:
     return found
 
 
-@given(SPANS.map(apart), st.integers(1, SIZE))
-def test_a_plan_covers_what_is_wanted(spans: Any, most: int) -> None:
-    """Each byte once, in requests that are not too long; all beginnings come first."""
-    ranges = plan(spans, most)
-    assert all(0 < found.stop - found.start <= most for found in ranges)
-    bytes_of = [range(found.start, found.stop) for found in ranges]
-    requested = [byte for each in bytes_of for byte in each]
-    assert len(requested) == len(set(requested))
-    wanted = {byte for span in spans for byte in range(*span)}
-    assert wanted <= set(requested)
-    assert sum(found.left for found in ranges) == len(wanted)
-
-
 @settings(max_examples=20)
 @given(
     spans=SPANS.map(apart),

@@ -1,7 +1,6 @@
 """The cache directory: laws, damage, the bound, full disks, and many users at once."""
 
 import contextlib
-import doctest
 import fcntl
 import os
 import pickle
@@ -96,11 +95,6 @@ operations = st.lists(
 )
 
 
-def test_example() -> None:
-    """It gives what it says."""
-    assert doctest.testmod(cache_dir) == (0, 2)
-
-
 @given(steps=operations)
 def test_returns_what_was_put(steps: list[Operation]) -> None:
     """With room for all: exactly that; damage and removal make it None."""
@@ -169,12 +163,6 @@ def test_large_pieces_are_read_and_written_in_parts(
     monkeypatch.setattr(cache_dir, "FileIO", Little)
     cache.put("a", b"0123456789" * 5)
     assert cache.get("a") == b"0123456789" * 5
-
-
-def test_refuses_a_bound_that_is_none(tmp_path: Path) -> None:
-    """In the constructor."""
-    with pytest.raises(ValueError, match="max_bytes must be at least 1, got 0"):
-        CacheDir(tmp_path, 0)
 
 
 def test_pickles_and_shows_no_keys(cache: CacheDir) -> None:

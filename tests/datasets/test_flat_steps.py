@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import json
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +21,6 @@ from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import from_arrow, from_async_iterable, from_iterable
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
@@ -145,19 +142,6 @@ async def test_chains(chain: str) -> None:
         assert whole == [*range(30)]
     elif chain == "coroutines":
         assert whole == [n for n in range(30) for _ in range(n % 4)]
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.fuzz)])
-async def test_chains_of_a_loader(chain: str, num_workers: int) -> None:
-    stream = CHAINS[chain](from_iterable(range(30)))
-    options: Any = {"fetch": "workers"} if num_workers else {}
-    loader: Any = DataLoader(
-        stream, 4, num_workers=num_workers, collate_fn=list, **options
-    )
-    whole, _ = await read(stream)
-    found: Any = await beside(partial(list, loader))
-    assert [one for batch in found for one in batch] == whole
 
 
 async def test_only_one_sample_is_made_again() -> None:
@@ -467,27 +451,6 @@ async def test_a_state_of_another_tokenizer_is_refused() -> None:
     stream = from_iterable(TEXTS).tokenize(tokenizer(), "text")
     with pytest.raises(StateMismatchError, match="column of tokenize was None"):
         stream.load_state_dict(state)
-
-
-async def test_digests_are_those_of_other_processes() -> None:
-    saved = tokenizer().to_str()
-    program = (
-        "import sys; from tokenizers import Tokenizer\n"
-        "from aioloader.datasets import from_iterable\n"
-        "made = Tokenizer.from_str(sys.stdin.read())\n"
-        "print(from_iterable([]).tokenize(made).describe()['tokenizer'])"
-    )
-    done = await in_thread(
-        partial(
-            subprocess.run,
-            [sys.executable, "-c", program],
-            input=saved,
-            capture_output=True,
-            check=True,
-            text=True,
-        )
-    )
-    assert done.stdout.strip() == described(tokenizer())
 
 
 async def test_workers_tokenize() -> None:

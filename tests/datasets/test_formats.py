@@ -27,6 +27,7 @@ from aioloader.datasets import (
     objects,
     writers,
 )
+from aioloader.datasets._stores import cache_dir
 from aioloader.testing import check_parser, check_shard_format
 from datasets.shards import (
     Make,
@@ -245,7 +246,10 @@ def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
 # -- the examples in the docstrings run -----------------------------------------------
 
 
-@pytest.mark.parametrize("module", [decoders, files, named, objects, writers])
+MODULES = [cache_dir, decoders, files, named, objects, writers]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_example(module: object) -> None:
     result = doctest.testmod(module)  # type: ignore[arg-type]
     assert result.attempted

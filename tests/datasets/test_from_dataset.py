@@ -2,10 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from aioloader import DataLoader, ShuffledIndices, merge_states
+from aioloader import DataLoader, ShuffledIndices
 from aioloader._order.blocks import Bad
 from aioloader.datasets import from_dataset, from_iterable
 from aioloader.errors import StateMismatchError
@@ -236,42 +235,6 @@ def test_ranks_have_equal_parts(
     else:
         assert found >= whole
         assert found.total() == length + -length % ranks
-
-
-@given(
-    st.sampled_from(KINDS),
-    st.booleans(),
-    *[st.sampled_from([1, 2, 3, 6])] * 2,
-    st.integers(0, 4),
-)
-def test_any_ranks_continue(
-    kind: type[Plain], shuffle: bool, first: int, second: int, k: int
-) -> None:
-    def loaders(ranks: int, state: Any = None) -> list[Any]:
-        stream = from_dataset(kind(), shuffle=shuffle).readers(6)
-        made = [
-            DataLoader(
-                stream, 6 // ranks, rank=rank, world_size=ranks, collate_fn=list,
-                tail="uneven",
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        for one in made if state else []:
-            one.load_state_dict(json.loads(json.dumps(state)))
-        return made
-
-    def batches(iterators: Sequence[Any], count: int) -> list[list[Any]]:
-        return [
-            sorted(x for one in iterators for x in next(one, [])) for _ in range(count)
-        ]
-
-    whole = batches([*map(iter, loaders(1))], 4)
-    begun = loaders(first)
-    head = batches([*map(iter, begun)], k)
-    state = merge_states([one.state_dict() for one in begun])
-    for one in begun:
-        one.close()
-    assert head + batches([*map(iter, loaders(second, state))], 4 - k) == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,6 +1,5 @@
 """One guard for every format: a shard is read at one version, and resumed at it."""
 
-import gzip
 import itertools
 import json
 import os
@@ -158,44 +157,6 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     found, _ = await read(make(str(other)), state=state)
     assert len(found) == len(rest) - 7
-
-
-PACKED: dict[str, Format] = {
-    "txt.gz": (TextDataset, lambda *args: gzip.compress(lines(*args)))
-}
-
-
-@pytest.mark.parametrize("ending", [*FORMATS, *PACKED])
-@pytest.mark.parametrize(
-    "where", ["file", "http", pytest.param("whole", marks=pytest.mark.fuzz)]
-)
-@pytest.mark.parametrize(
-    ("taken", "count"),
-    [
-        (1700, 1500),
-        pytest.param(160, 200, marks=pytest.mark.fuzz),
-        pytest.param(1700, 1980, marks=pytest.mark.fuzz),
-    ],
-)
-async def test_a_shard_that_shrank_before_it_is_resumed(
-    ending: str, where: str, taken: int, count: int, tmp_path: Path
-) -> None:
-    if where == "whole" and ending in {"parquet", "arrow"}:
-        pytest.skip("read by ranges only")
-    make, body = {**FORMATS, **PACKED}[ending]
-    samples = 20 if ending == "tar" else 1
-    path = tmp_path / f"a.{ending}"
-    put(path, body(0))
-    with ChangingServer(body(0), has_ranges=where != "whole") as server:
-        address = str(path) if where == "file" else f"{server.url}/a.{ending}"
-        stream = make(address, requests=QUICK)
-        _, state = await read(stream, taken // samples)
-        rest, _ = await read(stream, state=state)
-        assert len(rest) == (ROWS - taken) // samples
-        server.replace(body(0, count))
-        put(path, body(0, count))
-        with pytest.raises(ShardChangedError, match="changed since"):
-            await read(stream, state=state)
 
 
 async def test_the_state_is_small(tmp_path: Path) -> None:

@@ -141,17 +141,6 @@ async def test_each_lane_in_its_turn(make: Samples, limits: list[int]) -> None:
 
 
 @KINDS
-async def test_goes_on_from_anywhere(make: Samples) -> None:
-    """Within a woven block too: what was not passed on comes again."""
-    made = Memory(make)
-    whole = made.in_turn()
-    for count in range(len(whole) + 1):
-        first, state = await read(made, {}, itertools.cycle([3, 7]), count)
-        rest, _ = await read(made, state, itertools.repeat(5))
-        assert first + rest == whole
-
-
-@KINDS
 async def test_a_lane_that_fails_keeps_its_turn(make: Samples) -> None:
     """Its error stands where its sample would have; the other lanes lose nothing."""
     made = Memory(make)

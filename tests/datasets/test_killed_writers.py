@@ -1,8 +1,5 @@
 """Writers that are killed by SIGKILL before any operation, and begun again."""
 
-import json
-import subprocess
-import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -13,18 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from obstore.store import S3Store
 
-from datasets import killed_writing
-from datasets.killed_writing import LARGE_BYTES, LARGE_SAMPLES, SAMPLES
-
-SIGKILLED = -9
-Job = tuple[str, str, int]
-
-
-def run(what: str, jobs: list[Job]) -> list[int]:
-    command = [sys.executable, killed_writing.__file__, what, json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
-    found: list[int] = json.loads(done.stdout)
-    return found
+from datasets.killed_writing import (
+    LARGE_BYTES,
+    LARGE_SAMPLES,
+    SAMPLES,
+    SIGKILLED,
+    run,
+)
 
 
 def texts(kind: str, data: bytes) -> list[str]:

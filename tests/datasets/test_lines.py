@@ -200,14 +200,6 @@ async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-async def test_packed_shards_of_many_parts(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"a.txt.{ending}"
-    pack = PACKERS[ending]
-    path.write_bytes(b"".join(pack(f"{n}\n".encode()) for n in range(50)))
-    assert (await read(TextDataset(str(path))))[0] == [str(n) for n in range(50)]
-
-
-@pytest.mark.parametrize("ending", PACKERS)
 async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> None:
     """The checksum tells, at the latest at the end; the next shard comes."""
     data = bytearray(PACKERS[ending](os.urandom(3000).hex().encode()))

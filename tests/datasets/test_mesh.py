@@ -225,20 +225,3 @@ def test_one_process_of_each_rank_is_enough(
             found[place] = four[place].answer()
     assert found[::2] == found[1::2]
     check([found[0][0], found[2][0]], "pad")
-
-
-@TAILS
-def test_three_ranks_end_together(
-    three: list[RankProcess], tmp_path: Path, tail: str
-) -> None:
-    asked = {"do": "deliver", "tail": tail, **lines(tmp_path)}
-    for one in three:
-        one.send(**asked)
-    check([one.answer()[0] for one in three], tail)
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[list[RankProcess]]:
-    with ranks(3) as found:
-        assert met(found, 3) == [[0, 3], [1, 3], [2, 3]]
-        yield found

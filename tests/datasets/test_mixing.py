@@ -126,6 +126,7 @@ CHAINS = {
     "readers": lambda: endless().readers(4).take(15),
     "in a mixture": lambda: endless().mix(of("d", 40), until="first").shuffle(5),
     "epochs": lambda: endless().readers(2).epoch_length(50),
+    "of an epoch": lambda: of("a", 40).epoch_length(12).mix(of("b", 3), of("c", 5)),
 }
 
 
@@ -312,6 +313,7 @@ def test_figures_of_a_mixture_in_a_mixture() -> None:
         ([[1], [2]], {"weights": [1, -1]}, ValueError, "must be 2 positive numbers"),
         ([[1], [2]], {"weights": [1, "x"]}, ValueError, "must be 2 positive numbers"),
         ([[1], [2]], {"weights": [1, float("inf")]}, ValueError, "must be 2 positive"),
+        ([[1], [2]], {"weights": [1, float("nan")]}, ValueError, "must be 2 positive"),
         ([[1], [2]], {"weights": [1, 2, 3]}, ValueError, "must be 2 positive numbers"),
         ([[1], [2]], {"weights": []}, ValueError, "must be 2 positive numbers"),
         ({"a": [1]}, {"weights": {"b": 1}}, ValueError, r"are of \['b'\], but .*'a'"),

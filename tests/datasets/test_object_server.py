@@ -25,36 +25,6 @@ def ask(server: ObjectServer, path: str, **fields: str) -> tuple[int, bytes, Any
         return response.status, response.read(), response.headers
 
 
-def test_whole_objects_and_ranges() -> None:
-    with ObjectServer(OBJECTS) as server:
-        for name, data in OBJECTS.items():
-            for path in (f"/{name}", f"/bucket/{name}"):
-                assert ask(server, path)[:2] == (200, data)
-        for asked, expected in {
-            "0-0": slice(0, 1),
-            "10-19": slice(10, 20),
-            "1279990-": slice(1_279_990, None),
-            "1279990-9999999": slice(1_279_990, None),
-            "-7": slice(-7, None),
-        }.items():
-            status, body, fields = ask(server, "/big", Range=f"bytes={asked}")
-            start, stop, _ = expected.indices(len(DATA))
-            assert (status, body) == (206, DATA[expected])
-            assert fields["Content-Range"] == f"bytes {start}-{stop - 1}/{len(DATA)}"
-        assert ask(server, "/nothing")[0] == 404
-        assert ask(server, "/e", Range="bytes=1-")[0] == 416
-
-
-def test_objects_change_between_reads() -> None:
-    with ObjectServer({"a": b"first"}) as server:
-        old = ask(server, "/a")[2]["ETag"]
-        server.replace("a", b"second")
-        status, body, fields = ask(server, "/a", Range="bytes=2-", If_Range=old)
-        assert (status, body) == (200, b"second")
-        assert ask(server, "/a", If_Match=old)[0] == 412
-        assert ask(server, "/a", If_Match=fields["ETag"])[0] == 200
-
-
 @pytest.mark.parametrize("kind", ["errors", "resets", "truncated", "lying", "hangs"])
 def test_faults(kind: str) -> None:
     """Each breaks the answer in its way; nothing gives away a lie."""

@@ -12,7 +12,6 @@ import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset
-from aioloader.datasets._stores.stores import _Runtime
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -22,7 +21,6 @@ from aioloader.errors import (
 
 Serve: TypeAlias = Callable[..., ObjectDataset]
 STORES = ["local", "memory", "http", "s3"]
-LISTED = ["local", "memory", "s3"]
 
 
 @pytest.mark.parametrize("dataset", STORES, indirect=True)
@@ -132,15 +130,6 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
         await ObjectDataset.discover(s3, prefix="cat")
 
 
-@pytest.mark.parametrize("dataset", LISTED, indirect=True)
-async def test_discover_is_the_listing_constructor(dataset: ObjectDataset) -> None:
-    source: Any = dataset._store
-    store: Any = source._given or source._url
-    async with await ObjectDataset.discover(store) as found:
-        assert found.keys == dataset.keys
-        assert memoryview(await found[5]) == memoryview(await dataset[5])
-
-
 async def test_cancelled_discover_leaves_nothing(
     loopback: Any, noise: list[Any]
 ) -> None:
@@ -230,15 +219,6 @@ async def test_store_is_made_anew_after_close(serve: Serve) -> None:
     assert store.open() is first
     await dataset.aclose()
     assert store.open() is not first
-
-
-def test_runtime_refuses_a_fork() -> None:
-    runtime = _Runtime()
-    runtime.claim()
-    runtime.claim()
-    runtime._pid += 1
-    with pytest.raises(RuntimeError, match="does not survive a fork"):
-        runtime.claim()
 
 
 def run(script: str) -> "subprocess.CompletedProcess[str]":

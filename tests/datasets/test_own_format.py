@@ -1,7 +1,6 @@
 """A generator of samples over a file: where it runs, waits, ends and fails."""
 
 import asyncio
-import gzip
 import json
 import struct
 import threading
@@ -17,7 +16,7 @@ from aioloader import DataLoader
 from aioloader._order.raising import STOPS
 from aioloader.datasets import ByteStream
 from beside import beside
-from datasets.shards import check_resumes, read
+from datasets.shards import read
 from object_server import Faults, ObjectServer
 
 DATA = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
@@ -128,9 +127,3 @@ async def test_a_file_goes_forward(tmp_path: Path) -> None:
     path = str(tmp_path / "a")
     assert (await read(ByteStream(path, skips)))[0] == [b"end"]
     assert seen == [path]
-
-
-async def test_packed_shards(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzip.compress(DATA))
-    stream = ByteStream[bytes](f"{tmp_path}/a.gz", own_format.records)
-    await check_resumes(stream, RECORDS, [1000])

@@ -19,7 +19,6 @@ from aioloader._order.blocks import Bad
 from aioloader.datasets import from_iterable
 from aioloader.datasets._tokens.packing import best_fit
 from aioloader.errors import ShardChangedError, StateMismatchError
-from resuming import assert_resumes_exactly
 
 IGNORED, PAD, BOS, EOS = -100, 7_000, 7_001, 7_002
 
@@ -356,32 +355,6 @@ async def test_resumes_at_every_sample(
         assert head + middle + rest == whole, count
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("batch_size", [None, 1, 3])
-def test_a_loader_resumes(strategy: Any, batch_size: int | None) -> None:
-    """Failures skipped, in this epoch and the next ones."""
-    forms = ["array", "fails", "masked", "array", "text"]
-    some = [Text(n, 5 + 7 * n % 11, forms[n % 5]) for n in range(1, 25)]
-
-    def made() -> Any:
-        stream = documents(some).pack(16, strategy, window=9)
-        return DataLoader(stream, batch_size, on_error="skip")
-
-    assert_resumes_exactly(made)
-
-
-def test_workers_collate_samples() -> None:
-    """The same batches as without any."""
-    stream = documents([Text(n, 9, "masked") for n in range(1, 30)]).pack(8)
-    expected = [*DataLoader(stream, 4)]
-    with DataLoader(stream, 4, num_workers=1) as loader:
-        found = [*loader]
-    assert len(found) == len(expected) == 8
-    for one, same in zip(found, expected, strict=True):
-        assert one.keys() == same.keys()
-        assert all(torch.equal(one[name], same[name]) for name in one)
-
-
 async def test_few_documents_are_read_again() -> None:
     """Those of the open sample, and at most 64."""
     read: list[int] = []
@@ -514,6 +487,7 @@ async def test_what_is_no_document_fails_alone(
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"strategy": "first"}, ValueError, "'concat' or 'best_fit', got 'first'"),
         ({"overlong": "cut"}, ValueError, "overlong must be .*, got 'cut'"),
+        ({"overlong": "drop"}, ValueError, "overlong='drop' needs strategy='best_fit'"),
         ({"last": "keep"}, ValueError, "last must be 'drop' or 'pad', got 'keep'"),
         ({"eos": "</s>"}, TypeError, "str"),
     ],

@@ -121,23 +121,6 @@ async def test_a_request_that_fails(numbered: str) -> None:
         assert len(await read_shard(made, (numbered, 0))) == 20
 
 
-@PLACES
-async def test_a_cancelled_pull_loses_nothing(is_remote: bool, numbered: str) -> None:
-    for turns in range(6):
-        made = ParquetFormat(numbered, Local(is_remote=is_remote))
-        reader = made.open((numbered, 0), {}, 1 << 20)
-        pull = asyncio.create_task(reader.pull(5))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if pull.cancel():
-            await asyncio.wait([pull])
-        rows = [] if pull.cancelled() else list(pull.result())
-        while len(block := await reader.pull(5)):
-            rows += list(block)
-        assert [row["n"] for row in rows] == list(range(20))
-        await reader.aclose()
-
-
 async def test_closing_ends_requests_and_threads(numbered: str) -> None:
     local = Local(is_remote=True)
     made = ParquetFormat(numbered, local)
@@ -370,15 +353,6 @@ async def test_few_hops(small: str, hops: list[Any]) -> None:
     assert found == [*range(GROUPS * ROWS)]
     assert len(hops) < GROUPS / 4
     assert sum(len(shards) for shards in hops) == GROUPS
-
-
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"interleave": 3}])
-async def test_resumes_anywhere(small: str, options: dict[str, Any]) -> None:
-    whole, states = await numbers(ParquetDataset(small, **options), limit=37)
-    assert sorted(whole) == [*range(GROUPS * ROWS)]
-    for count, state in states[::7]:
-        rest, _ = await numbers(ParquetDataset(small, **options), state)
-        assert rest == whole[count:]
 
 
 async def test_only_the_damaged_one_is_lost(small: str) -> None:

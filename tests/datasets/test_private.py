@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.listing import Listing
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.per_loop import PerLoop
 
 Names = st.lists(
     st.text() | st.binary().map(lambda b: b.decode("utf-8", "surrogateescape"))
@@ -34,16 +33,6 @@ def test_names_are_as_a_list(names: list[str], index: int, part: slice) -> None:
             table[index]
 
 
-@given(Names)
-def test_names_survive_pickling(names: list[str]) -> None:
-    """Any protocol brings back an equal table."""
-    table = NameTable(names)
-    for protocol in (2, 5):
-        assert pickle.loads(pickle.dumps(table, protocol)) == table
-    assert table != NameTable([*names, "one more"])
-    assert table != 7
-
-
 def test_big_names_travel_out_of_band() -> None:
     """A table gives its two buffers to whoever ships them apart."""
     buffers: list[Any] = []
@@ -59,20 +48,6 @@ def test_listing_leaves_out_folder_markers() -> None:
     listing = Listing(found)
     assert list(listing) == ["a-b", "a/x", "b", "c", "c/x"]
     assert listing.sizes.tolist() == [0, 1, 0, 2, 0]
-
-
-async def test_value_of_a_loop_is_its_own() -> None:
-    """Two loops get two values; the same loop gets the same."""
-    values: PerLoop[list[int]] = PerLoop(list)
-
-    async def here() -> list[int]:
-        return values.here()
-
-    other = await asyncio.to_thread(asyncio.run, here())
-    assert values.here() is values.here()
-    assert other is not values.here()
-    gc.collect()
-    assert len(values._values) == 1
 
 
 async def test_drain_waits_for_requests_in_flight() -> None:

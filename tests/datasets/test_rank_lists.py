@@ -68,21 +68,6 @@ def test_a_table_that_changes(two: list[RankProcess], tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_a_prefix_that_grows(two: list[RankProcess], tmp_path: Path) -> None:
-    stream = shards(tmp_path, 0, 8)
-    assert two[0].do(do="open", **stream) == ["0"]
-    shards(tmp_path, 8, 9)
-    error = two[1].do(do="open", **stream)
-    assert error.startswith("DatasetError: TextDataset(")
-    assert "rank 1 found 9 shards (digest " in error
-    assert "and rank 0, before, 8 shards (digest " in error
-    two[0].do(do="rest")
-    # Both begin again, and agree.
-    assert [rank.do(do="open", **stream) for rank in two] == [["0"], ["10"]]
-    rest = [line for rank in two for line in rank.do(do="rest")]
-    assert sorted(map(int, rest)) == sorted({*range(90)} - {0, 10})
-
-
 def test_lists_that_differ_from_the_beginning(
     two: list[RankProcess], tmp_path: Path
 ) -> None:

@@ -9,14 +9,13 @@ import pytest
 
 from aioloader.datasets import Requests
 from aioloader.datasets._stores.requests import (
-    RefusedError,
     Server,
     Tries,
     UnreachableError,
 )
 from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import ObstoreStore
-from aioloader.errors import DatasetError, ObjectNotFoundError
+from aioloader.errors import DatasetError
 from datasets.changing import ChangingServer
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]
@@ -56,34 +55,6 @@ class FakeDraws:
 async def hang() -> None:
     """Never answer."""
     await asyncio.Event().wait()
-
-
-async def test_tried_until_it_succeeds() -> None:
-    """Whatever the number of failures before."""
-    attempt = attempts(*map(failure, range(9)), "data")
-    assert await Tries(AT_ONCE).make(attempt, *PLACE) == "data"
-
-
-async def test_refusals_are_raised_at_once() -> None:
-    """As the error that they carry, and nothing behind it."""
-    refused = RefusedError(ObjectNotFoundError("gone", location="s3://b/k"))
-    with pytest.raises(ObjectNotFoundError, match="gone") as caught:
-        await Tries(AT_ONCE).make(attempts(refused), *PLACE)
-    assert caught.value.__suppress_context__
-
-
-async def test_errors_of_ours_are_not_swallowed() -> None:
-    """A defect is no failed read."""
-    with pytest.raises(ZeroDivisionError):
-        await Tries(AT_ONCE).make(attempts(ZeroDivisionError()), *PLACE)
-
-
-async def test_given_up_at_the_deadline() -> None:
-    """The last error, with all attempts, those of the client within each too."""
-    policy = Requests(deadline=60, base_delay=1e12, max_delay=1e12)
-    with pytest.raises(DatasetError, match="failed 1; given up after 60 s, 2 at") as c:
-        await Tries(policy).make(attempts(failure(1)), *PLACE)
-    assert (c.value.attempts, c.value.location) == (2, "s3://b/k")
 
 
 async def test_a_timeout_names_the_last_error() -> None:
@@ -130,26 +101,6 @@ async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
     words = "failed 1; retrying for 120 s (logged once for a store)"
     assert [record.getMessage() for record in caplog.records] == [words]
     assert caplog.records[0].levelname == "WARNING"
-
-
-async def test_a_stall_counts_as_a_failure() -> None:
-    """The request is cancelled, and another one made."""
-    calls = itertools.count()
-    cancelled: list[int] = []
-
-    async def attempt() -> str:
-        number = next(calls)
-        if number < 2:
-            try:
-                await hang()
-            except asyncio.CancelledError:
-                cancelled.append(number)
-                raise
-        return "data"
-
-    policy = Requests(timeout=0.01, base_delay=0)
-    assert await Tries(policy).make(attempt, *PLACE) == "data"
-    assert cancelled == [0, 1]
 
 
 async def test_a_cancellation_is_no_failure() -> None:

@@ -450,10 +450,3 @@ def test_pickles_carry_the_cut_only(name: str) -> None:
         assert_same(list(found), list(rows))
         assert_same(found.collate(), rows.collate())
         assert found.joined([rows]) is not None
-
-
-def test_empty_lists_of_a_fixed_length_are_pickled() -> None:
-    """Pyarrow divides by their length; the process died."""
-    rows = Rows(pa.record_batch({"a": pa.array([[], []], pa.list_(pa.int32(), 0))}))
-    sent = pickle.loads(pickle.dumps(rows.pick([0, 1, 0]), protocol=5))
-    assert [row["a"].shape for row in sent] == [(0,)] * 3

@@ -16,7 +16,6 @@ from datasets.pg import Database
 from datasets.shards import read, source_state
 from datasets.sql_reads import (
     keys_of,
-    opened,
     parts_of,
     resumed,
     rows_of,
@@ -76,18 +75,6 @@ async def test_every_row_once_and_in_order(database: Database, name: str) -> Non
         assert [row["n"] for part in parts for row in part] == expected
         assert len(parts) == partitions
         assert max(map(len, parts)) <= 2 * ROWS // partitions
-
-
-async def test_positions_are_of_what_was_pulled(database: Database) -> None:
-    """Not of what was read ahead; they are the key and nothing else."""
-    database.fill("t", 500)
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=2)) as readers:
-        assert readers[1].position() == {}
-        assert len(await readers[1].pull(7)) <= 7  # the first batch is one row
-        rows = await readers[1].pull(7)
-        assert readers[1].position() == {"key": rows[-1]["id"]}
-        assert readers[1].positions()(3) == {"key": rows[2]["id"]}
-        assert type(readers[1].position()["key"]) is int
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])

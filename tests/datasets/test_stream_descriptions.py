@@ -20,6 +20,7 @@ from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import StateMismatchError
 from datasets.ranks import merge_states
 from datasets.shards import parquet, read, text
+from datasets.test_flat_steps import tokenizer
 
 
 def numbers(count: int = 40) -> Iterator[int]:
@@ -121,8 +122,10 @@ def test_another_process_says_the_same() -> None:
     code = (
         "import json\n"
         f"from {__name__} import Called, numbers\n"
+        "from datasets.test_flat_steps import tokenizer\n"
         "from aioloader.datasets import from_iterable\n"
-        "stream = from_iterable(numbers).map(Called(1)).shuffle(4).batch(2)\n"
+        "stream = from_iterable(numbers).map(Called(1)).tokenize(tokenizer())\n"
+        "stream = stream.shuffle(4).batch(2)\n"
         "print(json.dumps(stream.describe()))\n"
     )
     root = str(Path(__file__).parents[2])
@@ -133,7 +136,8 @@ def test_another_process_says_the_same() -> None:
         check=True,
         text=True,
     )
-    stream = from_iterable(numbers).map(Called(2)).shuffle(4).batch(2)
+    stream = from_iterable(numbers).map(Called(2)).tokenize(tokenizer())
+    stream = stream.shuffle(4).batch(2)
     assert json.loads(run.stdout) == stream.describe()
 
 

@@ -1,6 +1,5 @@
 """What holds for every stream, whatever its shards are made of."""
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from datasets.shards import (
     json_lines,
     name_of,
     names,
-    postgresql,
     read,
     source_state,
     text,
@@ -80,31 +78,6 @@ async def test_the_order_is_a_function_of_seed_and_epoch(
     assert len({tuple(first), tuple(second), tuple(await names(other))}) == 3
     stream.set_epoch(0)
     assert await names(stream) == await names(stream) == first
-
-
-@MAKES
-@pytest.mark.parametrize("interleave", [1, 3])
-async def test_resumes_anywhere(make: Make, interleave: int, tmp_path: Path) -> None:
-    stream = make(tmp_path, shuffle=True, interleave=interleave)
-    stream.set_epoch(5)
-    whole = await names(stream)
-    step = 5 if make is not postgresql else 17  # to connect takes long
-    for count in range(interleave, len(whole) + 1, step):
-        head, state = await read(stream, count)
-        rest = pickle.loads(pickle.dumps(stream))
-        rest.load_state_dict(state)
-        found = [name_of(sample) for sample in head] + await names(rest)
-        assert found == whole, count
-
-
-@MAKES
-async def test_a_loaded_state_is_for_one_epoch(make: Make, tmp_path: Path) -> None:
-    stream = make(tmp_path, shuffle=True)
-    _, state = await read(stream, 10)
-    again = pickle.loads(pickle.dumps(stream))
-    again.load_state_dict(state)
-    assert len(await names(again)) == len(NAMES) - 10
-    assert await names(again) == await names(stream)
 
 
 @MAKES

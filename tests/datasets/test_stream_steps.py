@@ -1,7 +1,6 @@
 """Steps of streams: map, filter, shuffle, take, skip and batch."""
 
 import asyncio
-import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -175,69 +174,6 @@ async def test_batch() -> None:
     loader: Any = DataLoader(numbers(7).batch(3), batch_size=None)
     batches = await beside(lambda: [list(map(int, batch)) for batch in loader])
     assert batches == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-STEPS: dict[str, Callable[[Any], Any]] = {
-    "map": lambda s: s.map(abs),
-    "async map": lambda s: s.map(pow2_async, concurrency=6),
-    "filter": lambda s: s.filter(lambda n: n % 7),
-    "shuffle": lambda s: s.shuffle(7),
-    "shuffle all": lambda s: s.shuffle(1000),
-    "take": lambda s: s.take(17),
-    "skip": lambda s: s.skip(5),
-    "batch": lambda s: s.batch(4),
-    "mix": lambda s: s.mix(numbers(9), numbers(3), weights=[5, 2, 1]),
-    "many": lambda s: (
-        s.shuffle(10).map(pow2_async, concurrency=3).skip(2).take(30).batch(3)
-    ),
-    "mixed": lambda s: s.filter(is_odd).shuffle(5).mix(numbers(9).shuffle(4)),
-}
-
-EPOCHS: dict[str, Callable[[Any], Any]] = {
-    "shorter epoch": lambda s: s.epoch_length(7),
-    "longer epoch": lambda s: s.take(10).shuffle(4).epoch_length(33),
-    "steps of an epoch": lambda s: s.epoch_length(33).map(float).shuffle(5),
-    "times": lambda s: s.take(10).repeat(3).batch(4),
-    "mixed epochs": lambda s: s.repeat().mix(numbers(3).repeat()).epoch_length(41),
-    "mixed ends": lambda s: s.epoch_length(12).mix(numbers(3), numbers(5)),
-}
-
-
-def is_odd(number: int) -> int:
-    return number % 2
-
-
-async def pow2_async(number: int) -> int:
-    await asyncio.sleep(0)
-    return number**2
-
-
-@pytest.mark.parametrize("step", STEPS | EPOCHS)
-async def test_resumes_anywhere(step: str) -> None:
-    def make() -> Any:
-        return (STEPS | EPOCHS)[step](numbers(40))
-
-    whole = await items(make())
-    for count in range(len(whole) + 1):
-        stream = make()
-        head, state = await read(stream, count)
-        stream.load_state_dict(state)
-        middle, state = await read(stream, 2)
-        rest = make()
-        rest.load_state_dict(json.loads(json.dumps(state)))
-        assert head + middle + await items(rest) == whole, count
-
-
-@pytest.mark.parametrize("step", STEPS)
-async def test_ranks_share(step: str) -> None:
-    async def part(rank: int) -> list[Any]:
-        return await items(STEPS[step](numbers(40)).shard(rank, 3))
-
-    parts = [await part(rank) for rank in range(3)]
-    assert all(parts)
-    assert parts == [await part(rank) for rank in range(3)]
-    if step in {"map", "shuffle", "shuffle all"}:
-        assert sorted(n for one in parts for n in one) == list(range(40))
 
 
 def test_repr_and_pickle() -> None:

@@ -22,7 +22,7 @@ from aioloader.datasets import ObjectDataset, TarDataset
 from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.conftest import CONTENTS, wait_until_hung_up
-from datasets.shards import NAMES, name_of, names, read, write_tar
+from datasets.shards import read, write_tar
 from datasets.test_places import big_shard
 from datasets.test_secrets import everything_said
 
@@ -118,14 +118,6 @@ async def test_objects(bucket: str) -> None:
     assert [bytes(body) for body in bodies] == [
         CONTENTS[key.removeprefix("train/")] for key in found.keys
     ]
-
-
-async def test_shards(bucket: str) -> None:
-    stream = TarDataset(f"{bucket}/tar/*.tar")
-    assert await names(stream) == NAMES
-    some, state = await read(stream, 20)
-    stream.load_state_dict(state)
-    assert [name_of(sample) for sample in some] + await names(stream) == NAMES
 
 
 async def test_one_shard_in_many_ranges(bucket: str) -> None:
@@ -229,15 +221,3 @@ async def test_a_missing_bucket(bucket: str, use: Use, place: str) -> None:
     with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket") as c:
         await use("s3://nothing")
     assert c.value.location == f"s3://nothing/{place}"
-
-
-async def test_a_missing_key(bucket: str) -> None:
-    async with ObjectDataset(bucket, ["train/none"]) as dataset:
-        with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchKey"):
-            await dataset[0]
-    with pytest.raises(ObjectNotFoundError, match=r"s3://bucket/tar/none\.tar"):
-        await read(TarDataset(f"{bucket}/tar/none.tar"))
-    with pytest.raises(ValueError, match=r"no shard matches 's3://bucket/tar/x\*'"):
-        await read(TarDataset(f"{bucket}/tar/x*"))
-    with pytest.raises(ValueError, match="no object in 's3://bucket/none'"):
-        await ObjectDataset.discover(bucket, prefix="none")

@@ -30,12 +30,10 @@ from aioloader.errors import (
 )
 from aioloader.protocols import reads_async
 from aioloader.testing import check_dataset
-from datasets import killed_writing
-from datasets.killed_writing import DOCUMENTS, TEXTS, letters
+from datasets.killed_writing import DOCUMENTS, SIGKILLED, TEXTS, letters, run
 from resuming import assert_resumes_exactly
 
 Documents = Sequence[Sequence[int]]
-SIGKILLED = -9
 
 
 async def write_async(path: Any, documents: Documents, **options: Any) -> None:
@@ -495,13 +493,6 @@ async def test_files_of_others_stay(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match="exists, without the sidecar"):
         await write_async(tmp_path / "a", [[1]])
     assert await asyncio.to_thread((tmp_path / "a").read_bytes) == b"theirs"
-
-
-def run(what: str, jobs: Any) -> list[int]:
-    command = [sys.executable, killed_writing.__file__, what, json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=100)
-    found: list[int] = json.loads(done.stdout)
-    return found
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ phrase is found across line ends. In Python files only comments and strings coun
 not names in them: a string of one word, the values of an f-string, an entry of ``Args``
 or ``Attributes``. Nor do the headings of ``docs/fix-it``, which quote messages of the
 source, nor, for some words, code in Markdown and between backquotes. Jargon of the
-source counts where users read.
+source counts where users read; the reference quotes docstrings.
 """
 
 import functools
@@ -26,7 +26,7 @@ PAGES = ("*.md", "docs/**/*.md", ".github/**/*.md", ".github/**/*.yml")
 SOURCES = ("src/aioloader/**/*.py", "examples/**/*.py")
 # Where jargon of the source counts too.
 PUBLIC = re.compile(
-    r"README|CHANGELOG|SECURITY|docs/|examples/"
+    r"README|CHANGELOG|SECURITY|docs/(?!reference/)|examples/"
     r"|src/aioloader/((datasets/)?[a-z]\w*\.py|_cli/|_loader/(arguments|loader|observed)"
     r"|_observe/(metrics|page|stats|verdict)|_device/naming)"
 )

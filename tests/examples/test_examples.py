@@ -3,21 +3,27 @@
 import ast
 import asyncio
 import importlib.util
+import io
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import httpx
+import postgres_features
 import pytest
 import torch
 import train_digits
-from starlette.applications import Starlette
+from PIL import Image
+from sklearn.datasets import load_digits
 
 import service
+from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
 
 __all__ = ["server"]
@@ -49,36 +55,84 @@ def test_an_example_is_short_and_is_run(path: Path) -> None:
     assert any(re.search(rf"\b{path.stem}\b", text) for text in others)
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> Starlette:
-    """Make the service over 64 files, before a loop runs."""
-    for number in range(64):
-        (tmp_path / f"{number}.py").write_text("spam " * (number + 1))
-    return service.make_app(root=str(tmp_path))
+async def test_a_service_classifies(tmp_path: Path) -> None:
+    """Each picture of a folder, in the order of their names; without any: 404."""
+    digits = load_digits()
+    pixels = torch.from_numpy(digits.images).float() / 16
+    model = service.train(pixels, torch.from_numpy(digits.target))
+    for number in range(100):
+        picture = Image.fromarray(digits.images[number].astype("uint8"))
+        picture.save(tmp_path / f"{number:02}.png")
+    app = service.make_app(str(tmp_path), model)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        answer = await client.get("/classify")
+        missing = await client.get("/classify", params={"prefix": "other"})
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert [line["name"] for line in lines] == [f"{n:02}.png" for n in range(100)]
+    found = torch.tensor([line["label"] for line in lines])
+    assert found.equal(model(pixels[:100]).argmax(1))
+    assert found.eq(torch.from_numpy(digits.target[:100])).sum() >= 95
+    assert missing.status_code == 404
 
 
-async def test_service_answers_while_it_indexes(app: Starlette) -> None:
-    """Requests are served before, during and after the stream, in one loop."""
-    answers: list[dict[str, int]] = []
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://t"
-        ) as client:
-            while not answers or not answers[-1]["complete"]:
-                answer = await client.get("/count", params={"word": "spam"})
-                answers.append(answer.json())
-                await asyncio.sleep(0)  # this transport never suspends
-    counts = [answer["count"] for answer in answers]
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == sum(range(65))
+class Endless(Source):
+    """Pictures of which only the first ``quick`` ever arrive."""
+
+    def __init__(self, quick: int) -> None:
+        file = io.BytesIO()
+        Image.new("L", (8, 8)).save(file, "PNG")
+        self.data = file.getvalue()
+        self.quick = quick
+        self.reading = 0
+
+    async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        for number in range(1000):
+            yield f"{number:03}.png", len(self.data)
+
+    async def get(self, key: str, start: int, stop: int) -> Piece:
+        self.reading += 1
+        try:
+            if int(key.removesuffix(".png")) >= self.quick:
+                await asyncio.Event().wait()
+        finally:
+            self.reading -= 1
+        return Piece(self.data[start:stop], Version(len(self.data)))
 
 
-async def test_service_stops_in_the_middle(app: Starlette) -> None:
-    """A shutdown cancels the stream and leaves nothing behind."""
-    async with app.router.lifespan_context(app):
-        await asyncio.sleep(0)
+@pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
+async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
+    """At once, wherever the response is; nothing of its loader is left."""
+    store = Endless(32 if client == "waits for a batch" else 1000)
+    app = service.make_app(store, torch.nn.Flatten())
+    requested = iter([{"type": "http.request", "body": b"", "more_body": False}])
+    answered, left = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Any:
+        for message in requested:
+            return message
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            answered.set()
+            if client != "waits for a batch":
+                await (left if client == "of ASGI 2.4" else asyncio.Event()).wait()
+                raise OSError
+
+    version = "2.4" if client == "of ASGI 2.4" else "2.3"
+    path = {"path": "/classify", "query_string": b"", "headers": []}
+    scope = {"type": "http", "method": "GET", "asgi": {"spec_version": version}, **path}
+    before = asyncio.all_tasks()
+    request = asyncio.ensure_future(app(scope, receive, send))
+    await answered.wait()
+    if client == "waits for a batch":
+        assert store.reading
+    left.set()
+    await asyncio.gather(request, return_exceptions=True)  # ASGI 2.4: Starlette raises
+    assert store.reading == 0
+    assert asyncio.all_tasks() == before
 
 
 @pytest.mark.slow
@@ -115,17 +169,6 @@ def test_the_demo_says_what_it_fell_back_to(
     assert found == ("xpu:0" if torch.xpu.is_available() else "cpu")
     said = "no xpu device here: training on the CPU instead of 'xpu:0'\n"
     assert capsys.readouterr().out == ("" if torch.xpu.is_available() else said)
-
-
-@pytest.mark.slow
-def test_augmentations_do_not_depend_on_the_number_of_workers() -> None:
-    """A script without a main guard, as a user runs it."""
-    script = Path(train_digits.__file__).with_name("augment.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
-    assert done.stderr == ""
-    assert "the same crops: True" in done.stdout
 
 
 # On loopback only.
@@ -181,6 +224,29 @@ def test_a_service_streams_rows(server: Server) -> None:
     """Through its own pool, beside other requests."""
     lines = ran("service_rows.py", server.url())
     assert re.fullmatch(r"mean 250.05; answered \d+ other requests meanwhile", lines[0])
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_rows_become_features(server: Server) -> None:
+    """Arrays, JSONB and vectors, as they were written; resumed in the middle."""
+    lines = await asyncio.to_thread(ran, "postgres_features.py", server.url())
+    shapes = "'prices': (64, 7), 'stars': (64,), 'tags': (64, 3), 'embedding': (64, 8)"
+    assert lines == [
+        f"{{'id': (64,), {shapes}}}",
+        "5000 rows, 5000 of them different",
+    ]
+    async with postgres_features.make_loader(server.url()) as loader:
+        async for batch in loader:
+            ids = batch["id"]
+            days = torch.arange(1, 8)
+            prices = (ids[:, None] + days) * (days <= 1 + ids[:, None] % 7)
+            assert batch["prices"].equal(prices.float())
+            assert batch["stars"].equal((ids % 5).double())
+            assert batch["tags"].equal(
+                torch.tensor([1.0, 1.0, 0.0]).expand(len(ids), 3)
+            )
+            assert batch["embedding"].equal(ids[:, None].expand(len(ids), 8).float())
 
 
 @pytest.mark.slow

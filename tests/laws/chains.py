@@ -17,13 +17,14 @@ from datasets.shards import (
     SHARDED,
     Make,
     iterable,
+    map_style,
     name_of,
     sqlite,
 )
 
 # A server's start is dear and its formats are SQLite's; see test_stream_laws.py.
 MAKES: list[Make] = [make for make in EVERY if make not in DATABASES] + [sqlite]
-_SHUFFLED = [*SHARDED, *FILES_OF_TABLES, sqlite]
+_SHUFFLED: list[Make] = [*SHARDED, *FILES_OF_TABLES, sqlite, map_style]
 
 
 def upper(sample: Any) -> str:

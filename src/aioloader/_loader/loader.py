@@ -79,10 +79,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         multiprocessing_context: Start method of workers.
         generator: Source of the shuffle order and of ``base_seed``.
         prefetch_factor: Limit on batches requested and not yet delivered, per worker
-            (without workers, in total, which torch refuses). ``None`` is 2; for async
-            datasets, enough to keep ``concurrency`` samples in flight, plus three. For
-            ``async for`` over a plain dataset, and for aioloader's streams on the
-            private loop, also as many as are made in 2 ms. ``"auto"``: starts with
+            (without workers, in total, which torch refuses). ``None``: by kind of
+            dataset, see "Defaults" in the guide to workers. ``"auto"``: starts with
             that, and grows as long as that helps.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.

@@ -89,17 +89,17 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
         add(f"'{value}")
     elif isinstance(value, (int, NoneType)):  # booleans too
         add(str(value))
-    elif isinstance(value, Mapping):
-        add("{")
-        for key in sorted(value, key=str):
-            add(str(key))
-            _spell(value[key], add)
-        add("}")
     elif isinstance(value, (list, tuple)):
         add("[")
         for one in value:
             _spell(one, add)
         add("]")
+    elif isinstance(value, (dict, Mapping)):  # in this order: a dict is found quickly
+        add("{")
+        for key in sorted(value, key=str):
+            add(str(key))
+            _spell(value[key], add)
+        add("}")
     elif isinstance(value, float):
         add(repr(float(value)))
     else:

@@ -77,7 +77,7 @@ class ObjectDataset(
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
     ) -> None:
-        check_is(prefix, str, "prefix", "a string")
+        _check(prefix)
         if keys is not None:
             check_is(keys, Iterable, "keys", "an iterable of keys")
         if isinstance(keys, (str, bytes)):
@@ -109,7 +109,7 @@ class ObjectDataset(
 
         Arguments and errors are those of the class.
         """
-        check_is(prefix, str, "prefix", "a string")
+        _check(prefix)
         # With options it makes a store, which reads certificates.
         options = hidden(store_options)
         listed = await asyncio.to_thread(store_of, store, options)
@@ -162,3 +162,12 @@ class ObjectDataset(
 
     def __repr__(self) -> str:
         return f"ObjectDataset({self._store.label!r}, {self._names!r})"
+
+
+def _check(prefix: Any) -> None:
+    check_is(prefix, str, "prefix", "a string")
+    if not {".", ".."}.isdisjoint(prefix.split("/")):
+        raise ValueError(
+            f"prefix={prefix!r} must be the first segments of keys, which have no '.' "
+            "and no '..'"
+        )

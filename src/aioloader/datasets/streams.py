@@ -261,7 +261,8 @@ class Stream(Iterated[Sample_co]):
             seed: Seed of the order of best fit, which also depends on the epoch.
 
         Raises:
-            ValueError: If ``length`` or ``window`` is below 1, or a word is unknown.
+            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or
+                concat is to truncate or drop documents.
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")
@@ -275,6 +276,11 @@ class Stream(Iterated[Sample_co]):
             )
         if last not in {"drop", "pad"}:
             raise ValueError(f"last must be 'drop' or 'pad', got {last!r}")
+        if strategy == "concat" and overlong != "split":
+            raise ValueError(
+                f"overlong={overlong!r} needs strategy='best_fit': 'concat' splits all "
+                "documents"
+            )
         bos, eos = (None if one is None else operator.index(one) for one in (bos, eos))
         described: State = {"length": length, "strategy": strategy}
         described |= {"bos": bos, "eos": eos, "pad": operator.index(pad)}

@@ -1,4 +1,4 @@
-"""The table ``events`` in SQLite and in PostgreSQL."""
+"""The table ``events`` in SQLite and in PostgreSQL, which has ``people`` too."""
 
 import asyncio
 import os
@@ -6,6 +6,15 @@ import sqlite3
 from typing import Any
 
 NEEDS = ("postgresql",)
+PEOPLE = """
+CREATE EXTENSION IF NOT EXISTS vector;
+DROP TABLE IF EXISTS people;
+CREATE TABLE people
+    (id INT PRIMARY KEY, visits INT[], details JSONB, embedding vector(8));
+INSERT INTO people SELECT n, ARRAY(SELECT generate_series(1, n % 3 + 1)),
+    jsonb_build_object('stars', n % 5), array_fill(n, ARRAY[8])::vector
+FROM generate_series(1, 100) n;
+"""
 ROWS = [(n, n % 31, n / 2) for n in range(1000)]
 
 
@@ -27,6 +36,7 @@ def before(page: dict[str, Any]) -> None:
         await connection.execute(
             "CREATE TABLE events (id INT PRIMARY KEY, day INT, value FLOAT8)"
         )
+        await connection.execute(PEOPLE)
         await connection.copy_records_to_table("events", records=ROWS)
         await connection.close()
 

@@ -22,6 +22,9 @@ def after(page: dict[str, Any]) -> None:
             assert answer["total"] == sum(range(100, 200))
             sample = (await client.get("/sample", params={"size": 8})).json()
             assert len(set(sample["ids"])) == 8
+            streamed = await client.get("/predictions")
+            assert streamed.text.count("\n") == 7
+            assert streamed.text.startswith("[10.0, 10.04987")
         mean = await page["mean"]()
         assert abs(mean - sum(n**0.5 for n in range(100, 200)) / 100) < 1e-9
 

@@ -63,10 +63,11 @@ class Packed(Step):
 
     async def _more(self, limit: int) -> Block:
         rows = self.upstream
-        if not (rows.ready or await rows.fill(min(limit, _ROWS))):
-            return []
+        # As many as are made for the price of one, however few are asked for.
         most = min(_ROWS, max(1, _TOKENS // self.length))
-        block: Any = rows.take(min(limit, most))
+        if not (rows.ready or await rows.fill(max(min(limit, _ROWS), most))):
+            return []
+        block: Any = rows.take(most)
         if self.length <= _TOKENS:
             return self._made_of(block)
         return await asyncio.to_thread(self._made_of, block)
@@ -188,7 +189,7 @@ class Concatenated(Step):
         self.upstream.pass_on(documents)
 
     def state(self) -> State:
-        return self._here()
+        return {name: one for name, one in self._here().items() if one != []}
 
 
 def _is_quick(block: Block) -> bool:
