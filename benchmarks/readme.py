@@ -63,7 +63,7 @@ LOSSES = {
     "epochs": "starting an epoch",
     "peers": "small local shards",
     "blocking": "a step that blocks its event loop",
-    "tar": "cutting tars",
+    "tar": "splitting tars",
     "stream_parquet": "Parquet, compared with `pyarrow.dataset`",
     "sql": "small blobs from a database",
     "bounded": "the memory of a stream of tars, compared with `tarfile`",
@@ -209,7 +209,7 @@ def section(results: list[Result]) -> str:
     lines = [
         "## Measured",
         "",
-        f"Two shared cores; the best setting found of each; {rounds(chosen)}.",
+        f"Two shared cores; the best setting found for each loader; {rounds(chosen)}.",
         "",
         "| question | aioloader | peers |",
         "|---|---|---|",

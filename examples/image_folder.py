@@ -1,6 +1,6 @@
-"""Train on a folder of pictures for each class, decoded in worker processes.
+"""Train on a folder of images for each class, decoded in worker processes.
 
-Run it with ``python examples/image_folder.py``, which writes the pictures first.
+Run it with ``python examples/image_folder.py``, which writes the images first.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def write_folders(root: Path) -> None:
 
 
 def train(root: Path, epochs: int) -> float:
-    """Train on all pictures, print a line per epoch, and return the last accuracy."""
+    """Train on all images, print a line per epoch, and return the last accuracy."""
     torch.manual_seed(0)
     pictures = FileDataset("**/*", root=root).class_folders()
     loader: Any = DataLoader(
@@ -57,7 +57,7 @@ def train(root: Path, epochs: int) -> float:
 
 
 def main() -> None:
-    """Write the pictures to a directory, and train."""
+    """Write the images to a directory, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=5)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Log a loader's figures next to the loss, and show a progress bar.
+"""Log a loader's metrics next to the loss, and show a progress bar.
 
 Run it with ``python examples/log_figures.py``: it prints what a logger would get.
 """
@@ -26,7 +26,7 @@ class Remote:
 
 
 def figures(stats: LoaderStats, began: float) -> dict[str, float]:
-    """Return the figures worth a curve; ``stats`` has more."""
+    """Return the metrics worth a curve; ``stats`` has more."""
     seconds = time.perf_counter() - began
     return {
         "loader/wait_share": stats.waited / seconds,

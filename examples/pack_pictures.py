@@ -1,6 +1,6 @@
-"""Pack a folder of pictures with ``aioloader pack``, and train from the shards.
+"""Pack a folder of images with ``aioloader pack``, and train from the shards.
 
-Run it with ``python examples/pack_pictures.py``, which writes the pictures first.
+Run it with ``python examples/pack_pictures.py``, which writes the images first.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def train(shards: Path, epochs: int) -> float:
 
 
 def main() -> None:
-    """Write the pictures to a directory, pack and train."""
+    """Write the images to a directory, pack and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=5)
     arguments = parser.parse_args()

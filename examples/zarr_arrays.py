@@ -39,7 +39,7 @@ class ZarrDataset:
 
 
 def main() -> None:
-    """Write an array of 256 small pictures, and read it shuffled."""
+    """Write an array of 256 small images, and read it shuffled."""
     with tempfile.TemporaryDirectory() as folder:
         shape, chunks = (256, 3, 8, 8), (1, 3, 8, 8)
         array = zarr.create_array(folder, shape=shape, chunks=chunks, dtype="f4")

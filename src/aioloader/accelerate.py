@@ -22,13 +22,15 @@ import torch.utils.data
 
 from aioloader._loader.loader import DataLoader
 from aioloader._loader.torch_compat import dataset_kind
+from aioloader.errors import UNRELEASED
 from aioloader.protocols import Kind, kind_of
 
 try:
     from accelerate import data_loader as theirs
 except ImportError as _error:
     raise ImportError(
-        'aioloader.accelerate needs accelerate: pip install "aioloader[accelerate]"'
+        "aioloader.accelerate needs accelerate: "
+        f'pip install "aioloader[accelerate]{UNRELEASED}"'
     ) from _error
 
 __all__ = ["AsyncIterableDatasetShard", "TrainerMixin", "prepare", "skip_first_batches"]

@@ -2,7 +2,7 @@
 
 Every class also derives from the builtin a caller would guess, so that
 ``except RuntimeError`` or ``except FileNotFoundError`` keeps working. A user's own
-exception is never replaced: it keeps its type and gains notes. These types are for
+exception is never replaced: it keeps its type and gets notes. These types are for
 aioloader's own failures. Each can be made from its message alone, as frameworks do to
 raise an error again in another process::
 
@@ -25,6 +25,9 @@ raise an error again in another process::
 
 from dataclasses import InitVar, dataclass
 from typing import Any
+
+# Where pip gets the package, after its name: no index has it until there is a release.
+UNRELEASED = " @ git+https://github.com/aioloader/aioloader"
 
 
 @dataclass(eq=False, repr=False)

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,23 @@ class Rank:
     async def finish(self) -> list[Any]:
         async with self.loader:
             return [batch async for batch in self.iterator]
+
+    async def report(self, seconds: float, epoch: int = 0) -> list[str]:
+        """Read an epoch of samples that take so long, and compare the ranks."""
+
+        class Slow:
+            def __len__(self) -> int:
+                return 4
+
+            def __getitem__(self, index: int) -> int:
+                time.sleep(seconds)
+                return index
+
+        loader: Any = DataLoader(Slow())
+        loader.set_epoch(epoch)
+        assert len(list(loader)) == 4
+        assert not loader.report().remarks
+        return list(loader.report(ranks="train").remarks)
 
     async def steps(self, batch_size: int, **options: Any) -> list[Any]:
         """Train by DDP, a step per batch; return each batch and its mask."""

@@ -156,13 +156,13 @@ def test_samples_that_are_no_dicts() -> None:
     assert (same(made, COLOURS), label) == (True, 3)
     with pytest.raises(TypeError, match="got str"):
         Decoder("pil")("text")
-    with pytest.raises(TypeError, match="has no word for pictures"):
+    with pytest.raises(TypeError, match="has no word for images"):
         Decoder({"png": len})((b"1", 3))
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\]"'):
+    with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\] @ git'):
         Decoder("pil")
     assert Decoder()({"cls": b"1"}) == {"cls": 1}
 

@@ -351,7 +351,7 @@ def test_missing_extras(
     module: str, call: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'pip install "aioloader\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf'pip install "aioloader\[{extra}\] @ git'):
         eval(call)
 
 
@@ -360,5 +360,5 @@ async def test_missing_zstandard(
 ) -> None:
     (tmp_path / "a.txt.zst").touch()
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\]"'):
+    with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\] @ git'):
         await first(TextDataset(str(tmp_path / "a.txt.zst")))

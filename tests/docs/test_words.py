@@ -45,6 +45,19 @@ def test_source_counts_where_it_is_text() -> None:
     }
 
 
+def test_names_do_not_count() -> None:
+    """A string of one word, a value, an argument, code; jargon inside the package."""
+    source = (
+        '"""Draw.\n\n    tail: ``tail`` decides.\n    """\n'
+        'heads = ("lanes", "figures")\n'
+        'error = f"{tail} and {lane}, by tail=1"\n'
+        "# The lanes of figures.\n"
+    )
+    for name, phrases in ("_pipeline/a.py", 1), ("datasets/a.py", 2):
+        found = words.hits_in(words.prose(source), f"src/aioloader/{name}")
+        assert [hit.phrase for hit in found] == ["figures", "lanes"][:phrases]
+
+
 def test_every_row_has_advice() -> None:
     """No row is listed twice, and each names what to write."""
     rows = words.words()

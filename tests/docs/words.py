@@ -1,10 +1,11 @@
 """The words to avoid (``words.toml``), and where the project's text has them.
 
 ``python tests/docs/words.py`` prints every place; arguments are patterns of files. A
-phrase is found across line ends. In Python files only comments and strings count. The
-headings of ``docs/fix-it`` do not: they quote messages of the source. Some words are
-for the documentation and the changelog alone, outside of their code; the reference
-quotes docstrings.
+phrase is found across line ends. In Python files only comments and strings count, but
+not names in them: a string of one word, the values of an f-string, an entry of ``Args``
+or ``Attributes``. Nor do the headings of ``docs/fix-it``, which quote messages of the
+source, nor, for some words, code in Markdown and between backquotes. Jargon of the
+source counts where users read; the reference quotes docstrings.
 """
 
 import functools
@@ -23,10 +24,18 @@ ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("words.toml")
 PAGES = ("*.md", "docs/**/*.md", ".github/**/*.md", ".github/**/*.yml")
 SOURCES = ("src/aioloader/**/*.py", "examples/**/*.py")
+# Where jargon of the source counts too.
+PUBLIC = re.compile(
+    r"README|CHANGELOG|SECURITY|docs/(?!reference/)|examples/"
+    r"|src/aioloader/((datasets/)?[a-z]\w*\.py|_cli/|_loader/(arguments|loader|observed)"
+    r"|_observe/(metrics|page|stats|verdict)|_device/naming)"
+)
 # On Python 3.12 and later, the text of an f-string is a token of its own.
 _QUOTED = re.compile(r"^### `.*$", re.MULTILINE)
 _CODE = re.compile(r"(?ms)^ *```.*?^ *```$|(`+)(?!`).*?(?<!`)\1(?!`)")
 _MARKS = re.compile(r"^\w*[\"']+|[\"']+$|^#|\\n")
+_NAMES = re.compile(r"(?m)^\w*([\"']+)\w+\1$|^ +\w+:(?=\s)")
+_VALUES = re.compile(r"\{[^{}]*\}")
 _TEXT = {token.STRING, token.COMMENT, getattr(token, "FSTRING_MIDDLE", token.STRING)}
 
 
@@ -36,12 +45,14 @@ class Word(NamedTuple):
     Attributes:
         avoid: A regular expression for whole words; a space matches any white space.
         instead: What to write.
-        in_pages: Whether it is avoided in the documentation and the changelog alone.
+        may_be_code: Whether code may have it.
+        is_public: Whether it is avoided only where users read.
     """
 
     avoid: str
     instead: str
-    in_pages: bool = False
+    may_be_code: bool
+    is_public: bool
 
 
 class Hit(NamedTuple):
@@ -59,9 +70,12 @@ class Hit(NamedTuple):
 def words() -> list[Word]:
     """Return the list."""
     rows = tomllib.loads(LIST.read_text())
-    everywhere = [Word(avoid, instead) for avoid, instead in rows["words"]]
-    pages = [Word(avoid, instead, in_pages=True) for avoid, instead in rows["pages"]]
-    return everywhere + pages
+    kinds = {"words": (False, False), "prose": (True, False), "public": (True, True)}
+    return [
+        Word(avoid, instead, *kind)
+        for name, kind in kinds.items()
+        for avoid, instead in rows[name]
+    ]
 
 
 def pattern(word: Word) -> re.Pattern[str]:
@@ -77,7 +91,10 @@ def prose(source: str) -> str:
         if found.type in _TEXT:
             begin = starts[found.start[0] - 1] + found.start[1]
             end = starts[found.end[0] - 1] + found.end[1]
-            masked[begin:end] = _MARKS.sub(_blanks, source[begin:end])
+            text = _NAMES.sub(_blanks, source[begin:end])
+            if re.match("r?f", text, re.IGNORECASE):
+                text = _VALUES.sub(_blanks, text)
+            masked[begin:end] = _MARKS.sub(_blanks, text)
     return "".join(masked)
 
 
@@ -87,10 +104,12 @@ def _blanks(marks: re.Match[str]) -> str:
 
 def hits_in(text: str, name: str) -> Iterator[Hit]:
     """Yield the places of one text, word by word."""
-    is_page = re.match(r"docs/(?!reference/)|CHANGELOG\.md$", name)
-    without_code = _CODE.sub(_blanks, text) if is_page else ""
+    without_code = _CODE.sub(_blanks, text)
+    is_public = bool(PUBLIC.match(name))
     for word in words():
-        for found in pattern(word).finditer(without_code if word.in_pages else text):
+        if word.is_public and not is_public:
+            continue
+        for found in pattern(word).finditer(without_code if word.may_be_code else text):
             line = text.count("\n", 0, found.start()) + 1
             phrase = " ".join(found[0].split())
             yield Hit(f"{name}:{line}", phrase, word.instead)

@@ -150,8 +150,8 @@ def test_training_reaches_its_accuracy(
     ]
     assert re.search(r"samples/s  waited for data [\d.]+% of the time", lines[5])
     assert lines[6].endswith("of the time.")
-    assert shares.startswith("Accelerator utilisation by speed of a step: ")
-    assert re.match(r"Confidence: from 2\d batches", confidence)
+    assert shares.startswith("Accelerator utilisation: ")
+    assert re.match(r"Measured over the latest 2\d batches", confidence)
     assert drawn == f"the loss curve: {path}"
     (line,) = ElementTree.parse(path).iterfind("{*}polyline")
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]

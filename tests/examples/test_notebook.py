@@ -62,7 +62,7 @@ def test_its_cells_run(tmp_path: Path) -> None:
     assert accuracies[1] > 0.8
     assert ran.errors.count("train: 100%") >= 2
     assert "of the time" in report[0]
-    assert report[-1].startswith("Confidence: from")
+    assert report[-1].startswith("Measured over the latest ")
     assert left == "epoch 2: left after a batch of 64"
     assert again == "epoch 3: left after a batch of 64"
     assert closed == (

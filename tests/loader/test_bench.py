@@ -101,7 +101,7 @@ def test_beside_torch(module: str) -> None:
         assert line.startswith(title)
     samples, batches = (float(line.split()[1].replace(",", "")) for line in lines[3:5])
     assert samples == pytest.approx(4 * batches, rel=0.01)
-    assert "Confidence: a guess, from 15 batches only." in lines
+    assert "A guess, measured over only 15 batches." in lines
     assert lines[-1] == "Page: page.html"
     assert "<svg" in Path("page.html").read_text()
 
@@ -131,7 +131,7 @@ def test_a_part_of_a_module_for_a_while(
     assert main(["bench", name, "--rounds", "1", "--seconds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["samples/s", "0", "0", "-"]
-    assert "Too little is recorded to tell: 1 batches." in lines
+    assert "Too few batches to name the bottleneck: 1." in lines
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_what_lost_is_taken_back() -> None:
     decisions = [decision for _ in range(5) if (decision := run.step())]
     values = [decision.split(": ")[1] for decision in decisions]
     assert values == ["32 -> 64", "64 -> 16", "16 -> 32"]
-    assert "lost" in decisions[-1]
+    assert "slower" in decisions[-1]
     assert run.share() == 1
 
 

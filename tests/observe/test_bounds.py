@@ -71,7 +71,7 @@ def test_cores_that_the_step_keeps_busy(used: float) -> None:
     assert free.advice.argument == "num_workers"
     if used == 2.0:
         assert busy.advice is None
-        assert "all 4 are busy" in busy.limit
+        assert "all 4 cores are busy" in busy.limit
     else:
         assert busy.advice is not None
         assert busy.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
@@ -161,7 +161,7 @@ def test_a_transport_is_not_seen() -> None:
     records = Clock(setting, [Ticks((0,) * 4, collate=1, transport=40, step=1)]).run(64)
     found = report(records, setting)
     assert (found.stage, found.advice) == ("transport", None)
-    assert found.limit.startswith("Handing batches over sets the pace")
+    assert found.limit.startswith("No argument would help: make batches larger")
 
 
 # -- starts of workers -----------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_nothing_is_advised_if_the_computed_pace_is_off() -> None:
     found = report(records, one)
     assert abs(found.model_error) > 0.15
     assert found.advice is None
-    assert found.limit.startswith("Nothing is advised: the pace computed from")
+    assert found.limit.startswith("No advice: the seconds per batch computed from")
 
 
 @pytest.mark.parametrize("step", [7, 9])

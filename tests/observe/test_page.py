@@ -41,14 +41,14 @@ STAGES = (
 class Verdict:
     """Like ``Report``."""
 
-    headline: str = "The transform holds training back: it <waits> & waits."
+    headline: str = "Your transform is the bottleneck: it <waits> & waits."
     stage: str = "transform"
-    advice: str | None = "Change num_workers from 2 to 4: +40 %."
+    advice: str | None = "Change num_workers from 2 to 4."
     limit: str = ""
     wait_share: float = 0.6
     head_room: tuple[tuple[int, float], ...] = ((1, 0.4), (2, 0.2), (4, 0.1))
     remarks: tuple[str, ...] = ("2 samples failed.",)
-    confidence: str = "from 50 batches"
+    confidence: str = "measured over the latest 50 batches"
 
 
 def records(count: int, *, is_made: bool = True) -> list[Record]:
@@ -138,8 +138,8 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert root.findtext(".//h1") == Verdict.headline
     assert root.findtext("head/title") == Verdict.headline
     said = ["".join(one.itertext()) for one in root.findall(".//p")]
-    assert {"Change num_workers from 2 to 4: +40 %.", "2 samples failed."} < {*said}
-    assert "Confidence: from 50 batches." in said
+    assert {"Change num_workers from 2 to 4.", "2 samples failed."} < {*said}
+    assert "Measured over the latest 50 batches." in said
     tiles = ["".join(one.itertext()) for one in root.findall(".//li")]
     assert tiles[:3] == [
         "60% of the time waiting",

@@ -190,7 +190,7 @@ def test_a_table_for_people() -> None:
         "worker deaths: 1\n"
         "latest 4 batches: 36.0 s, 0.1111 batches/s, 0.8889 samples/s\n"
         "wait per batch, p50 / p95 / p99: 6.00 s / 6.00 s / 6.00 s\n"
-        "batches ready when one was asked for, mean: 0.0\n"
+        "batches ready when one was requested, mean: 0.0\n"
         "\n"
         "stage      lanes  busy  starved  blocked     p50     p95     p99\n"
         "read           1   33%      33%      33%  3.00 s  3.00 s  3.00 s\n"

@@ -179,7 +179,7 @@ def test_training_sets_the_pace() -> None:
     records = Clock(PROCESSES, [Ticks((1,) * 4, collate=1, step=20)]).run(64)
     found = report(records, PROCESSES)
     assert (found.stage, found.advice) == ("nothing", None)
-    assert found.limit == "The step itself sets the pace."
+    assert found.limit == "No argument would make training faster."
     used = [room.utilisation for room in found.head_room]
     assert used == pytest.approx([1, 1, 1], abs=0.03)
 
@@ -216,7 +216,7 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
         Clock(setting, [Ticks(collate=1, transport=20, step=5)]).run(64), setting
     )
     assert (found.stage, found.advice) == ("device", None)
-    assert found.headline.startswith("The copy to the device holds training back")
+    assert found.headline.startswith("The copy to the device is the bottleneck: ")
     assert "link to the device" in found.limit
     assert found.wait_share == pytest.approx(0.75, abs=0.03)
 
@@ -228,9 +228,12 @@ def test_batches_that_stay_on_the_host() -> None:
     found = report(clock.run(64), setting, copies=clock.copies)
     assert (found.stage, found.advice) == ("device", None)
     assert found.headline.startswith(
-        "Page-locking batches, or Device.transform, holds training back"
+        "Page-locking batches, or Device.transform, is the bottleneck: "
     )
-    assert found.limit == "No argument gains 5 % or more: this stage must get cheaper."
+    assert found.limit == (
+        "No argument would bring 5% or more steps per second: this stage must do less "
+        "work."
+    )
 
 
 def test_a_slow_copy_of_known_size() -> None:
@@ -267,7 +270,7 @@ def test_busy_cores_have_no_remedy_here() -> None:
     ticks = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
     found = report(Clock(setting, [ticks]).run(64), setting)
     assert (found.stage, found.advice) == ("transform", None)
-    assert "all 2 are busy" in found.limit
+    assert "all 2 cores are busy" in found.limit
 
 
 def test_more_workers_than_cores_gain_nothing() -> None:
@@ -294,7 +297,7 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
         "asyncio.to_thread",
     )
     assert found.advice.gain == pytest.approx(100 / 0.6 - 100)
-    assert "parse_headers blocks the event loop" in found.headline
+    assert "parse_headers, which blocks the event loop: " in found.headline
     # A loop that is held a little is no verdict, nor one without a name; nor is it if
     # nobody waits.
     assert told(records, replace(lag, share=0.01)).stage == "read"
@@ -344,8 +347,8 @@ def test_the_cheaper_change_is_preferred() -> None:
 def test_too_little_to_tell(batches: int) -> None:
     found = report(Clock(LOOP, [Ticks(step=1)]).run(1)[:batches], LOOP)
     assert found.stage == "unknown"
-    assert found.headline == f"Too little is recorded to tell: {batches} batches."
-    assert found.confidence == f"a guess, from {batches} batches only"
+    assert found.headline == f"Too few batches to name the bottleneck: {batches}."
+    assert found.confidence == f"a guess, measured over only {batches} batches"
 
 
 def test_batches_that_take_no_time() -> None:
@@ -360,29 +363,32 @@ def test_a_report_for_people() -> None:
     stats = LoaderStats(0, 64, 0.1, 2, failures=0, worker_deaths=2, worker_restarts=2)
     records = Clock(setting, [Ticks((5,) * 4, collate=1, step=15)]).run(64)
     assert str(report(records, setting, stats)) == (
-        "Reading samples holds training back: training waits for batches 29% of the "
-        "time.\n"
-        "Change num_workers from 0 to 2: +39 % steps per second expected; more batches "
-        "are made at the same time.\n"
-        "Accelerator utilisation by speed of a step: 71% at 1x, 36% at 2x, 18% at 4x.\n"
+        "Your dataset's reads are the bottleneck: training waits for batches 29% of "
+        "the time.\n"
+        "Change num_workers from 0 to 2, for about 39% more steps per second: more "
+        "batches are made at the same time.\n"
+        "Accelerator utilisation: 71% now, 36% with steps 2x as fast, 18% with steps "
+        "4x as fast.\n"
         "2 worker processes died.\n"
         "2 worker processes were started again.\n"
-        "Confidence: from 63 batches."
+        "Measured over the latest 63 batches."
     )
 
 
 def test_confidence_in_words() -> None:
-    assert Report("", "read", batches=9).confidence == "a guess, from 9 batches only"
+    guessed = Report("", "read", batches=9).confidence
+    assert guessed == "a guess, measured over only 9 batches"
     doubtful = Report("", "read", batches=90, model_error=-0.25)
     assert doubtful.confidence == (
-        "from 90 batches; doubtful: the computed pace is off by -25% seconds per batch"
+        "measured over the latest 90 batches; doubtful: the computed seconds per batch "
+        "are off by -25%"
     )
     advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
     assert str(Report("It waits.", "read", advice, batches=90)) == (
         "It waits.\n"
-        "Change concurrency from 8 to 16: +100 % steps per second expected; samples "
-        "wait.\n"
-        "Confidence: from 90 batches."
+        "Change concurrency from 8 to 16, for about 100% more steps per second: "
+        "samples wait.\n"
+        "Measured over the latest 90 batches."
     )
     assert TICK == 1e-3
 

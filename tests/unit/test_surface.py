@@ -13,6 +13,7 @@ import pytest
 import torch.utils.data
 
 import aioloader
+from aioloader.errors import UNRELEASED
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,17 +57,23 @@ def test_version() -> None:
 
 
 def test_hints_can_be_pasted() -> None:
-    """A shell takes brackets for a pattern, unless they are quoted; extras exist."""
+    """A shell takes brackets for a pattern, unless they are quoted; extras exist.
+
+    No index has the package yet: they name the repository, as the README does.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = {*project["project"]["optional-dependencies"], "{extra}"}
     sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     hints = [
         hint for source in sources for hint in re.findall("pip install (.*)", source)
     ]
-    quoted = [re.match(r'"aioloader\[(.*)\]"', hint) for hint in hints]
+    quoted = [re.match(r'"aioloader\[(.*)\]\{UNRELEASED\}"', hint) for hint in hints]
     assert {one[1] for one in quoted if one} <= extras
     assert len(hints) > 10
     assert all(quoted), hints
+    readme = (ROOT / "README.md").read_text()
+    assert f'pip install "aioloader[objects]{UNRELEASED}"' in readme
+    assert UNRELEASED.endswith(f"git+{project['project']['urls']['Source']}")
 
 
 def test_torchs_signature() -> None:

@@ -122,7 +122,7 @@ def test_a_cell(kind: str, rng: str, head: str, content: str) -> None:
     make, options = KINDS[kind]
     options = {**options, "rng": None if rng == "default" else rng.strip('`"')}
     if content == "refused":
-        with pytest.raises(ValueError, match="cannot seed what"):
+        with pytest.raises(ValueError, match="cannot seed the random numbers of"):
             drawn(make, **options)
         return
     if not content:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader, RayWorkers
+from aioloader.errors import UNRELEASED
 from samples import AsyncStream
 from working import Numbers
 
@@ -66,7 +67,8 @@ def test_ray_is_asked_for_by_its_extra() -> None:
         "try: aioloader.RayWorkers(1)\n"
         "except ImportError as error: print(error)\n"
     )
-    assert printed(script) == 'RayWorkers needs Ray: pip install "aioloader[ray]"\n'
+    wanted = f'RayWorkers needs Ray: pip install "aioloader[ray]{UNRELEASED}"\n'
+    assert printed(script) == wanted
 
 
 @pytest.mark.slow

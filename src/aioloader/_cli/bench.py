@@ -1,6 +1,6 @@
 """``aioloader bench``: the user's loader against torch's with the same arguments.
 
-Both iterate alternately, round after round, in this process; figures are medians, and
+Both iterate alternately, round after round, in this process; results are medians, and
 ratios are taken within a round.
 """
 
@@ -145,7 +145,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
 def _table(
     ours: Sequence[Figures], theirs: Sequence[Figures], size: float
 ) -> list[str]:
-    """Return a line per figure, for ``size`` samples per batch.
+    """Return a line per result, for ``size`` samples per batch.
 
     A ratio above 1 is better than torch, of which there is none if it cannot run this.
     """

@@ -28,7 +28,7 @@ Write samples to shards that stream well: tars as WebDataset has them, or Parque
 SRC is one of
   a directory, or the URL of a store's folder: files that share a name up to its first
       dot make one sample, as in a tar (a.jpg and a.json: members jpg and json); with
-      --class-folders each picture is a sample, with the number of its folder as cls
+      --class-folders each image is a sample, with the number of its folder as cls
   LIST.txt: a file that lists files, one path a line, relative to the list's directory
   *.jsonl, *.parquet, *.tar: shards in other formats or sizes, one or many (quoted:
       'train-*.jsonl', 'train-{000..127}.tar')
@@ -75,7 +75,7 @@ MODULE:NAME is an aioloader.DataLoader, or a function without arguments that ret
 one, in a module of this directory or an installed one. It prints samples and batches
 per second, the time to the first batch, and the share of time in which training would
 wait; the ratio is above 1 where aioloader is better. Then it prints the loader's own
-verdict: what holds training back, and the one argument to change. A script guards its
+verdict: the bottleneck, and the one argument to change. A script guards its
 other code with `if __name__ == "__main__":`, as for worker processes.
 
 examples:
@@ -144,7 +144,7 @@ def _add_pack(add: Callable[..., Any]) -> None:
     add("dst", metavar="DST", help="directory or URL for the shards")
     add("--format", choices=["tar", "parquet"], default="tar", help="default: tar")
     add("--name", default="shard", help="shards are NAME-000000.tar...; default: shard")
-    words = "SRC has a folder of pictures for each class: labels by folder, sorted"
+    words = "SRC has a folder of images for each class: labels by folder, sorted"
     add("--class-folders", action="store_true", help=words)
     words = (
         "permute the samples by this number, the same way in each run: shards that are "
@@ -206,7 +206,7 @@ def _add_bench(add: Callable[..., Any]) -> None:
     add("--seconds", type=_amount, metavar="S", default=10, help=words)
     words = "milliseconds of a simulated training step per batch; default: 0"
     add("--step", type=_amount, metavar="MS", default=0, help=words)
-    add("--page", type=Path, metavar="FILE.html", help="save figures and verdict")
+    add("--page", type=Path, metavar="FILE.html", help="save the report as a page")
 
 
 # -- values of options: argparse shows the error -----------------------------------

@@ -205,7 +205,7 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
 
 
 def _labelled(folders: ClassFolders, options: Namespace) -> Source:
-    """Return pictures with the number of their folder, as members or as rows."""
+    """Return images with the number of their folder, as members or as rows."""
     names, labels = folders.names, folders.targets
     keys = NameTable(_unlike(names)) if options.format == "tar" else None
 

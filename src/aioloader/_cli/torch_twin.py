@@ -30,12 +30,12 @@ _SAME = [
 _WITHOUT = {
     "workers": "its workers are processes",
     "fetch": "its workers read the samples",
-    "device": "its batches stay in the host's memory",
+    "device": "its batches stay in CPU memory",
     "on_error": "it ends with the first sample that fails",
     "retry": "it ends with the first sample that fails",
     "prefetch_bytes": "it holds as many bytes as its batches have",
     "rank": "it delivers the samples of all ranks",
-    "rng": "its random draws are others",
+    "rng": "its random numbers are others",
     "timeout": "without workers it has none",
     "prefetch_factor": "without workers it makes no batch ahead",
 }

@@ -39,7 +39,7 @@ class Device(Generic[Made_co]):
             function of a key. The others stay in host memory.
         transform: Turns a batch into another, after its copies are queued: its kernels
             follow the copies on their stream and overlap the training step. Called on
-            the host where there is no device.
+            CPU tensors where there is no device.
 
     Raises:
         ValueError: If ``ahead`` is below 1.

@@ -148,8 +148,8 @@ def _check_seeds(options: Options) -> None:
         is_pool = isinstance(options.workers, ThreadPoolExecutor)
         if options.workers == "thread" or is_pool:
             raise ValueError(
-                f"rng={options.rng!r} cannot seed what threads draw: they share the "
-                "global generators; leave rng out and draw from "
+                f"rng={options.rng!r} cannot seed the random numbers of threads: they "
+                "share the global generators; leave rng out and use "
                 "aioloader.get_worker_info().rng, which is seeded for each batch, or "
                 "use workers='process'"
             )
@@ -158,9 +158,9 @@ def _check_seeds(options: Options) -> None:
     is_some_plain = any(one and not is_async_function(one) for one in functions)
     if options.reads_async and not is_some_plain:
         raise ValueError(
-            f"rng={options.rng!r} cannot seed what coroutines draw in this process: "
-            "use num_workers=1 or more, where they draw from "
-            "aioloader.get_worker_info().rng, or draw in a plain transform"
+            f"rng={options.rng!r} cannot seed the random numbers of coroutines in this "
+            "process: use num_workers=1 or more, where they take them from "
+            "aioloader.get_worker_info().rng, or move them to a plain transform"
         )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # The greatest concurrency; that of workers that read is fixed.
 _MOST_CONCURRENCY = 1024
 _IN_WORKERS = 64
-# Workers of the first epoch; later ones get more if that gains.
+# Workers of the first epoch; later ones get more if that helps.
 _FIRST_WORKERS = 8
 # Batches requested ahead: without workers, and by each worker.
 _MOST_AHEAD = 32
@@ -31,7 +31,9 @@ def check_auto(options: Options) -> None:
         return
     reason = ""
     if options.rng == "worker":
-        reason = "with rng='worker' random draws depend on the number of workers: use "
+        reason = (
+            "with rng='worker' random numbers depend on the number of workers: use "
+        )
         reason += "rng='batch' or 'sample'"
     elif options.kind is not Kind.MAP and options.reads_in_workers:
         reason = "each worker reads a part of an iterable, and the order depends on "

@@ -49,7 +49,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
-    order and batches; in workers, random draws follow ``rng``. Coroutine functions
+    order and batches; in workers, random numbers follow ``rng``. Coroutine functions
     (``async __getitem__``, ``__aiter__``, an async ``transform``) run on an event loop,
     ``concurrency`` samples at a time and across batch boundaries; plain functions run
     off it.
@@ -63,14 +63,14 @@ class DataLoader(Observed, TorchLoader[Batch]):
         dataset: Map-style, iterable or async iterable; no base class is needed.
         batch_size: Samples per batch; ``None`` delivers single samples.
         shuffle: Visit a map-style dataset in a new random order each epoch.
-        sampler: Gives the indices; excludes ``shuffle``.
-        batch_sampler: Gives lists of indices; excludes the three above and
+        sampler: Yields indices; excludes ``shuffle``.
+        batch_sampler: Yields lists of indices; excludes the three above and
             ``drop_last``.
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
-            for tensors in memory and where all is async, else at first one per core
-            (at most 8), then from epoch to epoch as many as gain; the number is fixed
-            within an epoch and with ``persistent_workers``. Refused where samples or
-            draws depend on it.
+            for tensors in memory or if all code is async, otherwise one per core at
+            first (at most 8); it changes between epochs as long as that helps, but not
+            with ``persistent_workers``. Refused where samples or
+            random numbers depend on it.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Drop a short last batch.
@@ -81,27 +81,27 @@ class DataLoader(Observed, TorchLoader[Batch]):
         prefetch_factor: Limit on batches requested and not yet delivered, per worker
             (without workers, in total, which torch refuses). ``None``: by kind of
             dataset, see "Defaults" in the guide to workers. ``"auto"``: starts with
-            that, and grows as long as it gains.
+            that, and grows as long as that helps.
         persistent_workers: Keep workers between epochs.
         pin_memory_device: Deprecated, as in torch.
-        in_order: Deliver batches in the sampler's order, or else as they complete.
-        snapshot_every_n_steps: Accepted for torchdata's sake: the state of a dataset
-            or its iterator is taken after each batch, so positions are exact.
+        in_order: Deliver batches in the sampler's order; otherwise as they complete.
+        snapshot_every_n_steps: Accepted for compatibility with torchdata: the loader
+            takes the state of a dataset or iterator after each batch.
         transform: Turns a sample into another, before collating; may be async.
         concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
-            many as gain, up to 1,024; in workers that read, 64. The logger
+            many as help, up to 1,024; in workers that read, 64. The logger
             ``"aioloader"`` logs what ``"auto"`` changes, and why.
         device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
             accelerator, if there is one). Batches are moved ahead on a side stream and
-            delivered without making the host wait. A ``Device`` says as well how many
+            delivered without making your thread wait. A ``Device`` also says how many
             are moved ahead, which of their entries, and a transform to run there.
         workers: ``"process"``, ``"thread"`` (for code that releases the GIL), a
             ``concurrent.futures.Executor``, or ``RayWorkers``.
         fetch: Where samples are read: ``"workers"``, ``"loader"`` (workers transform
             and collate), or ``"auto"``: the loader reads async iterables, workers
             read the rest.
-        rng: What random draws depend on: the ``"batch"`` (with workers the default),
+        rng: What random numbers depend on: the ``"batch"`` (with workers the default),
             the ``"sample"``'s position in the epoch, or the ``"worker"``, as in torch.
             Without workers, the state of the global generators is restored afterwards.
         on_timeout: ``"raise"``, or ``"restart"`` the worker that delays the batch.

@@ -45,8 +45,8 @@ _TAILS = (None, "wrap", "pad", "drop", "uneven")
 class Ranks:
     """The arguments about ranks."""
 
-    # The part given by numbers; if they are looked up, only its tail is known; None: no
-    # ranks were asked for.
+    # The part given by numbers; if they are looked up, only its ``tail`` is known; None
+    # if no ranks were asked for.
     given: Part | None
     is_auto: bool = False
 

@@ -97,7 +97,7 @@ class LoaderState:
     )
     tail: str | None = _alike(  # of our streams, if several ranks read them
         "the state was saved with tail={saved}, but the loader has tail={found}; load "
-        "it with the same tail, or restart the epoch",
+        "it with the same tail=, or restart the epoch",
         _tail_of,
         if_known=True,
     )
@@ -561,7 +561,7 @@ def _warn_of_sampler(sampler: Any, state: LoaderState, bookmark: Bookmark) -> No
         warn(
             f"{type(sampler).__name__} has no state_dict(): epoch {state.epoch} "
             "starts as the first one of this process, which is correct only if the "
-            "order is the same in each epoch, or drawn from torch's generators; give "
+            "order is the same in each epoch, or comes from torch's generators; give "
             "it state_dict() and load_state_dict(), or set_epoch() and the attribute "
             "`epoch`"
         )

@@ -1,1 +1,1 @@
-"""Records, figures, reports and traces of a loader."""
+"""Records, statistics, reports and traces of a loader."""

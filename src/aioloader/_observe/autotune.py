@@ -1,10 +1,10 @@
 """Numbers that a loader chooses while it runs: a controller without a clock.
 
-It observes what a value achieves and tries another one: twice as much while that gains
+It observes what a value achieves and tries another one: twice as much while that helps
 (like TCP's slow start), then a constant step more (additive increase), and half as much
-if reads fail or their latency rises (multiplicative decrease). A change without a gain
-is undone. Each decision is logged with its reason. Source: RFC 5681, sections 3.1 and
-3.2.
+if reads fail or their latency rises (multiplicative decrease). A change that does not
+help is undone. Each decision is logged with its reason. Source: RFC 5681, sections 3.1
+and 3.2.
 """
 
 import logging
@@ -15,7 +15,7 @@ from aioloader._observe.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 
-# Gain for which a value is kept: after doubling, and after a step or halving.
+# Speed-up for which a value is kept: after doubling, and after a step or halving.
 _GAIN_DOUBLED = 0.1
 _GAIN = 0.05
 # Below this share of the time, the consumer does not wait.
@@ -43,7 +43,7 @@ class Observation(NamedTuple):
     def words(self, before: "Observation") -> str:
         """Return the change as the end of a sentence."""
         gain = self.gain(before)
-        words = f"gained {gain:.0%}" if gain >= 0 else f"lost {-gain:.0%}"
+        words = f"was {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
         if before.latency and self.latency > 1.1 * before.latency:
             words += f", and the latency {self.risen(before)}"
         return words
@@ -53,7 +53,7 @@ class Observation(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """A value on trial: the one before, what that achieved, and what it must gain."""
+    """A value on trial: the one before, what that achieved, and the least speed-up."""
 
     before: int
     seen: Observation
@@ -130,7 +130,7 @@ class Controller:
         return self._go(after, f"{why}; more is tried")
 
     def _judge_more(self, trial: _Trial, seen: Observation) -> str | None:
-        """Keep a greater value if it has gained or the consumer no longer waits."""
+        """Keep a greater value if it is faster or the consumer no longer waits."""
         if seen.waited < _WAITS:
             return self._take_rest()
         gain = seen.gain(trial.seen)
@@ -138,7 +138,7 @@ class Controller:
             self._has_gained, self._next_rest = True, _REST
             if self.value == self.most:
                 return self._take_rest()
-            return self._try_more(seen, f"that gained {gain:.0%}")
+            return self._try_more(seen, f"that was {gain:.0%} faster")
         was_doubled, before = not self._step, trial.before
         self._end_doubling(before)
         words = f"more {seen.words(trial.seen)}"

@@ -35,7 +35,7 @@ def is_shared(setting: Setting) -> bool:
 
 
 def processors(setting: Setting) -> int:
-    """Return how many lanes may compute at a time: one if workers share the GIL."""
+    """Return how many slots may compute at a time: one if workers share the GIL."""
     is_one = setting.place == "workers" and is_shared(setting)
     return 1 if is_one else max(1, setting.cores)
 

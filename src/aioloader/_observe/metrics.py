@@ -1,7 +1,7 @@
-"""A loader's figures for Prometheus and for OpenTelemetry.
+"""A loader's metrics for Prometheus and for OpenTelemetry.
 
 Both read ``loader.stats()`` when the metrics are collected, and refer to the loader
-weakly. Figures of an epoch are added up over epochs, because counters must never
+weakly. Metrics of an epoch are added up over epochs, because counters must never
 decrease; batches of an epoch after its last collection are missed.
 """
 
@@ -12,19 +12,21 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from aioloader.errors import UNRELEASED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
     from prometheus_client.core import Metric
 
-# The values of each figure, by its name, with their labels.
+# The values of each metric, by its name, with their labels.
 Values: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
 _LATEST = "the mean of the latest ones"
 _QUANTILES = "quantiles of the latest ones"
-# Figures of one epoch, to be added up; all counters; and all figures.
+# Metrics of one epoch, to be added up; all counters; and all metrics.
 _SUMS = {
     "batches": "Batches delivered.",
     "wait.time": "Time the consumer waited for batches that were not ready.",
@@ -65,7 +67,7 @@ _UNITS = {
 
 
 def _values(stats: Any) -> Values:
-    """Return the values of the figures of ``loader.stats()`` that are known."""
+    """Return the values of the metrics of ``loader.stats()`` that are known."""
     numbers: dict[str, Any] = {
         "batches": stats.batches,
         "wait.time": stats.waited,
@@ -101,7 +103,7 @@ def _values(stats: Any) -> Values:
 
 
 class PrometheusCollector:
-    """Collect the figures of loaders for ``prometheus_client``.
+    """Collect the metrics of loaders for ``prometheus_client``.
 
     Needs ``aioloader[metrics-prometheus]``. The metrics are those of
     ``loader.stats()``, labelled with the loaders' names: ``aioloader_batches_total``,
@@ -148,7 +150,7 @@ def _family(figure: str) -> "Metric":
 
 
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
-    """Make observable instruments for the figures of loaders.
+    """Make observable instruments for the metrics of loaders.
 
     Needs ``aioloader[metrics-opentelemetry]``. The instruments are those of
     ``loader.stats()``: ``aioloader.batches``, ``aioloader.wait.time``,
@@ -191,12 +193,12 @@ def _require(module: str, extra: str) -> None:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(
-            f'metrics need {package}: pip install "aioloader[{extra}]"'
+            f'metrics need {package}: pip install "aioloader[{extra}]{UNRELEASED}"'
         ) from error
 
 
 class _Watched:
-    """A loader whose figures are collected and added up over epochs."""
+    """A loader whose metrics are collected and added up over epochs."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self.name = name
@@ -208,7 +210,7 @@ class _Watched:
         self._before: defaultdict[str, float] = defaultdict(float)  # of earlier ones
 
     def read(self) -> Values:
-        """Return the values of all figures; none if the loader is gone."""
+        """Return the values of all metrics; none if the loader is gone."""
         loader = self._loader()
         if loader is None:
             return {}
@@ -223,9 +225,9 @@ class _Watched:
             return found | {name: [(self._before[name] + of, {})] for name, of in sums}
 
     def take(self, name: str) -> list[tuple[float, dict[str, str]]]:
-        """Return the values of one figure, of the same moment as those of others.
+        """Return the values of one metric, of the same moment as those of others.
 
-        A collection takes each figure once: the next one begins with a new reading.
+        A collection takes each metric once: the next one begins with a new reading.
         """
         with self._lock:
             if name not in self._left:

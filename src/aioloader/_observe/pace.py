@@ -3,14 +3,14 @@
 A batch is requested when another is taken, and taken when it is ready and the step
 before has ended. So the times of each batch follow from those of earlier ones, in one
 pass, without events. These laws bound them (Denning and Buzen, "The operational
-analysis of queueing network models", 1978): no lane, reader, processor or copy does
+analysis of queueing network models", 1978): no slot, reader, processor or copy does
 more than a second of work per second, and batches in flight are the rate times the
 seconds that each takes (Little). Assumptions:
 
 - A store is as fast when more samples are read at a time, and a batch takes as long in
   a worker as in the consumer's process. Transport is as recorded, and keeps no worker
   busy; for batches made without workers, ``changes`` adds that of a small batch.
-- As many lanes compute at a time as there are cores; of worker threads one, because of
+- As many slots compute at a time as there are cores; of worker threads one, because of
   the GIL. If records show that the consumer waits for the GIL (``lock``), it does so
   whenever threads make batches.
 - Readers in several workers are one pool. Batches are copied to a device one after
@@ -67,7 +67,7 @@ def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
     parts: list[list[float]] = _parts(costs, setting).tolist()
     window, lanes = window_of(setting, costs), making_lanes(setting)
     slow = [*costs.slow, *(1.0,) * lanes][:lanes]
-    free = [(0.0, factor) for factor in sorted(slow)]  # since when each lane is
+    free = [(0.0, factor) for factor in sorted(slow)]  # since when each slot is
     in_flight: list[tuple[float, float]] = []
     taken: list[float] = []
     now = asked = copied = flowed = 0.0
@@ -96,7 +96,7 @@ def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
 def _parts(costs: Costs, setting: Setting) -> Floats:
     """Return what each batch takes, in a row.
 
-    These are the seconds of all readers; until its samples are there; in its lane;
+    These are the seconds of all readers; until its samples are there; in its slot;
     until it can be taken; to copy it; and of the step.
     """
     lane, back = costs.make, costs.transport

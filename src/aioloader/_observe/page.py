@@ -1,6 +1,6 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page is self-contained: styles and drawings (inline SVG) are in it, and a policy
+The page is self-contained: styles and diagrams (inline SVG) are in it, and a policy
 forbids requests. It is also well-formed XML. Colours follow the reader's scheme.
 """
 
@@ -19,7 +19,7 @@ from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 from aioloader._observe.words import seconds_text
 
-# Lengths in pixels of a drawing, which the page scales.
+# Lengths in pixels of a diagram, which the page scales.
 _WIDTH = 920
 _LEFT = 170
 _RIGHT = 90
@@ -74,7 +74,7 @@ th:first-child, td:first-child { text-align: left; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-# Figures of the page that are left out if they are 0.
+# Counts that are left out if they are 0.
 _COUNTS = {
     "failures": "failed samples",
     "worker_deaths": "worker deaths",
@@ -109,8 +109,8 @@ def _page(
     yield f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>"
     yield f'<p class="muted">aioloader: epoch {stats.epoch}</p>'
     yield f"<h1>{headline}</h1>"
-    confidence = f"Confidence: {report.confidence}."
-    lines = (report.advice, report.limit, *report.remarks, confidence)
+    measured = f"{report.confidence.capitalize()}."
+    lines = (report.advice, report.limit, *report.remarks, measured)
     yield from (f"<p>{escape(str(line))}</p>" for line in lines if line)
     yield '<ul class="tiles">'
     for value, what in _tiles(stats, report):
@@ -144,7 +144,7 @@ def _figures(
 ) -> Iterator[str]:
     yield from _figure(
         "Pipeline",
-        "Seconds that each step takes per batch, divided by the lanes that run it "
+        "Seconds that each step takes per batch, divided by the slots that run it "
         "concurrently. The widest sets the pace if enough batches are in flight.",
         _pipeline(stats.stages, report.stage, setting),
     )
@@ -180,13 +180,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield "</tbody>\n</table>\n</div>"
 
 
-# -- drawings ------------------------------------------------------------------------
+# -- diagrams ------------------------------------------------------------------------
 
 
 def _pipeline(stages: Sequence[Any], slowest: str, setting: Setting) -> Iterator[str]:
     """Draw stages from top to bottom, as wide as the time that each batch takes there.
 
-    Stages that the same lanes do one after the other are on one line. The ``slowest``,
+    Stages that the same slots do one after the other are on one line. The ``slowest``,
     named by the verdict, is marked.
     """
     lines = _sharing_lanes(stages, setting)
@@ -343,7 +343,7 @@ def _line(x1: float, x2: float, y1: float, y2: float) -> str:
 
 
 def _axis(seconds: float, bottom: float) -> Iterator[str]:
-    """Draw lines at some round times, over the height of a drawing."""
+    """Draw lines at some round times, over the height of a diagram."""
     step = 10 ** math.floor(math.log10(seconds))
     while seconds / step < 4:
         step /= 2

@@ -29,7 +29,7 @@ SHOWN_EVERY = 0.5
 LOGGED_EVERY = 60.0
 # Rates are taken over this many updates.
 _LOOKS = 20
-# Computing the figures takes at most a thousandth of the time.
+# Computing the statistics takes at most a thousandth of the time.
 _IDLE = 1000
 _log = logging.getLogger("aioloader")
 # When each loader last logged a line; its epochs may be shorter than a minute.
@@ -149,7 +149,7 @@ class ProgressIterator(Generic[Batch]):
 
 
 class Meter:
-    """Figures of one iteration, and the time of their next update."""
+    """Statistics of one iteration, and the time of their next update."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Meter:
         self._shown = 0  # batches
 
     def look(self) -> None:
-        """Show the current figures."""
+        """Show the current statistics."""
         now = clock()
         self.due = now + SHOWN_EVERY
         if self._make_display is None:
@@ -197,7 +197,7 @@ class Meter:
         self._show()
 
     def finish(self) -> None:
-        """Show the figures of the whole iteration and close the display."""
+        """Show the statistics of the whole iteration and close the display."""
         try:
             if self.batches and self.due < inf and self._make_display is not None:
                 self._measure(clock())
@@ -218,7 +218,7 @@ class Meter:
                 self._display.close()
 
     def __str__(self) -> str:
-        """Return the figures as one line."""
+        """Return the statistics as one line."""
         batches, total = self.resumed + self.batches, self.total
         text = f"{batches:,} batches"
         if total is not None:

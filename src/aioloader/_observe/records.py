@@ -1,8 +1,8 @@
 """Records of batches, always kept: a few clock readings of each of the latest ones.
 
-All figures of a loader are computed from these records on request; the hot path appends
-one tuple per batch. The clock is ``time.perf_counter``, which all processes of a
-machine share (Ray's workers on other machines do not: for them only differences are
+All statistics of a loader are computed from these records on request; the hot path
+appends one tuple per batch. The clock is ``time.perf_counter``, which all processes of
+a machine share (Ray's workers on other machines do not: for them only differences are
 meaningful).
 """
 

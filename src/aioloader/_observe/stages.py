@@ -1,9 +1,9 @@
 """The utilization of each stage, computed from the records of the latest batches.
 
-All figures are for the span from the request of the first recorded batch to the
-delivery of the last. A lane does one thing at a time: a worker, a thread, or one of the
+All statistics are for the span from the request of the first recorded batch to the
+delivery of the last. A slot does one thing at a time: a worker, a thread, or one of the
 samples that coroutines read concurrently. Work for batches that are not recorded yet is
-missing, so lanes look idle at the end.
+missing, so slots look idle at the end.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _WAITED = 0.02
 class StageStats:
     """What one stage did in the recorded span.
 
-    A lane starves while it has no work: no input is there yet, or no batch is
+    A slot starves while it has no work: no input is there yet, or no batch is
     requested. It is blocked while it does a later step of a batch, or has no work while
     finished batches wait for their consumer (or for an earlier batch).
 
@@ -43,7 +43,7 @@ class StageStats:
             (busy from taking a batch to asking for the next).
         lanes: How many of its jobs run at a time.
         items: Batches.
-        busy: Seconds of work, summed over lanes, as are the next two.
+        busy: Seconds of work, summed over slots, as are the next two.
         starved: Seconds without work to do.
         blocked: Seconds in which it could not pass on its output.
         p50: The median of seconds per batch; for samples that are read concurrently,
@@ -73,7 +73,7 @@ class StageStats:
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which a lane was busy, from 0 to 1."""
+        """Share of the time in which a slot was busy, from 0 to 1."""
         return self.shares["busy"]
 
 
@@ -136,7 +136,7 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
 
 
 def is_coupled(setting: Setting) -> bool:
-    """Tell whether one lane reads, transforms and collates a batch in one go."""
+    """Tell whether one slot reads, transforms and collates a batch in one go."""
     if setting.place == "workers":
         is_plain = setting.concurrency == 1 or not setting.reads_async
         return setting.reads_in_workers and is_plain and not setting.transforms_async
@@ -160,7 +160,7 @@ def _readers(setting: Setting) -> int:
 
 
 def making_starts(setting: Setting) -> int:
-    """Return which of a batch's times (``MadeAt``) is when a making lane gets it."""
+    """Return which of a batch's times (``MadeAt``) is when a making slot gets it."""
     if setting.transforms_async:
         return 3
     return 0 if is_coupled(setting) else 2
@@ -174,7 +174,7 @@ def making_lanes(setting: Setting) -> int:
 def on_one_clock(records: Sequence[Record], setting: Setting) -> list[Record]:
     """Return the records with the clocks of workers on other machines corrected.
 
-    Only if times are impossible: then the fastest batch of each lane is assumed to have
+    Only if times are impossible: then the fastest batch of each slot is assumed to have
     arrived as soon as it was collated.
     """
     made = [one for one in records if is_made(one)]
@@ -339,7 +339,7 @@ class _Span:
     def _shared(
         self, lanes: int, steps: list[_Step], lying: _Overlap
     ) -> list[StageStats]:
-        """Return stages that share lanes, which run one step after another."""
+        """Return stages that share slots, which run one step after another."""
         busy, within = [], 0.0
         for _, begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
@@ -360,7 +360,7 @@ class _Span:
         ]
 
     def transport(self) -> StageStats:
-        """Return the transport stage: one lane, busy while any batch is in transit."""
+        """Return the transport stage: one slot, busy while any batch is in transit."""
         begins, ends = self._clip(self._ready - self._moved), self._clip(self._ready)
         left = self._clip(self._left)
         seconds = self._end - self._begin

@@ -1,4 +1,4 @@
-"""The figures of one epoch, as ``loader.stats()`` shows them."""
+"""The statistics of one epoch, as ``loader.stats()`` shows them."""
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class SourceStats(NamedTuple):
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """The figures of the latest epoch so far, from ``loader.stats()``.
+    """The statistics of the latest epoch so far, from ``loader.stats()``.
 
     The properties are about the latest batches, at most 1,024, and are computed on
     request.
@@ -68,7 +68,7 @@ class LoaderStats:
         device_bytes: Device memory of batches that were moved and not yet delivered.
         sources: Of a mixture of streams, how much this rank's readers have read of each
             source, by name: up to the position of ``state_dict()``, so samples that
-            later steps hold back do not count.
+            are still in later steps do not count.
         iteration: Identifies the iteration: two may have the same epoch number.
     """
 
@@ -176,10 +176,10 @@ class LoaderStats:
         lines = [
             f"latest {self.recent:,} batches: {took}, {speeds}",
             f"wait per batch, p50 / p95 / p99: {waits}",
-            f"batches ready when one was asked for, mean: {self.queued:.1f}",
+            f"batches ready when one was requested, mean: {self.queued:.1f}",
         ]
         if self.held > 0.01 * self.seconds:
-            lines.append(f"held back for an earlier batch: {seconds_text(self.held)}")
+            lines.append(f"waited for an earlier batch: {seconds_text(self.held)}")
         return [*lines, "", *table(HEADS, [*stage_rows(self.stages)])]
 
 

@@ -35,7 +35,7 @@ from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]
-# The place of a kind of tracks from the top, a lane, and the track's name.
+# The place of a kind of tracks from the top, a slot, and the track's name.
 _Track: TypeAlias = tuple[int, int, str]
 
 # Kineto's base is a multiple of this since 1970: three mean months.

@@ -1,10 +1,10 @@
 """Whether the loader limits training, which stage does, and the change that helps.
 
 For each change of an argument, and for each stage at twice its speed, the times of the
-recorded batches are computed again (``pace``). The advice is the change that gains most
-there, but no change gains more than was waited, or than idle processors and lanes
-allow, and none is advised if the recorded setting, computed in the same way, differs
-from what was measured, or by more than the gain.
+recorded batches are computed again (``pace``). The advice is the change with the
+largest speed-up there, limited by the time waited and by what idle processors and slots
+allow. None is advised if the time computed for the recorded setting differs from the
+measured one, or by more than the speed-up.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from aioloader._observe.words import seconds_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
-# The least gain of an advice, in percent; more if the error of the pace is larger.
+# The least speed-up of an advice, in percent; more if the error of the pace is larger.
 _LEAST_GAIN = 5.0
 # A cheaper change is preferred if it achieves this share of the best speed.
 _AS_GOOD = 0.95
@@ -42,25 +42,28 @@ _IS_OFF = 0.15
 _UNSEEN = {"transport", "nothing"}
 _STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
 _WORDS = {
-    "read": "Reading samples",
-    "transform": "The transform",
-    "collate": "Collating",
-    "transport": "The transport of batches to the consumer",
-    "device": "The copy to the device",
+    "nothing": "Your training step is the bottleneck",
+    "read": "Your dataset's reads are the bottleneck",
+    "transform": "Your transform is the bottleneck",
+    "collate": "Collating batches is the bottleneck",
+    "transport": "Handing batches to your training loop is the bottleneck",
+    "device": "The copy to the device is the bottleneck",
+    "consumer": "Your training step is the bottleneck, more than any stage of the "
+    "loader",
 }
-_ON_HOST = "Page-locking batches, or Device.transform,"
+_ON_HOST = "Page-locking batches, or Device.transform, is the bottleneck"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The one change that gains most.
+    """The one change with the largest speed-up.
 
     Attributes:
         argument: What to change: an argument of ``DataLoader`` or ``Device``, or a
             coroutine's name.
         old: Its value.
         new: Its new value.
-        gain: Expected gain in steps per second, percent.
+        gain: Expected speed-up in steps per second, percent.
         why: One sentence.
     """
 
@@ -72,8 +75,8 @@ class Advice:
 
     def __str__(self) -> str:
         return (
-            f"Change {self.argument} from {self.old} to {self.new}: {self.gain:+.0f} % "
-            f"steps per second expected; {self.why}."
+            f"Change {self.argument} from {self.old} to {self.new}, for about "
+            f"{self.gain:.0f}% more steps per second: {self.why}."
         )
 
 
@@ -99,7 +102,7 @@ class Report:
             ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"start"`` if
             each epoch waits for its workers; ``"nothing"`` if the consumer hardly
             waits; ``"unknown"`` if too little is recorded.
-        advice: What to change, or None if nothing gains 5 percent.
+        advice: What to change, or None if nothing is 5 percent faster.
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
@@ -107,7 +110,7 @@ class Report:
         batches: How many batches this is computed from.
         model_error: Error of the pace computed for the recorded setting, as a share of
             the seconds per batch.
-        remarks: Other facts: failures and dead workers.
+        remarks: Other facts: failures, dead workers, the slowest rank.
     """
 
     headline: str
@@ -124,11 +127,11 @@ class Report:
     def confidence(self) -> str:
         """How reliable it is, as text."""
         if self.batches < _ENOUGH:
-            return f"a guess, from {self.batches} batches only"
-        words = f"from {self.batches} batches"
+            return f"a guess, measured over only {self.batches} batches"
+        words = f"measured over the latest {self.batches} batches"
         if abs(self.model_error) > _IS_OFF:
-            off = f"{self.model_error:+.0%} seconds per batch"
-            return f"{words}; doubtful: the computed pace is off by {off}"
+            off = f"{self.model_error:+.0%}"
+            return f"{words}; doubtful: the computed seconds per batch are off by {off}"
         return words
 
     def __str__(self) -> str:
@@ -139,11 +142,12 @@ class Report:
             lines.append(self.limit)
         if self.head_room:
             parts = ", ".join(
-                f"{used:.0%} at {speed}x" for speed, used in self.head_room
+                f"{used:.0%} {'now' if speed == 1 else f'with steps {speed}x as fast'}"
+                for speed, used in self.head_room
             )
-            lines.append(f"Accelerator utilisation by speed of a step: {parts}.")
+            lines.append(f"Accelerator utilisation: {parts}.")
         lines += self.remarks
-        lines.append(f"Confidence: {self.confidence}.")
+        lines.append(f"{self.confidence.capitalize()}.")
         return "\n".join(lines)
 
 
@@ -161,7 +165,7 @@ def report(
     remarks = _remarks(stats)
     costs = costs_of(records, setting, copies)
     if costs is None:
-        headline = f"Too little is recorded to tell: {len(records)} batches."
+        headline = f"Too few batches to name the bottleneck: {len(records)}."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
     lag = None if stats is None else stats.loop_lag
     case = _Case(costs, setting, records, start_seconds(records, setting), lag)
@@ -261,7 +265,7 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        At best nothing is waited for, and no processor is idle; if the same lanes make
+        At best nothing is waited for, and no processor is idle; if the same slots make
         batches, nor is the thread of the event loop. If threads make them, what this
         process computes takes turns at the GIL.
         """
@@ -280,7 +284,7 @@ class _Case:
         return min(bounds)
 
     def gain(self, change: Change) -> float:
-        """Return the gain of a change in steps per second of whole epochs, percent."""
+        """Return the speed-up of a change in steps of whole epochs, percent."""
         then = seconds_per_batch(change.costs, change.setting)
         then = max(then, self.now / self.most(change))
         length, start = self.setting.length or inf, self.start
@@ -288,10 +292,11 @@ class _Case:
         return 100 * (now / then - 1) if then else 0.0
 
     def best(self) -> tuple[Change, float] | None:
-        """Return the change to make and its gain in percent; None if none is worth it.
+        """Return the change to make and its speed-up in percent, or None.
 
-        It is the cheapest change within 5 percent of the best speed, or within a
-        quarter if that needs new code; among equal ones the first, which changes least.
+        None: no change is worth it. Otherwise the cheapest change within 5 percent of
+        the best speed, or within a quarter if that needs new code; among equal ones the
+        first, which changes least.
         """
         found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
@@ -308,7 +313,7 @@ class _Case:
 
     @property
     def enough(self) -> float:
-        """The least gain that is advised, in percent: some, beyond the error."""
+        """The least speed-up that is advised, in percent: some, beyond the error."""
         return _LEAST_GAIN + 100 * abs(self.error)
 
     def found(self) -> tuple[str, Advice | None]:
@@ -329,7 +334,7 @@ class _Case:
         return stage, advice
 
     def _slowest(self) -> str:
-        """Return the stage that gains most at twice its speed."""
+        """Return the stage that saves most at twice its speed."""
         has_device = self.setting.on_device > 0
         stages = [one for one in _STAGES if has_device or one != "device"]
         halved = [self.costs.scaled(stage, 0.5) for stage in stages]
@@ -337,7 +342,7 @@ class _Case:
         return stages[seconds.index(min(seconds))]
 
     def _freed(self, lag: LoopLag, other: Advice | None) -> Advice | None:
-        """Return the advice to free the loop, with an upper bound of the gain.
+        """Return the advice to free the loop, with an upper bound of the speed-up.
 
         It is None if the loop is not the cause.
         """
@@ -350,7 +355,7 @@ class _Case:
             f"{seconds_text(lag.seconds)} at a time, and nothing else is read meanwhile"
         )
         if lag.is_callers:
-            why = f"{lag.culprit}: {why}"
+            why = f"{lag.culprit} {why.removeprefix('it ')}"
             advice = Advice("loop", "'caller'", "'thread'", gain, why)
         else:
             new = "a process pool" if lag.computes else "asyncio.to_thread"
@@ -367,43 +372,40 @@ class _Case:
         culprit = "" if self.lag is None else self.lag.culprit
         took = seconds_text(self.start)
         is_on_host = stage == "device" and self.setting.stays_on_host
-        named = _ON_HOST if is_on_host else _WORDS.get(stage, "")
-        texts = {
-            "nothing": "Nothing holds training back",
-            "consumer": "Training takes the time itself, more than any stage of the "
-            "loader",
-            "loop": f"{culprit} blocks the event loop and holds training back",
-            "start": f"Starting workers holds training back: it takes {took} of each "
-            "epoch",
-        }
-        text = texts.get(stage, f"{named} holds training back")
-        return f"{text}." if stage == "start" else f"{text}: {waits}."
+        if stage == "start":
+            return f"Starting workers is the bottleneck: it takes {took} of each epoch."
+        if stage == "loop":
+            return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
+        return f"{_ON_HOST if is_on_host else _WORDS[stage]}: {waits}."
 
     def limit(self, stage: str) -> str:
-        """Return what sets the pace if no change of an argument helps."""
+        """Return what limits the speed if no change of an argument helps."""
         setting, error = self.setting, self.error
-        least = f"{self.enough:.0f} % or more"
+        none = f"No argument would bring {self.enough:.0f}% or more steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
         is_store = stage == "read" and waits_for_store(self.costs, setting)
         is_link = stage == "device" and not setting.stays_on_host
         cores = (
-            f"The cores set the pace: all {setting.cores} are busy, with batches, the "
-            "step or other processes."
+            f"No argument would help: all {setting.cores} cores are busy, with "
+            "batches, your training step or other processes."
         )
-        handed = "Handing batches over sets the pace: larger ones cost less of it."
+        handed = "No argument would help: make batches larger, so that fewer are moved."
         doubtful = (
-            "Nothing is advised: the pace computed from these batches differs from "
-            f"what was measured by {error:+.0%} seconds per batch."
+            "No advice: the seconds per batch computed from these batches differ from "
+            f"the measured ones by {error:+.0%}."
         )
-        link = "The link to the device sets the pace: make batches smaller in bytes."
+        link = "The link to the device is the limit: make batches smaller in bytes."
         texts = (
-            (stage in {"nothing", "consumer"}, "The step itself sets the pace."),
+            (
+                stage in {"nothing", "consumer"},
+                "No argument would make training faster.",
+            ),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (abs(error) > _IS_OFF, doubtful),
-            (is_store, f"The store sets the pace: no argument gains {least}."),
+            (is_store, f"{none}: the store is the limit."),
             (is_link, link),
-            (True, f"No argument gains {least}: this stage must get cheaper."),
+            (True, f"{none}: this stage must do less work."),
         )
         return next(text for is_so, text in texts if is_so)
 

@@ -1,4 +1,4 @@
-"""Format figures: durations in fitting units, aligned tables."""
+"""Format numbers: durations in fitting units, aligned tables."""
 
 from collections.abc import Sequence
 

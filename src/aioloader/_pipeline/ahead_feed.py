@@ -381,7 +381,7 @@ class AheadFeed(Feed):
         text = f"DataLoader timed out after {self._timeout} seconds: batch {number}"
         queues = (
             f"queues: {len(pipeline.under_way)} batches under way, "
-            f"{len(pipeline.ready)} ready, {pipeline.ready.held_back()} held back for "
+            f"{len(pipeline.ready)} ready, {pipeline.ready.held_back()} waiting for "
             f"an earlier one; waited {waited:.2f} s"
         )
         lines = [f"{text} {progress[0]}", queues, *progress[1:], last_error()]

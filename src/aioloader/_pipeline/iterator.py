@@ -136,7 +136,7 @@ class BatchIterator(Generic[Batch]):
 
     @property
     def counters(self) -> "Counters | None":
-        """The figures of its iteration, once it has started."""
+        """The statistics of its iteration, once it has started."""
         feed = self._steps.feed
         return None if feed is None else feed.counters
 

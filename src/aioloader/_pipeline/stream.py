@@ -43,7 +43,7 @@ from aioloader.protocols import (
 
 
 class Stream:
-    """Reads the batches of one stream: ranks, tails, failures, resuming, state.
+    """Reads the batches of one stream: ranks, last batches, failures, resuming, state.
 
     It is opened, read and closed in one task, or in one thread.
 

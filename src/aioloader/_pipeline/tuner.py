@@ -50,7 +50,7 @@ class Tuning:
     Attributes:
         controllers: The controllers, by argument name.
         held: The sizes of batches.
-        figures: The figures of the latest iteration.
+        figures: The statistics of the latest iteration.
         deaths: Worker deaths seen so far.
     """
 

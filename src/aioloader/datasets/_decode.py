@@ -1,6 +1,6 @@
-"""Bytes to values and back, by extension: pictures, numbers, text, arrays and tensors.
+"""Bytes to values and back, by extension: images, numbers, text, arrays and tensors.
 
-Extensions and formats have WebDataset's names. torchvision decodes pictures to tensors
+Extensions and formats have WebDataset's names. torchvision decodes images to tensors
 if it is installed, Pillow all others. Pickles are left as they are: they run code.
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from aioloader.errors import UNRELEASED
 
 # The extensions of torchvision's ImageFolder, and others that Pillow reads.
 FOLDER_EXTENSIONS = frozenset({
@@ -34,7 +36,7 @@ _PNG_DEPTH = 24
 
 
 class Picture:
-    """Decodes pictures to the format of one word of ``SPECS``."""
+    """Decodes images to the format of one word of ``SPECS``."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -77,7 +79,8 @@ def pillow() -> Any:
         from PIL import Image  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            'decoding pictures needs Pillow: pip install "aioloader[pictures]"'
+            "decoding images needs Pillow: "
+            f'pip install "aioloader[pictures]{UNRELEASED}"'
         ) from exc
     return Image
 
@@ -163,7 +166,7 @@ def encode(value: Any, extension: str) -> bytes:
 
 
 def _image_of(value: Any) -> Any:
-    """Return a picture as an image of Pillow.
+    """Return an image as one of Pillow's.
 
     It is one, an array ``(H, W[, C])`` or a tensor ``(C, H, W)``, of uint8 or of floats
     from 0 to 1.
@@ -177,15 +180,15 @@ def _image_of(value: Any) -> Any:
         value = value[:, :, 0]
     if not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in {3, 4})):
         raise ValueError(
-            f"pictures have 1, 3 or 4 channels, got the shape {value.shape} (H, W, C)"
+            f"images have 1, 3 or 4 channels, got the shape {value.shape} (H, W, C)"
         )
     if value.dtype.kind == "f":
         low, high = float(value.min()), float(value.max())
         if not (low >= 0 and high <= 1):
             raise ValueError(
-                f"pictures of floats have values from 0 to 1, got {low:g} to {high:g}"
+                f"images of floats have values from 0 to 1, got {low:g} to {high:g}"
             )
         value = np.rint(value * 255).astype(np.uint8)
     if value.dtype != np.uint8:
-        raise ValueError(f"pictures must be uint8 or float, got {value.dtype}")
+        raise ValueError(f"images must be uint8 or float, got {value.dtype}")
     return pillow().fromarray(value)

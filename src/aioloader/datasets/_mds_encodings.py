@@ -1,6 +1,6 @@
 """The encodings of MDS columns, as MosaicML Streaming publishes them.
 
-All numbers are little-endian. Pillow is imported only for pictures.
+All numbers are little-endian. Pillow is imported only for images.
 """
 
 import json
@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from aioloader.errors import UNRELEASED
 
 Decode = Callable[[bytes], Any]
 _SCALARS = (
@@ -33,7 +35,7 @@ def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
 
     Raises:
         ValueError: If the encoding is unknown, or unsafe and not allowed.
-        ImportError: If it has pictures and Pillow is not installed.
+        ImportError: If it has images and Pillow is not installed.
     """
     name, _, config = encoding.partition(":")
     if name == "ndarray":
@@ -108,10 +110,11 @@ def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
 
 def _picture_decoder(name: str, count_at: int | None) -> Decode:
     try:
-        from PIL import Image  # noqa: PLC0415  (where there are pictures)
+        from PIL import Image  # noqa: PLC0415  (where there are images)
     except ImportError as exc:
         raise ImportError(
-            'columns of pictures need Pillow: pip install "aioloader[pictures]"'
+            "columns of images need Pillow: "
+            f'pip install "aioloader[pictures]{UNRELEASED}"'
         ) from exc
     decode = partial(_raw_picture if name == "pil" else _picture, Image)
     return decode if count_at is None else partial(_list, decode, count_at)
@@ -128,7 +131,7 @@ def _raw_picture(image: ModuleType, data: bytes) -> Any:
     return image.frombytes(mode, (width, height), data[12 + length :])
 
 
-# Picture encodings, and the offset of the count for lists.
+# Image encodings, and the offset of the count for lists.
 _PICTURES: dict[str, tuple[str, int | None]] = {
     **{name: (name, None) for name in ("pil", "jpeg", "png")},
     **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},

@@ -36,7 +36,7 @@ _EXTENDED = b"LKxXg"
 _PLAIN = b"0\0"
 _BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
 
-# Name, size, checksum, and the tail: the rest from the typeflag on, which members of
+# Name, size, checksum, and the rest, from the typeflag on, which members of
 # the same type and owner share.
 _FIELDS = Struct("100s24x12s12x8s356s")
 _TAIL = 156
@@ -220,7 +220,7 @@ class _Archive:
         # The last member, and the last header read: one of the member that follows.
         self._name, self._at = "", feed.at
         self._globals: dict[str, bytes] = {}
-        # The tail of the last plain header, and its sum; the key as bytes, if known;
+        # The rest of the last plain header, and its sum; the key as bytes, if known;
         # fields by the part of a name after the first dot.
         self._tail, self._tail_sum = b"", 0
         self._stem: bytes | None = None
@@ -308,7 +308,7 @@ class _Archive:
         return following if is_whole else 0
 
     def _learn(self, block: bytes) -> bool:
-        """Keep the tail of a header if it is plain, and its share of the checksum."""
+        """Keep the rest of a header if it is plain, and its share of the checksum."""
         is_plain = block[_TAIL] in _PLAIN and not block[345]
         if is_plain:
             self._tail = block[_TAIL:]

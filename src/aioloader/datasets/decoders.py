@@ -1,4 +1,4 @@
-"""Samples to values: pictures, numbers, text and arrays, decoded by extension.
+"""Samples to values: images, numbers, text and arrays, decoded by extension.
 
 A ``Decoder`` is a plain, picklable function of a sample. It is CPU work: a step of a
 stream or a dataset runs it in threads, a loader's ``transform`` in its workers.
@@ -21,14 +21,14 @@ class Decoder:
 
     A sample is a dict of bytes by extension, as from ``TarDataset``: names that start
     with ``__``, and values that are not bytes, are left as they are. Or it is the bytes
-    of a picture, alone or first in a tuple with its label. ``txt``, ``cls``, ``id``,
+    of an image, alone or first in a tuple with its label. ``txt``, ``cls``, ``id``,
     ``json``, ``npy``, ``npz``, ``pth`` and their synonyms are always decoded; bytes
     without a decoder stay bytes, pickles too, because they run code.
 
     Args:
         specs: In any order:
 
-            - the type of all pictures: ``"pil"`` (``"pill"``, ``"pilrgba"``): Pillow
+            - the type of all images: ``"pil"`` (``"pill"``, ``"pilrgba"``): Pillow
               images; ``"torch"`` (``"torchrgb"``, ``"torchl"``, ``"torchrgba"``):
               tensors ``(C, H, W)`` of float32 from 0 to 1; ``"rgb"`` (``"l"``,
               ``"rgba"``): arrays ``(H, W, C)``, for ``"l"`` ``(H, W)``, of float32 from
@@ -41,7 +41,7 @@ class Decoder:
 
     Raises:
         ValueError: If a word is unknown.
-        ImportError: If pictures are to be decoded, and Pillow is not installed.
+        ImportError: If images are to be decoded, and Pillow is not installed.
 
     Example:
         >>> Decoder({"bin": len})({"__key__": "a", "cls": b"7", "bin": b"123"})
@@ -59,7 +59,7 @@ class Decoder:
     def _add(self, spec: Any) -> None:
         if isinstance(spec, str):
             if self._picture is not None:
-                raise ValueError(f"pictures have one format, got {self.specs}")
+                raise ValueError(f"images have one format, got {self.specs}")
             self._picture = _picture(spec)
         elif isinstance(spec, Mapping):
             for name, one in spec.items():
@@ -92,13 +92,13 @@ class Decoder:
         data, *others = sample if isinstance(sample, tuple) and sample else [sample]
         if not is_buffer(data):
             raise TypeError(
-                f"a Decoder takes dicts of bytes by extension, the bytes of a picture, "
+                f"a Decoder takes dicts of bytes by extension, the bytes of an image, "
                 f"or a tuple that starts with them, got {type(sample).__name__}"
             )
         if self._picture is None:
             raise TypeError(
-                f"bytes without an extension are decoded as a picture, and {self!r} "
-                f"has no word for pictures, such as 'torch'; or decode them where they "
+                f"bytes without an extension are decoded as an image, and {self!r} "
+                f"has no word for images, such as 'torch'; or decode them where they "
                 f"have names, with the dataset's `decode`"
             )
         picture = self.decode(data, "")
@@ -109,7 +109,7 @@ class Decoder:
 
         Args:
             data: The bytes.
-            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: a picture.
+            extension: Such as ``"jpg"`` or ``"mask.png"``; empty: an image.
             key: Name of the sample, for errors.
             url: Address it was read from, for errors.
         """
@@ -127,7 +127,7 @@ class Decoder:
                     function = self._picture
             return data if function is None else function(data)
         except Exception as error:
-            what = f"{extension!r}" if extension else "a picture"
+            what = f"{extension!r}" if extension else "an image"
             owner = f" of sample {key!r}" if key else ""
             where = f" in {url!r}" if url else ""
             place = f"{what}{owner}{where} ({len(data):,} bytes)"
@@ -138,7 +138,7 @@ class Decoder:
             raise
 
     def _named_for(self, extension: str) -> Callable[[bytes], Any] | None:
-        """Return the user's function for an extension, or its longest tail."""
+        """Return the user's function for an extension, or its longest ending."""
         while extension and self._named:
             if (function := self._named.get(extension)) is not None:
                 return function
@@ -176,4 +176,4 @@ def _picture(spec: str) -> Picture:
     near = difflib.get_close_matches(spec, SPECS, 1)
     hint = f": did you mean {near[0]!r}?" if near else ""
     known = ", ".join(sorted(SPECS))
-    raise ValueError(f"{spec!r} is not a picture format{hint or '.'} There are {known}")
+    raise ValueError(f"{spec!r} is not an image format{hint or '.'} There are {known}")

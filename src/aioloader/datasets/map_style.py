@@ -1,6 +1,6 @@
 """A map-style dataset as a stream: in order, or shuffled as a whole.
 
-The order of an epoch is a keyed permutation of the indices, which is computed, not
+The order of an epoch is a seeded permutation of the indices, which is computed, not
 held. Readers take its positions in turn, so the saved position is an integer, and
 nothing is read again on resume.
 """
@@ -40,11 +40,11 @@ _AT_ONCE = 1 << 10
 def from_dataset(
     dataset: Any, *, shuffle: bool = False, seed: int = 0, concurrency: int = 64
 ) -> Stream[Any]:
-    """Return a stream of the samples of a map-style dataset, in each epoch all of them.
+    """Return a stream of all samples of a map-style dataset.
 
-    So it can have steps, be mixed, and be shared between any ranks. A coroutine
+    You can add steps to it, mix it and share it between any ranks. A coroutine
     ``__getitem__`` runs on the loop, many at a time; a plain one in one thread, which
-    all readers share, as few datasets are made for several. ``__getitems__`` is used
+    all readers share, because few datasets are thread-safe. ``__getitems__`` is used
     where it is defined. A failed sample is passed on as its error. The length is known,
     so ranks have equal parts, as with torch's ``DistributedSampler``: the loader's
     ``tail`` decides about the last samples.
@@ -52,7 +52,7 @@ def from_dataset(
     Args:
         dataset: It has ``__getitem__`` and ``__len__``; its length is part of a state.
         shuffle: Whether all samples are permuted, differently in each epoch.
-        seed: Key of the permutation.
+        seed: Seed of the permutation.
         concurrency: How many samples of an async dataset are read at a time, by all
             readers of a rank together.
 

@@ -45,8 +45,8 @@ class MDSDataset(StoredStream[dict[str, Any]]):
     """Streams samples from MDS shards.
 
     A sample is a dict of its columns, decoded like MosaicML Streaming: numbers, text,
-    bytes, JSON, arrays (copied), and pictures by Pillow. Plain, gzip and zstandard; a
-    plain shard can resume at any sample without reading earlier ones, and is cut if
+    bytes, JSON, arrays (copied), and images by Pillow. Plain, gzip and zstandard; a
+    plain shard can resume at any sample without reading earlier ones, and is split if
     there are fewer shards than readers.
 
     Args:
@@ -284,7 +284,7 @@ def _decode(
             stop = at + (size or next(sizes))
             sample[name] = decode(body[at:stop])
             at = stop
-    except Exception as error:  # noqa: BLE001  (of a picture, for example)
+    except Exception as error:  # noqa: BLE001  (of an image, for example)
         failure = DatasetError(
             f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
             f"{type(error).__name__}: {error}",

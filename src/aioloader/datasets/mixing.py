@@ -45,7 +45,7 @@ def mix(
     """Return streams, or map-style datasets, as one, in proportion to their weights.
 
     The source of each position of the order (of all ranks and readers together) is
-    computed from the position. Nothing is drawn: of any first ``n`` samples, each
+    computed from the position. It is not random: of any first ``n`` samples, each
     source has its share to 1.5 samples, until one ends; and each reader has about the
     same shares. Sources are repeated by ``repeat()``. A failed sample counts.
 
@@ -57,12 +57,12 @@ def mix(
             the ranks and readers of the first apply. ``loader.stats()`` shows the
             samples and passes of each stream.
         weights: In the order of the sources, or by name; default: equal. Or stages,
-            ``[(0, weights), (start, weights), ...]``: from position ``start`` on, the
-            shares of later samples are others. Decimals are exact, and ratios that need
-            sums over ``2**40`` are rounded to it.
+            ``[(0, weights), (start, weights), ...]``, each from its position
+            ``start`` on. Decimals are exact, and ratios that need sums over ``2**40``
+            are rounded to it.
         until: ``"all"``: when a source ends (of streams: in a reader), the others
             continue in their proportions, until each was read; ``"first"``: the mixture
-            ends where the first one has no more.
+            ends with the first source that ends.
 
     Raises:
         ValueError: If there are no sources; if weights are not positive, of other

@@ -51,7 +51,7 @@ class Named(HasLifespan):
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If pictures are to be decoded, and Pillow is not installed.
+            ImportError: If images are to be decoded, and Pillow is not installed.
         """
         return DecodedDataset(self, Decoder(*specs))
 

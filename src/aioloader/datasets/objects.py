@@ -55,7 +55,7 @@ class ObjectDataset(
         requests: How long requests may take, and how failed ones are retried.
 
     Raises:
-        ImportError: If the store needs what is not installed, such as obstore.
+        ImportError: If the store needs a package that is not installed.
         ValueError: If nothing is listed, or an argument is wrong.
         DatasetError: If listing fails.
 

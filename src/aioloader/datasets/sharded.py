@@ -1,4 +1,4 @@
-"""Streams of shards: order, lanes and shares, common to all formats."""
+"""Streams of shards: order, slots and shares, common to all formats."""
 
 import asyncio
 import operator
@@ -84,12 +84,12 @@ _DEALS = 2
 class ShardedStream(Stream[Sample_co]):
     """A stream of shards.
 
-    The shards, permuted in each epoch if ``shuffle`` is set, are dealt to the readers
+    The shards, permuted in each epoch if ``shuffle`` is set, go to the readers
     (one for each rank and worker, unless ``readers`` sets their number): each shard to
     the reader that has the least bytes, or rows, so far, or the fewest shards where
     lengths are unknown, as those of URLs that are not listed. So readers differ by at
     most one shard, nothing is read twice and nothing is left out, and there must be a
-    shard for each. A reader spreads its shards over lanes that take turns; each lane
+    shard for each. A reader spreads its shards over slots that take turns; each slot
     reads its shards one after the other. A state can be loaded where the shards have
     the same names and lengths in the same order, whatever their common directory,
     bucket or host.
@@ -97,13 +97,13 @@ class ShardedStream(Stream[Sample_co]):
     Args:
         made_by: The format, which lists and opens shards.
         shuffle: Whether the shards are permuted.
-        seed: Key of the permutation.
+        seed: Seed of the permutation.
         interleave: Number of shards open at once, of all readers together; rounded up
             to a multiple of their number.
-        deterministic: Whether lanes take turns strictly; otherwise samples come from
-            whichever lane has some, and the order differs from run to run, so another
+        deterministic: Whether slots take turns strictly; otherwise samples come from
+            whichever slot has some, and the order differs from run to run, so another
             number of ranks cannot resume it.
-        max_bytes: Bytes that one rank, or worker, reads ahead in all: its lanes have
+        max_bytes: Bytes that one rank, or worker, reads ahead in all: its slots have
             equal parts, and each takes what one read needs even if that is more.
 
     Raises:
@@ -131,12 +131,12 @@ class ShardedStream(Stream[Sample_co]):
         self._max_bytes = check_at_least(max_bytes, 1, "max_bytes")
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over the lanes of this reader.
+        """Return a cursor over the slots of this reader.
 
         Raises:
             StateMismatchError: If the state is of other shards.
             ValueError: If there are too few, or if ranks or readers must take turns
-                with lanes that do not.
+                with slots that do not.
         """
         share, known = reading.share, state.get("shards")
         if share.in_turns and not self._deterministic:
@@ -184,7 +184,7 @@ class ShardedStream(Stream[Sample_co]):
         return [""]
 
     def describe(self) -> State:
-        """Return the format's description, and the order of shards and lanes."""
+        """Return the format's description, and the order of shards and slots."""
         return {
             "kind": type(self).__name__,
             **self.made_by.describe(),
@@ -301,7 +301,7 @@ def _dealt(
 
 
 def _without_stamp(lane: State) -> State:
-    """Return a lane's state that any shard of the same size fits."""
+    """Return a slot's state that any shard of the same size fits."""
     at = {name: one for name, one in lane.get("at", {}).items() if name != "stamp"}
     return {**lane, "at": at}
 
@@ -390,7 +390,7 @@ class ByteStream(StoredStream[Sample_co]):
         options: As for ``StoredStream``.
 
     Attributes:
-        cuts: Finds where a shard can be cut, for more readers; None: nowhere.
+        cuts: Finds where a shard can be split, for more readers; None: nowhere.
     """
 
     cuts: ClassVar[Cuts | None] = None

@@ -1,7 +1,7 @@
 """Streams: datasets read from the front, shard by shard, and composed of steps.
 
 A stream is a description; iterating opens a cursor over it. Its methods return new
-streams. The order is a function of the seed, the epoch and the numbers of lanes and of
+streams. The order is a function of the seed, the epoch and the numbers of slots and of
 readers; its state is a position, small and independent of read-ahead. Memory holds the
 read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
@@ -80,7 +80,7 @@ class Stream(Iterated[Sample_co]):
     def decode(self, *specs: Spec) -> "Stream[Any]":
         """Return the stream with bytes decoded by extension, in threads.
 
-        ``decode("torch")`` makes tensors of pictures, and values of ``cls``, ``json``,
+        ``decode("torch")`` makes tensors of images, and values of ``cls``, ``json``,
         ``txt``... Samples that cannot be decoded fail, as in ``map``.
 
         Args:
@@ -88,7 +88,7 @@ class Stream(Iterated[Sample_co]):
 
         Raises:
             ValueError: If a word is unknown.
-            ImportError: If pictures are to be decoded, and Pillow is not installed.
+            ImportError: If images are to be decoded, and Pillow is not installed.
         """
         decoder = Decoder(*specs)
         return _Step(self, Decoded, decoder.describe(), function=decoder)
@@ -102,8 +102,8 @@ class Stream(Iterated[Sample_co]):
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
 
-        The permutation differs for each window and epoch. Interleaved shards bring
-        samples of many places into one window.
+        The permutation differs for each window and epoch. Interleave shards to mix
+        samples from more places into each window.
         """
         size = check_at_least(size, 1, "size")
         described = {"size": size, "seed": operator.index(seed)}
@@ -159,9 +159,10 @@ class Stream(Iterated[Sample_co]):
         The reverse of ``batch``, also of tables, whose rows stay in columns. Samples
         are lists, arrays, generators or other iterables; generators are read no further
         than needed, in a thread. A sample without items adds nothing. A text, a dict,
-        or anything else that is not iterable fails with a ``TypeError``; an error of an
-        iterable is its last item. The position is that of a sample and a count of its
-        items: on resume, the items of one sample are made again, and must be the same.
+        or anything that is not iterable fails with a ``TypeError``; if an iterable
+        raises, the error replaces its remaining items. The position is a sample and a
+        count of its items: on resume, the items of one sample are made again, and must
+        be the same.
         """
         return _Step(self, Unbatched, {})
 
@@ -237,16 +238,16 @@ class Stream(Iterated[Sample_co]):
         predicted. Samples are dicts of ``input_ids``, ``labels`` and ``position_ids``:
         arrays of shape (length,), dtype int64. A label is the next token of the same
         document; -100 at its last token, in padding, and where the mask is false.
-        Positions restart at each document and sample; padding is a document.
+        Positions restart at each document and sample; padding counts as one.
 
-        What is no document fails with a TypeError, KeyError or ValueError, as one
-        sample. After a load, ``"concat"`` reads the documents of the open sample again
-        and at most 64 others, ``"best_fit"`` one window. (If user code then fails for
-        other documents of the window, its samples are others.)
+        A sample that is not a document fails with a TypeError, KeyError or
+        ValueError. After a load, ``"concat"`` reads the documents of the open sample
+        again and at most 64 others, ``"best_fit"`` one window. (If user code then fails
+        for other documents of the window, its samples differ.)
 
         Args:
             length: Tokens per sample.
-            strategy: ``"concat"``: documents are laid end to end and cut;
+            strategy: ``"concat"``: documents are concatenated and split;
                 ``"best_fit"``: each sample has whole documents and padding. These are
                 packed by window, and its samples come in a permuted order.
             window: Documents per window, of best fit.
@@ -257,7 +258,7 @@ class Stream(Iterated[Sample_co]):
             pad: The token of padding.
             shift: Whether labels are the next tokens; False: the tokens themselves, for
                 models that shift labels. A document's first token has the label -100.
-            seed: Key of the order of best fit, which also depends on the epoch.
+            seed: Seed of the order of best fit, which also depends on the epoch.
 
         Raises:
             ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or

@@ -212,8 +212,8 @@ class SQLDataset(ShardedStream[Row]):
         columns: The columns to read, in order; default: all.
         parameters: Values for the placeholders of a query, ``$1`` for PostgreSQL and
             ``?`` for SQLite.
-        partitions: Number of ranges of the key; or the keys to cut at, so that ranks
-            and later runs have the same ranges whatever is written meanwhile.
+        partitions: Number of ranges of the key; or the keys to split at, so that ranks
+            and later runs have the same ranges even if rows are written in between.
         deadline: Seconds in which a lost connection must be restored.
         numeric: Type for PostgreSQL's ``numeric`` and ``money``: ``"decimal"``, with
             all digits, which has no tensor form; or ``"float"``, the nearest one.

@@ -67,8 +67,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
     with bytes owned by the caller. Links are skipped, and the first is logged. Plain,
     gzip, zstandard, bzip2, xz; a plain tar can resume at any sample, reading at most
-    8 MB of earlier data again. If there are fewer shards than readers, ``a.tar`` is cut
-    by its index ``a.tar.idx``.
+    8 MB of earlier data again. If there are fewer shards than readers, ``a.tar`` is
+    split by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.

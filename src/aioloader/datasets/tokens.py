@@ -577,7 +577,7 @@ class TokenWriter:
             tokens: 1-D integers, copied; none are an empty document.
 
         Raises:
-            TypeError: If they are no 1-D integers. The document is not written, and
+            TypeError: If they are not 1-D integers. The document is not written, and
                 the writer can continue, as after a ValueError.
             ValueError: If a token does not fit the type of the file.
             StateMismatchError: If the file was finished by an earlier writer.

@@ -273,7 +273,7 @@ class TarWriter(ShardWriter):
     A sample is a dict: ``__key__`` names it (default: its number), other names are the
     extensions of its members. Bytes and text are written as they are; values that
     ``Decoder`` makes are encoded by extension: ``cls`` numbers, ``json``, ``npy``,
-    ``pth``, ``jpg`` and ``png`` pictures of Pillow, NumPy and torch. The same samples
+    ``pth``, ``jpg`` and ``png`` images of Pillow, NumPy and torch. The same samples
     give the same bytes. Next to each shard is its index (``.tar.idx``), with which
     several readers can share it. Otherwise like ``ShardWriter``.
 

@@ -32,7 +32,7 @@ def check_dataset(dataset: Any, *, samples: int = 32) -> None:
     epoch; a copy gives equal samples; its length, if it has one, is right; it resumes
     exactly, from its state if it has one.
 
-    A plain dataset may draw at random from the global generators (torch, ``random``,
+    A plain dataset may use random numbers of the global generators (torch, ``random``,
     numpy): they are seeded alike for the same sample. Any other difference between two
     readings fails.
 
@@ -116,7 +116,7 @@ def _cannot_be_sent(dataset: Any, error: Exception) -> AssertionError:
 
 
 def _loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    # Draws are keyed by a sample's position, so they do not depend on batches.
+    # Random numbers follow a sample's position, so they do not depend on batches.
     return DataLoader(dataset, collate_fn=_as_it_is, rng="sample", **options)
 
 
@@ -153,7 +153,7 @@ def _compare(how: str, labels: list[str], first: list[Any], found: list[Any]) ->
         if frozen(one) != frozen(other):
             raise AssertionError(
                 f"{how} gave another {label}: {shown(other)}, and {shown(one)} before; "
-                "random draws must use the global generators, or those in the "
+                "random numbers must come from the global generators, or those in the "
                 "saved state"
             )
 

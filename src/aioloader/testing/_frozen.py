@@ -36,7 +36,7 @@ def frozen(value: Any) -> Hashable:
             part = tuple(map(frozen, value))
         case set() | frozenset():
             part = frozenset(map(frozen, value))
-        case _ if hasattr(value, "__array_interface__"):  # a picture
+        case _ if hasattr(value, "__array_interface__"):  # an image
             part = _frozen_array(value)
         case _ if _is_plain(value):
             part = frozen(vars(value))

@@ -16,6 +16,7 @@ from typing import Any
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread
+from aioloader.errors import UNRELEASED
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -220,5 +221,5 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(
-            'RayWorkers needs Ray: pip install "aioloader[ray]"'
+            f'RayWorkers needs Ray: pip install "aioloader[ray]{UNRELEASED}"'
         ) from error

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from aioloader.errors import UNRELEASED
+
 
 def imported(module: str, why: str) -> Any:
     """Import a module that needs pyarrow, which takes long.
@@ -18,4 +20,6 @@ def imported(module: str, why: str) -> Any:
         importlib.import_module("pyarrow")
         return importlib.import_module(module)
     except ImportError as exc:
-        raise ImportError(f'{why} pyarrow: pip install "aioloader[arrow]"') from exc
+        raise ImportError(
+            f'{why} pyarrow: pip install "aioloader[arrow]{UNRELEASED}"'
+        ) from exc

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioloader.datasets._sql.address import sqlstate_of
 from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader.errors import UNRELEASED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,7 +36,9 @@ def driver_of(address: "Address") -> Any:
         import_module("pyarrow.compute")
         return import_module(f"{name}.dbapi")
     except ImportError as exc:
-        raise ImportError('databases need ADBC: pip install "aioloader[sql]"') from exc
+        raise ImportError(
+            f'databases need ADBC: pip install "aioloader[sql]{UNRELEASED}"'
+        ) from exc
 
 
 class Connection:

@@ -19,6 +19,7 @@ import numpy as np
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
 from aioloader.datasets._sql.relation import column
+from aioloader.errors import UNRELEASED
 
 if TYPE_CHECKING:
     import asyncpg
@@ -261,7 +262,8 @@ def import_asyncpg() -> Any:
         return import_module("asyncpg")
     except ImportError as exc:
         raise ImportError(
-            'SQLRows of PostgreSQL needs asyncpg: pip install "aioloader[sql]"'
+            "SQLRows of PostgreSQL needs asyncpg: "
+            f'pip install "aioloader[sql]{UNRELEASED}"'
         ) from exc
 
 

@@ -32,6 +32,7 @@ from aioloader.datasets._stores.sources import (
     words_of,
 )
 from aioloader.datasets._stores.versions import Piece, Version
+from aioloader.errors import UNRELEASED
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ class HubStore(FileSystemStore):
             import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
         except ImportError as exc:
             raise ImportError(
-                'hf:// needs huggingface_hub: pip install "aioloader[hub]"'
+                f'hf:// needs huggingface_hub: pip install "aioloader[hub]{UNRELEASED}"'
             ) from exc
         if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(

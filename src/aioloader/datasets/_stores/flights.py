@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 from weakref import ref
 
+from aioloader.errors import UNRELEASED
+
 T = TypeVar("T")
 
 # How long obstore's threads may take to release a finished request: in practice 10 ms
@@ -27,7 +29,8 @@ def import_obstore() -> ModuleType:
         import obstore.store  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            'object stores and HTTP need obstore: pip install "aioloader[objects]"'
+            "object stores and HTTP need obstore: "
+            f'pip install "aioloader[objects]{UNRELEASED}"'
         ) from exc
     return obstore
 

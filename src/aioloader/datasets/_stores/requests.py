@@ -123,7 +123,7 @@ class Server:
 
     def locate(self, key: str) -> str:
         """Return the address of ``key`` as it may be shown."""
-        # The tail of a signed URL, passed as a key, must put no signature into the log.
+        # The query of a signed URL, passed as a key, may put no signature into the log.
         key, label = redact_key(key), self.label
         return f"{label}{'' if label.endswith('/') else '/'}{key}" if key else label
 

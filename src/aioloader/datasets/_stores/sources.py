@@ -1,4 +1,4 @@
-"""Sources of bytes: what a store of a user's own owes, and how any store is asked.
+"""Sources of bytes: what a user's store must do, and how any store is asked.
 
 ``Source`` is public and small. ``Store`` is what all readers use: a source together
 with what is known of its server, and the one judge of what it raises. obstore, file

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.errors import UNRELEASED, DatasetError, TruncatedReadError
 
 _PIECE = 1 << 19
 
@@ -125,7 +125,8 @@ def _zstd() -> Callable[..., Any]:
         import zstandard  # noqa: PLC0415  (an optional dependency)
     except ImportError as exc:
         raise ImportError(
-            'zstandard shards need zstandard: pip install "aioloader[zstd]"'
+            "zstandard shards need zstandard: "
+            f'pip install "aioloader[zstd]{UNRELEASED}"'
         ) from exc
     make: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
     return make  # type: ignore[no-any-return]

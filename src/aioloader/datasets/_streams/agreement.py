@@ -1,13 +1,10 @@
 """What ranks agree on through a key-value store: lists of shards, ends of epochs.
 
-The store is that of torch's process group, or the user's. Operations block, so they run
-in threads, on separate connections: torch's holds a lock.
+Operations of the store block, so they run in threads, on separate connections.
 """
 
 import asyncio
 import json
-import os
-import pickle
 import queue
 import threading
 import weakref
@@ -17,130 +14,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
-import torch.distributed
-
+from aioloader._order.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Count, Counts, EndTalk, SharedEnd
 from aioloader.errors import DatasetError
-
-# torch's type stubs do not name the stores.
-dist: Any = torch.distributed
-# Seconds that one operation of the store may take, and that a rank waits for others (as
-# long as torch's process groups do), unless `agree` says otherwise.
-TIMEOUT = 60.0
-PATIENCE = 1800.0
-# With the process id, it tells a process from all others of a run.
-_TOKEN = os.urandom(4).hex()
-
-
-class RankStore:
-    """The store through which ranks agree.
-
-    It is one of ``torch.distributed``; without one, that of the process group when an
-    iteration begins, if there is one. ``timeout`` is that of each operation, in
-    seconds, and of the wait for other ranks.
-    """
-
-    def __init__(self, store: Any = None, timeout: float | None = None) -> None:
-        self._store = store
-        # Opens it again, in another process too; None: it cannot be.
-        self._again = None if store is None else _opener_of(store)
-        self._timeout = timeout
-        self._process = f"{_TOKEN}.{os.getpid()}"
-
-    @property
-    def process(self) -> int | str:
-        """What tells this process from others; in a worker, its loader's process.
-
-        It is the rank in the process group, if there is one: ranks of a loader are not
-        processes, as several processes may read the part of one rank.
-        """
-        group = _group()
-        return self._process if group is None else group[0]
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank waits for others."""
-        return PATIENCE if self._timeout is None else self._timeout
-
-    def found(self) -> "RankStore | None":
-        """Return this store or that of the process group; None if there is neither."""
-        if self._store is not None or self._again is not None:
-            return self
-        if _group() is None:
-            return None
-        return RankStore(dist.distributed_c10d._get_default_store(), self._timeout)  # noqa: SLF001
-
-    def open(self) -> Any:
-        """Return a new connection to the store. Blocks."""
-        seconds = TIMEOUT if self._timeout is None else self._timeout
-        timeout = timedelta(seconds=seconds)
-        store = self._store if self._again is None else self._again(timeout)
-        store.set_timeout(timeout)
-        return store
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._store is not None and self._again is None:
-            raise pickle.PicklingError(
-                f"a {type(self._store).__name__} cannot be reached from another "
-                "process; give agree() a TCPStore or a FileStore, which workers open "
-                "again"
-            )
-        again = getattr(self.found(), "_again", None)
-        values = {"_timeout": self._timeout, "_process": self.process}
-        return {"_store": None, "_again": again, **values}
-
-    def __repr__(self) -> str:
-        if self._again is None:
-            return type(self._store).__name__
-        path = self._again.keywords.get("path")
-        return f"FileStore({path!r})" if path else "TCPStore"
-
-
-def _group() -> tuple[int, int] | None:
-    """Return this process's rank in the process group and the group's size, if any."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _opener_of(store: Any) -> "partial[Any] | None":
-    """Return what opens a store once more, given a timeout; None if nothing does."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return partial(_tcp_store, host=store.host, port=store.port)
-    is_file = isinstance(store, dist.FileStore)
-    return partial(_file_store, path=store.path) if is_file else None
-
-
-def _tcp_store(timeout: timedelta, host: str, port: int) -> Any:
-    return dist.TCPStore(
-        host, port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
-
-
-def _file_store(_timeout: timedelta, path: str) -> Any:
-    Path(path).parent.stat()  # a store would wait for minutes
-    return dist.FileStore(path)
-
-
-def _key_of(what: Any) -> str:
-    """Return the beginning of the keys of ``what`` in this run."""
-    run = ".".join(
-        os.environ.get(f"TORCHELASTIC_{name}", "")
-        for name in ("RUN_ID", "RESTART_COUNT")
-    )
-    return f"aioloader/{_digest([run, what])}"
-
-
-def _digest(value: Any) -> str:
-    words = json.dumps(value, sort_keys=True).encode()
-    return blake2b(words, digest_size=8).hexdigest()
-
 
 # -- lists of shards ----------------------------------------------------------------
 
@@ -175,7 +53,7 @@ class Agreement:
             find: Finds it, given the summary that the first rank found, if any; it has
                 a ``summary``, JSON-serialisable.
         """
-        key = _key_of([self.ranks, self.epoch, what])
+        key = key_of([self.ranks, self.epoch, what])
         key, first = await self._do(partial(self._looked, key), who)
         for _ in range(2):
             theirs = first and first["summary"]
@@ -226,7 +104,7 @@ class Agreement:
 
 
 def _shown(summary: Any) -> str:
-    return f"{summary['count']:,} shards (digest {_digest(summary)})"
+    return f"{summary['count']:,} shards (digest {digest(summary)})"
 
 
 # -- ends of epochs -----------------------------------------------------------------
@@ -283,11 +161,11 @@ class StoreTalk(EndTalk):
         if self._threads or self._is_closed:
             return
         self._end, self._wake = end, wake
-        key = _key_of(["end", self._ranks, self._what])
+        key = key_of(["end", self._ranks, self._what])
         _BEGUN[key, self._rank] += 1
         self._key = f"{key}/{_BEGUN[key, self._rank]}"
-        group = _group()
-        self._may_have_peers = group is not None and group[1] > self._ranks
+        place = group()
+        self._may_have_peers = place is not None and place[1] > self._ranks
         # Python's exit aborts the process if a thread is in a call of the store.
         weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._tell, self._listen):

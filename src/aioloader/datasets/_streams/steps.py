@@ -38,7 +38,7 @@ from aioloader.datasets._streams.cursors import (
 from aioloader.datasets._tokens.texts import encoded, text_of
 from aioloader.errors import DatasetError
 
-# Least samples per thread; smaller shares cost more for threads than they gain.
+# Least samples per thread; smaller shares cost more for threads than they save.
 _SHARE = 4
 # Most samples of a window pulled at once; more would delay others.
 _PULL = 1 << 13
