@@ -7,7 +7,7 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from aioloader import DataLoader, Device
 from aioloader._device.stage import Staged
+from aioloader.errors import BatchTimeoutError
 from device.recording import LatePort, on
 
 KINDS: list[Any] = [(0, "process"), (2, "process"), (2, "thread")]
@@ -145,6 +146,86 @@ def test_an_error_of_the_device_is_that_of_its_batch() -> None:
     iterator.close()
 
 
+def test_a_lost_device() -> None:
+    """Whoever waits learns of it, and the iteration ends."""
+
+    class Lost(LatePort):
+        def carry_out(self, number: int, why: str) -> None:
+            if why == "synchronize":
+                raise RuntimeError("CUDA error: device lost")
+            super().carry_out(number, why)
+
+    iterator = iter(on(Lost(), DataLoader(Images(), 4)))
+    with pytest.raises(RuntimeError, match="device lost"):
+        list(iterator)
+    iterator.close()
+
+
+class Point:
+    """A point on the consumer's stream, that the device reaches when it is told."""
+
+    def __init__(self) -> None:
+        self.is_awaited, self.is_reached = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.is_awaited.set()
+        assert self.is_reached.wait(20)
+
+
+class Behind(LatePort):
+    """Its stream has much to do before it comes to a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[Point] = []
+
+    def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
+        super().hand_over(mark, tensors)
+        self.points.append(Point())
+        return self.points[-1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_that_falls_behind(depth: int) -> None:
+    """No memory is taken for a batch while that of too many may still be in use."""
+    port = Behind()
+    iterator = iter(on(port, DataLoader(Images(), 4), depth))
+    for number in range(depth + 2):
+        check(next(iterator), 4 * number)
+    assert port.points[0].is_awaited.wait(20)
+    moved = sum(line.startswith("copy") for line in port.log) // 2  # with the labels
+    assert depth + 2 <= moved <= 2 * depth + 2
+    for point in port.points:
+        point.is_reached.set()
+    check(next(iterator), 4 * (depth + 2))
+    for point in port.points:
+        point.is_reached.set()
+    iterator.close()
+
+
+def test_a_timeout() -> None:
+    """A wait that is given up leaves the stage as it was."""
+    gate = threading.Event()
+
+    class Slow(Images):
+        def __getitem__(self, index: int) -> Any:
+            assert index < 4 or gate.wait(20)
+            return super().__getitem__(index)
+
+    iterator = iter(on(LatePort(), DataLoader(Slow(8), 4, timeout=0.05)))
+    found, waits = 0, 0
+    while found < 2:
+        try:
+            check(next(iterator), 4 * found)
+            found += 1
+        except BatchTimeoutError:
+            waits += 1
+            if found:
+                gate.set()
+    assert waits
+    iterator.close()
+
+
 def test_errors_of_samples_pass_through() -> None:
     """As without a device."""
     indices = [0, 1, 99, 3]
@@ -164,6 +245,21 @@ def test_errors_of_samples_pass_through() -> None:
     check(next(iterator), 3, 1)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+def test_the_pipelines_failure() -> None:
+    """It is raised after what came before, once."""
+
+    class Sampler:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [0, 1, 2, 3]
+            raise KeyError("lost")
+
+    iterator = iter(on(LatePort(), DataLoader(Images(), batch_sampler=Sampler())))
+    check(next(iterator), 0)
+    with pytest.raises(KeyError, match="lost"):
+        next(iterator)
+    assert next(iterator, None) is None
 
 
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)

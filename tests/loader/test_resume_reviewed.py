@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
-from aioloader import DataLoader
+from aioloader import DataLoader, ShuffledIndices
 from aioloader.errors import StateMismatchError
 
 
@@ -131,42 +131,32 @@ def test_other_units_are_refused(one: Any, other: Any) -> None:
         DataLoader(list(range(12)), **other).load_state_dict(state)
 
 
-def test_generators_of_inner_samplers_are_put_back() -> None:
-    """Behind an epoch, the next one has not been drawn from them."""
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "lazy"])
+async def test_a_state_during_the_first_step(kind: str) -> None:
+    """Its seed and its epoch are those of the order that is about to be delivered."""
 
-    def make() -> Any:
-        generator = torch.Generator().manual_seed(3)
-        sampler = RandomSampler(range(12), generator=generator)
-        batches = BatchSampler(sampler, 4, drop_last=False)
-        return DataLoader(
-            list(range(12)),
-            batch_sampler=batches,
-            num_workers=1,
-            persistent_workers=True,
-        )
+    def make(num_workers: int = 0) -> Any:
+        options: Any = {"shuffle": True, "num_workers": num_workers}
+        if kind == "generator":
+            options["generator"] = torch.Generator().manual_seed(3)
+        if kind == "lazy":
+            options = {"sampler": ShuffledIndices(12), "num_workers": num_workers}
+        return DataLoader(list(range(12)), 4, **options)
 
-    with make() as loader, make() as resumed:
-        list(loader)
-        resumed.load_state_dict(saved(loader))
-        assert flat(resumed) == flat(loader)
-
-
-async def test_a_state_during_the_first_step() -> None:
-    """The seed is drawn before anybody can ask for it."""
-    for generator in (None, torch.Generator().manual_seed(3)):
-        loader = DataLoader(
-            list(range(12)), 4, shuffle=True, num_workers=1, generator=generator
-        )
-        iterator = aiter(loader)
-        step = asyncio.ensure_future(anext(iterator))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        state = saved(loader)
-        whole = flat([await step]) + flat([batch async for batch in iterator])
-        again = generator and torch.Generator().manual_seed(3)
-        resumed = DataLoader(list(range(12)), 4, shuffle=True, generator=again)
-        resumed.load_state_dict(state)
-        assert flat(resumed) == whole
+    loader = make(num_workers=1)
+    async for _ in loader:
+        pass
+    iterator = aiter(loader)
+    step = asyncio.ensure_future(anext(iterator))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    state = saved(loader)
+    whole = flat([await step])
+    assert saved(loader)["order"] == state["order"]
+    whole += flat([batch async for batch in iterator])
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert flat(resumed) == whole
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
@@ -215,48 +205,12 @@ def test_iterables_that_count_their_epochs(options: Any) -> None:
     assert flat(resumed) == flat(loader) == [201, 202, 203, 204, 205, 206]
 
 
-def test_a_script_that_is_run_again() -> None:
-    """The epochs behind the resumed one are not drawn like those before."""
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return DataLoader(list(range(12)), 4, shuffle=True)
-
-    loader = make()
-    _, state, rest = taken(loader, 1)
-    following = flat(loader)
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert [flat(resumed), flat(resumed)] == [rest, following]
-
-
-def test_whoever_restores_the_generator_is_left_alone() -> None:
-    """Nothing is drawn from it then."""
-    loader = DataLoader(list(range(12)), 4, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    state, before = saved(loader), torch.get_rng_state()
-    resumed = DataLoader(list(range(12)), 4, shuffle=True)
-    resumed.load_state_dict(state)
-    torch.set_rng_state(before)
-    next(iter(resumed))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_pickled_loader_keeps_what_was_loaded() -> None:
     """It is a part of what the loader is about to do."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
     loader = DataLoader(list(range(8)), 2)
     loader.load_state_dict(state)
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
-
-
-def test_the_epoch_that_was_chosen_is_saved() -> None:
-    """Between two epochs, and in the middle of one."""
-    loader = DataLoader(list(range(8)), 2)
-    list(loader)
-    loader.set_epoch(7)
-    assert loader.state_dict()["epoch"] == 7
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

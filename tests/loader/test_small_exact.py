@@ -142,3 +142,24 @@ def test_the_base_seed_of_persistent_workers() -> None:
         resumed.load_state_dict(state)
         for _ in range(2):
             assert {batch.item() for batch in resumed} == {seed}
+
+
+class Uncounted:
+    """A batch sampler whose number of batches is not known, as graph samplers say."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2])
+
+    def __len__(self) -> int:
+        raise ValueError("the number of batches is ambiguous")
+
+
+def test_a_length_that_raises_is_not_asked_for() -> None:
+    """torch's loader iterates without it."""
+    for num_workers in (0, 2):
+        loader = DataLoader(
+            range(3), batch_sampler=Uncounted(), num_workers=num_workers
+        )
+        assert [batch.tolist() for batch in loader] == [[0], [1, 2]]
+    with pytest.raises(ValueError, match="ambiguous"):
+        len(loader)

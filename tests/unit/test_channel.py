@@ -45,35 +45,6 @@ def test_a_default_timeout_of_the_process_does_not_count() -> None:
         end.close()
 
 
-@pytest.mark.parametrize("size", [10, MAX_INLINE + 10], ids=str)
-def test_descriptors_travel(ends: Ends, size: int) -> None:
-    """Copies of them, in order, beside small and big frames; not inheritable."""
-    pipes = [os.pipe() for _ in range(3)]
-    ends[0].send_frame(b"x" * size, [write for _, write in pipes])
-    received = ends[1].receive_frame()
-    assert received is not None
-    frame, copies = received
-    assert (len(frame), len(copies)) == (size, 3)
-    for (read, write), copy in zip(pipes, copies, strict=True):
-        assert not os.get_inheritable(copy)
-        os.write(copy, b"y")
-        assert os.read(read, 1) == b"y"
-        for descriptor in (read, write, copy):
-            os.close(descriptor)
-
-
-def test_the_end_comes_after_all_frames(ends: Ends) -> None:
-    """What was sent before a close is read first."""
-    ends[0].send_frame(b"last")
-    ends[0].close()
-    assert ends[1].receive_frame() == (b"last", [])
-    for _ in range(2):
-        with pytest.raises(EOFError):
-            ends[1].receive_frame()
-    with pytest.raises(OSError, match="Broken pipe"):
-        ends[1].send_frame(b"to nobody")
-
-
 def test_the_loaders_end_never_blocks(ends: Ends) -> None:
     """A full queue refuses a frame; an empty one has none."""
     assert ends[0].receive_frame() is None
@@ -86,14 +57,3 @@ def test_the_loaders_end_never_blocks(ends: Ends) -> None:
         assert ends[1].receive_frame() == (b"x" * 10_000, [])
     assert ends[1].receive_frame(NO_WAIT) is None
     assert ends[0].send_frame(b"again")
-
-
-def test_several_readers_share_an_end(ends: Ends) -> None:
-    """Each frame goes to one of them, whole."""
-    twin = Channel.adopt(os.dup(ends[1].fileno()))
-    for number in range(6):
-        ends[0].send_frame(bytes([number]))
-    found = [end.receive_frame() for _ in range(3) for end in (twin, ends[1])]
-    assert [one and one[0] for one in found] == [bytes([n]) for n in range(6)]
-    assert twin.receive_frame(NO_WAIT) is None
-    twin.close()

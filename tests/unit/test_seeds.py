@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from aioloader._workers.rng import (
     Keyed,
     key_of,
     seed_all,
-    seed_worker,
     states,
     swapped_in,
 )
@@ -65,39 +63,3 @@ def test_swapping_leaves_no_trace() -> None:
         random.gauss()
     assert states() == before
     assert drawn() == expected
-
-
-def test_states_tell_of_any_seeding() -> None:
-    """Each generator counts."""
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        before = states()
-        seed(12345)
-        assert states() != before
-
-
-def test_worker_seeds_are_torchs() -> None:
-    """torch's own function for numpy gives the same words."""
-    from torch.utils.data._utils.worker import _generate_state  # noqa: PLC0415
-
-    for base_seed, worker in ((0, 0), (7, 3), ((1 << 62) + 5, 11)):
-        with torch.random.fork_rng(devices=[]):
-            assert seed_worker(base_seed, worker) == base_seed + worker
-            assert torch.initial_seed() == base_seed + worker
-            found = float(np.random.random()), random.random()
-        state: Any = _generate_state(base_seed, worker)  # type: ignore[no-untyped-call]
-        np.random.seed(state)
-        random.seed(base_seed + worker)
-        assert found == (float(np.random.random()), random.random())
-
-
-def test_keyed_generators_are_apart_from_the_global_ones() -> None:
-    """And alike wherever they are made."""
-    before, keyed = states(), Keyed(3)
-    found = [keyed.torch.get_state().sum(), keyed.numpy.random(), keyed.random.random()]
-    twin = Keyed(3)
-    assert found == [
-        twin.torch.get_state().sum(),
-        twin.numpy.random(),
-        twin.random.random(),
-    ]
-    assert states() == before
