@@ -21,6 +21,8 @@ import aioloader
 from aioloader import DataLoader
 from core.kit import ASYNC_WAYS, BY, IN_PROCESS, WAYS, make, quiet, step
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect
+from stateful import Plain
+from working import AsyncNumbers, Numbers
 
 BATCHES = [[i, i + 1, i + 2, i + 3] for i in range(0, 24, 4)]
 HERE = os.getpid()
@@ -122,32 +124,7 @@ def test_an_interrupt_in_a_sample(at: int, kind: Any, consumer: str) -> None:
     assert resumed(lambda: make("for", kind(-1)), state) == BATCHES[at // 4 :]
 
 
-class Numbers(SyncMap):
-    """Gives its indices."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index
-
-
-class AsyncNumbers(AsyncMap):
-    """Gives its indices, on a loop."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0)
-        return index
-
-
-class NumberStream(IterableDataset[int]):
-    """Gives numbers."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Any:
-        return iter(range(self.n))
-
-
-KINDS = [Numbers, AsyncNumbers, NumberStream]
+KINDS = [Numbers, AsyncNumbers, Plain]
 
 
 @WARNS
@@ -156,8 +133,8 @@ KINDS = [Numbers, AsyncNumbers, NumberStream]
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_in_the_consumer(kind: Any, consumer: str, by: str) -> None:
     """The batch that it works on was delivered."""
-    if kind is NumberStream and by == "processes":
-        pytest.skip("each worker reads all")
+    if kind is Plain and by == "processes":
+        pytest.skip("batches of workers are others")
     way, consume = CONSUMERS[consumer]
     loader = make(way, kind(24), **BY[by])
     found: list[Any] = []

@@ -1,94 +1,18 @@
 """What cannot be kept is refused; what fails in a batch is found sample by sample."""
 
 import asyncio
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import SKIP, DataLoader, Failure, Skip
 from aioloader.errors import FailureBudgetError
 from core.kit import BY, WAYS, make, outcomes
-from samples import AsyncMap, AsyncStream, SyncMap
-from working import double, double_async, total_async
-
-# -- rng ----------------------------------------------------------------------------
-
-
-class Numbers(SyncMap):
-    """Gives its indices."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index
-
-
-class AsyncNumbers(AsyncMap):
-    """Gives its indices, and draws."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0)
-        return index, random.random(), torch.rand(1)
-
-
-class AsyncDrawStream(AsyncStream):
-    """The same as a stream."""
-
-    async def __aiter__(self) -> Any:
-        for index in range(8):
-            yield index, random.random(), torch.rand(1)
-
-
-ASYNC: dict[str, Any] = {
-    "map": (AsyncNumbers(8), {}),
-    "stream": (AsyncDrawStream(8), {}),
-    "subset": (Subset(AsyncNumbers(8), range(8)), {}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", ASYNC)
-async def test_rng_of_async_code_in_process(case: str, way: str) -> None:
-    """Keyed: the same draws again; or refused, by a ValueError that says what to do."""
-    dataset, options = ASYNC[case]
-    found = []
-    try:
-        for _ in range(2):
-            random.seed()
-            torch.manual_seed(7)
-            loader = make(way, dataset, rng="batch", **options)
-            found.append(await outcomes(way, loader))
-    except ValueError as error:
-        assert "num_workers" in str(error)  # noqa: PT017
-        return
-    assert repr(found[0]) == repr(found[1])
-    assert not any(isinstance(one, Exception) for one in found[0])
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["alone", "workers"])
-async def test_rng_of_plain_code_around_async_code(options: dict[str, Any]) -> None:
-    """A plain transform draws with its batch's seeds, or it is refused too."""
-
-    def draw(sample: Any) -> Any:
-        return sample[1], torch.rand(2), random.random()
-
-    found = []
-    try:
-        for _ in range(2):
-            random.seed()
-            torch.manual_seed(7)
-            dataset = AsyncMap(8)
-            loader = make("thread", dataset, rng="batch", transform=draw, **options)
-            found.append(repr(await outcomes("thread", loader)))
-    except ValueError as error:
-        assert "num_workers" in str(error)  # noqa: PT017
-        return
-    assert found[0] == found[1]
-    assert "Error" not in found[0]
-
+from working import AsyncNumbers, Numbers, double, double_async, total_async
 
 # -- on_error and __getitems__ ------------------------------------------------------
 
@@ -287,18 +211,6 @@ async def test_tensors_as_indices(case: str, way: str, by: str) -> None:
     assert [[one.tolist() for one in batch] for batch in found] == theirs
 
 
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("wrong", [10, -11])
-async def test_tensors_beyond_the_end(wrong: int, by: str) -> None:
-    """An IndexError, as for a list of numbers."""
-    data = TensorDataset(torch.arange(10))
-    batches: Any = [torch.tensor([0, wrong]), torch.tensor([1, 2])]
-    options: Any = {"batch_size": 1, "batch_sampler": batches, **BY[by]}
-    found = await outcomes("for", make("for", data, **options))
-    assert isinstance(found[0], IndexError)
-    assert found[1][0].tolist() == [1, 2]
-
-
 # -- plain data sets that give coroutines -------------------------------------------
 
 
@@ -316,14 +228,6 @@ class Slotted:
 
     def __getitem__(self, index: int) -> Any:
         return self._get(index)
-
-
-class Later(AsyncMap):
-    """Gives its indices."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0)
-        return index
 
 
 class SlottedBatches(Slotted):
@@ -354,7 +258,7 @@ async def test_a_plain_dataset_that_gives_coroutines(
     kind: Any, way: str, by: str
 ) -> None:
     """It is known by what it returns."""
-    loader = make(way, kind(Later(12)), **BY[by])
+    loader = make(way, kind(AsyncNumbers(12)), **BY[by])
     expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert await outcomes(way, loader) == expected
     assert await outcomes(way, loader) == expected
@@ -365,7 +269,7 @@ async def test_a_plain_dataset_that_gives_coroutines(
 async def test_its_samples_are_transformed_and_skipped(kind: Any, way: str) -> None:
     """What follows a read follows this one."""
 
-    class Bad(Later):
+    class Bad(AsyncNumbers):
         async def __getitem__(self, index: int) -> Any:
             if index == 5:
                 raise OSError("no sample")
@@ -375,5 +279,5 @@ async def test_its_samples_are_transformed_and_skipped(kind: Any, way: str) -> N
     loader: DataLoader[Any] = make(way, dataset, transform=double, on_error="skip")
     expected = [[0, 2, 4, 6], [8, 12, 14], [16, 18, 20, 22]]
     assert await outcomes(way, loader) == expected
-    loader = make(way, kind(Later(12)), collate_fn=total_async)
+    loader = make(way, kind(AsyncNumbers(12)), collate_fn=total_async)
     assert await outcomes(way, loader) == [6, 22, 38]

@@ -11,7 +11,6 @@ from aioloader import DataLoader
 from core.kit import ASYNC_WAYS, BY, PATIENCE, Gated, bounded, make, quiet
 from samples import AsyncMap, SyncMap, collect, labels
 
-ENTERED = asyncio.Event  # one in each process, made where it is used
 MARKS: dict[str, asyncio.Event] = {}
 
 
@@ -149,19 +148,6 @@ async def test_small_batches_fill_what_may_be_in_flight(size: int) -> None:
     await quiet()
     assert dataset.begun <= 64 + 5 * size
     await iterator.aclose()
-
-
-@pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_the_window_of_few_batches_is_exact(way: str) -> None:
-    """What was asked for by ``prefetch_factor`` is kept, whatever the sizes."""
-    if way == "thread":
-        pytest.skip("counted on the caller's loop")
-    batches = growing(1, 16, 30)
-    dataset = Gated(4000, free=4000)
-    loader: Any = DataLoader(
-        dataset, batch_sampler=batches, prefetch_factor=3, loop="caller"
-    )
-    assert await ahead_of(loader, dataset) == 1 + 3 * 16
 
 
 class Counted(SyncMap):

@@ -12,7 +12,7 @@ from aioloader import DataLoader
 from beside import beside
 from core.kit import ASYNC_WAYS, PATIENCE, WAYS, bounded, counted_starts, make
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
-from working import double_async, total_async
+from working import AsyncNumbers, double_async, total_async
 
 MONKEYS = pytest.MonkeyPatch
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
@@ -46,17 +46,9 @@ async def test_an_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
     with counted_starts(monkeypatch) as started:
         assert labels(await collect(make("caller", AsyncMap()))) == EXPECTED
         functions: Any = {"transform": double_async, "collate_fn": total_async}
-        await collect(make("caller", Numbers(8), **functions))
+        await collect(make("caller", AsyncNumbers(8), **functions))
         assert len(await collect(make("caller", tensors))) == 5
     assert started == []
-
-
-class Numbers(AsyncMap):
-    """Gives its indices."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0)
-        return index
 
 
 async def test_fifty_requests_start_no_thread(monkeypatch: MONKEYS) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler, TensorDataset
 from aioloader import DataLoader
 from core.kit import ASYNC_WAYS, PROCESSES, THREADS, bounded, make
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
-from working import double_async, total_async
+from working import Numbers, double_async, total_async
 
 MANY = 1 << 20
 
@@ -55,13 +55,6 @@ async def beats_of(loader: Any, seconds: float) -> list[int]:
     task.cancel()
     await asyncio.wait([task])
     return seen
-
-
-class Numbers(SyncMap):
-    """Gives its indices."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index
 
 
 def rows(n: int) -> TensorDataset:

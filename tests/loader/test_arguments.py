@@ -118,18 +118,6 @@ def test_wrong_arguments(
         DataLoader(dataset, **options)
 
 
-@pytest.mark.parametrize(
-    "name", ["batch_size", "batch_sampler", "sampler", "drop_last"]
-)
-def test_fixed_attributes(name: str) -> None:
-    """They cannot be changed after the constructor."""
-    loader = DataLoader(DATA)
-    with pytest.raises(ValueError, match=f"{name} attribute should not be set after"):
-        setattr(loader, name, 1)
-    loader.timeout = 3
-    assert loader.timeout == 3
-
-
 def test_a_context_may_be_set_later() -> None:
     """By name or as an object; checked as in the constructor, in torch's words."""
     ours: Any = DataLoader(DATA, 3, num_workers=1)

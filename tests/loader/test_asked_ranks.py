@@ -15,7 +15,8 @@ from torch.utils.data import (
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
-from loader.test_ranks import KINDS, Lines, listed
+from loader.test_ranks import KINDS, listed
+from stateful import Plain
 from working import AsyncNumbers, Numbers
 
 Loader: Any = DataLoader  # options are tables here
@@ -93,7 +94,7 @@ def test_nothing_is_dealt_unasked(kind: str, group: Group) -> None:
 def test_workers_that_persist_serve_the_ranks_of_their_epoch(group: Group) -> None:
     """What was begun ahead, too."""
     options = {"num_workers": 1, "persistent_workers": True, "rank": "auto"}
-    with Loader(Lines(9), 3, fetch="workers", **options) as loader:
+    with Loader(Plain(9), 3, fetch="workers", **options) as loader:
         assert [listed(batch) for batch in loader] == [[1, 4, 7]]
         group.rank = 2
         assert [listed(batch) for batch in loader] == [[2, 5, 8]]
@@ -120,7 +121,7 @@ def _named(value: object) -> str:
         (STREAM, {}, True),
         (STREAM.shuffle(3), {}, True),
         (Numbers(9), {}, False),
-        (Lines(9), {}, False),
+        (Plain(9), {}, False),
         (Numbers(9), {"sampler": list(range(9))}, False),
         (Numbers(9), {"batch_sampler": [[1, 2]]}, False),
         (Numbers(9), {"shuffle": True, "rank": "auto"}, False),

@@ -70,28 +70,6 @@ async def test_transform_and_collate_errors(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("base", [SyncMap, AsyncMap])
-@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
-async def test_stop_iteration_does_not_end_the_epoch_quietly(
-    way: str, base: Any, error: Any
-) -> None:
-    """It becomes a RuntimeError that says so."""
-    found = await drain(way, make(way, failing(base, 5, error=error)))
-    assert len(found) == 3
-    assert isinstance(found[1], RuntimeError)
-    assert f"raised {error.__name__}" in str(found[1])
-
-
-async def test_a_read_that_cancels_itself_is_an_error_of_that_read() -> None:
-    """A CancelledError from the user's code is not taken for a cancellation."""
-    dataset = failing(AsyncMap, 5, error=asyncio.CancelledError)
-    for way in ("thread", "caller"):
-        found = await drain(way, make(way, dataset))
-        assert len(found) == 3
-        assert "the dataset raised CancelledError" in str(found[1])
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_batch_reads_go_to_collate_as_they_are(way: str, is_async: bool) -> None:
     """As in torch: columns, say, or fewer rows than asked for."""
@@ -107,18 +85,6 @@ async def test_batch_reads_go_to_collate_as_they_are(way: str, is_async: bool) -
     dataset: Any = Async(4) if is_async else Sync(4)
     loader = make(way, dataset, collate_fn=lambda found: found["x"] * found["y"])
     assert await drain(way, loader) == [[0, 4]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("base", [SyncMap, AsyncMap])
-async def test_stop_iteration_from_collate(way: str, base: Any) -> None:
-    """Does not end the epoch either."""
-
-    def collate(samples: Any) -> Any:
-        raise StopIteration
-
-    found = await drain(way, make(way, base(8), collate_fn=collate))
-    assert [type(error) for error in found] == [RuntimeError] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -178,22 +144,6 @@ async def test_sampler_errors_come_in_their_turn(way: str) -> None:
         assert len(found) == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_plain_function_that_returns_a_coroutine(way: str) -> None:
-    """That of a read is awaited, as in a wrapper; of other functions it is an error."""
-
-    async def read(index: int) -> int:
-        return index
-
-    class Lying(SyncMap):
-        def __getitem__(self, index: int) -> Any:
-            return read(index)
-
-    assert await drain(way, make(way, Lying(4))) == [[0, 1, 2, 3]]
-    found = await drain(way, make(way, [1, 2], transform=lambda item: read(int(item))))
-    assert "the transform is a plain function but returned a coroutine" in str(found[0])
-
-
 @pytest.mark.parametrize("way", ["thread", "caller"])
 @pytest.mark.parametrize("base", [SyncMap, AsyncMap])
 async def test_system_exit_reaches_the_consumer(way: str, base: Any) -> None:
@@ -204,14 +154,6 @@ async def test_system_exit_reaches_the_consumer(way: str, base: Any) -> None:
         await anext(iterator)
     assert (await anext(iterator)).tolist() == [8, 9, 10, 11]
     await iterator.aclose()
-
-
-async def test_the_consumers_own_error_comes_out_as_it_is() -> None:
-    """No ExceptionGroup around it."""
-    for loop in ("thread", "caller"):
-        with pytest.raises(OddError):
-            async for _ in DataLoader(AsyncMap(), loop=loop):
-                raise OddError(1, 1)
 
 
 async def test_the_error_of_one_loader_leaves_others_alone() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
@@ -45,25 +44,6 @@ async def quiet() -> None:
     """Let everything that can run on this loop run."""
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-async def test_samples_are_in_flight_across_batches() -> None:
-    """``concurrency`` samples wait at once, though a batch has but two."""
-    gate = Gated(40)
-    loader = DataLoader(gate, batch_size=2, concurrency=7, loop="caller")
-    task = asyncio.create_task(collect(loader))
-    await gate.until(7)
-    await quiet()
-    assert sorted(gate.waiting) == list(range(7))
-    gate.open(0)
-    await gate.until(6)
-    await quiet()
-    assert sorted(gate.waiting) == [1, 2, 3, 4, 5, 6, 7]
-    while not task.done():
-        gate.open(*gate.waiting)
-        await quiet()
-    assert gate.most == 7
-    assert len(await task) == 20
 
 
 async def test_ordered_runs_ahead_of_a_slow_sample_within_the_window() -> None:
@@ -242,24 +222,6 @@ async def test_a_stream_is_read_no_further_than_the_window() -> None:
         await asyncio.sleep(0)
     assert len(pulled) == 12
     await iterator.aclose()
-
-
-async def test_a_consumer_that_never_waits_still_lets_the_loop_breathe() -> None:
-    """Gathered batches are always ready; other tasks run all the same."""
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(tick())
-    dataset = torch.utils.data.TensorDataset(torch.zeros(20_000, 4))
-    async for _ in DataLoader(dataset, batch_size=4):
-        pass
-    other.cancel()
-    assert ticks > 3
 
 
 def test_stats_count_what_was_delivered() -> None:

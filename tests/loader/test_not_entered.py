@@ -142,13 +142,3 @@ class File(SyncMap):
 
     def __exit__(self, *_exc: object) -> None:
         self.is_open = False
-
-
-@pytest.mark.parametrize("options", WORKERS, indirect=True)
-def test_an_open_file_survives(options: dict[str, Any]) -> None:
-    """Three epochs, and what the user does with it afterwards."""
-    file = File()
-    loader = Loader(file, batch_size=4, **options)
-    for _ in range(3):
-        assert labels(list(loader)) == EXPECTED
-    assert file[3][1] == 3

@@ -1,7 +1,6 @@
 """Where loaders work: any thread, any loop, nested, several at once."""
 
 import asyncio
-import contextvars
 import threading
 from typing import Any
 
@@ -39,35 +38,11 @@ async def test_plain_for_inside_a_running_loop(make: Any) -> None:
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", KINDS)
-async def test_several_at_once(make: Any, loop: Any) -> None:
-    """Loaders do not disturb each other; nor do two iterations of one."""
-    one, other = (DataLoader(make(), batch_size=4, loop=loop) for _ in range(2))
-    found = await asyncio.gather(*map(collect, (one, one, other)))
-    assert [labels(batches) for batches in found] == [EXPECTED] * 3
-
-
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-@pytest.mark.parametrize("make", KINDS)
 async def test_nested(make: Any, loop: Any) -> None:
     """A loop over a loader inside of a loop over it."""
     loader = DataLoader(make(), batch_size=4, loop=loop)
     inner = [[labels([b])[0] async for b in loader] async for _ in loader]
     assert inner == [EXPECTED] * 5
-
-
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-def test_one_loop_after_the_other(loop: Any) -> None:
-    """A loader is not tied to the first event loop that iterates it."""
-    loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
-    for _ in range(3):
-        assert labels(asyncio.run(collect(loader))) == EXPECTED
-
-
-async def test_two_consumers_share_one_iterator() -> None:
-    """Each batch goes to one of them, none is lost."""
-    iterator = aiter(DataLoader(AsyncMap(), batch_size=4))
-    found = await asyncio.gather(*(collect(iterator) for _ in range(3)))
-    assert sorted(labels([b for part in found for b in part])) == EXPECTED
 
 
 def test_two_threads_share_one_iterator() -> None:
@@ -130,26 +105,3 @@ async def test_plain_functions_do_not_run_on_the_loop() -> None:
         await collect(DataLoader(AsyncMap(), **options))
     await collect(DataLoader(SyncMap(), transform=look, collate_fn=look))
     assert threads == {"aioloader-cpu"}
-
-
-PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("PLACE", default="none")
-
-
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_context_variables_are_kept(loop: Any) -> None:
-    """The user's functions see the values of whoever iterates."""
-    seen: set[str] = set()
-
-    class Looking(AsyncMap):
-        async def __getitem__(self, index: int) -> Any:
-            seen.add(PLACE.get())
-            return index
-
-    def look(sample: Any) -> Any:
-        seen.add(PLACE.get())
-        return sample
-
-    PLACE.set("consumer")
-    await collect(DataLoader(Looking(4), transform=look, loop=loop))
-    await collect(DataLoader(SyncMap(4), transform=look))
-    assert seen == {"consumer"}

@@ -1,7 +1,7 @@
 """Ranks: global batches are the same sets on any number of them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     TensorDataset,
 )
@@ -18,6 +17,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, ShuffledIndices, merge_states
 from aioloader.errors import StateMismatchError
 from samples import AsyncMap
+from stateful import Cursors, Plain
 from working import AsyncNumbers, Numbers
 
 GLOBAL = 24
@@ -25,58 +25,19 @@ WORLDS = [1, 2, 3, 4, 8]
 Loader: Any = DataLoader  # options are tables here
 
 
-class Lines(IterableDataset[int]):
-    """Iterable, without a state."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-
 class AsyncLines(AsyncMap):
-    """The same for a loop."""
+    """Async iterable, without a state."""
 
     async def __aiter__(self) -> Any:
         for index in range(self.n):
             yield index
 
 
-class Cursors(Lines):
-    """Iterators with a state."""
-
-    def __iter__(self) -> Iterator[int]:
-        return Cursor(self.n)
-
-
-class Cursor:
-    """Counts."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.place = n, 0
-
-    def __iter__(self) -> "Cursor":
-        return self
-
-    def __next__(self) -> int:
-        if self.place == self.n:
-            raise StopIteration
-        self.place += 1
-        return self.place - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 KINDS: dict[str, Callable[[int], Any]] = {
     "map": Numbers,
     "async map": AsyncNumbers,
     "tensors": lambda n: TensorDataset(torch.arange(n)),
-    "iterable": Lines,
+    "iterable": Plain,
     "async iterable": AsyncLines,
     "stateful": Cursors,
 }

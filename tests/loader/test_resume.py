@@ -2,12 +2,8 @@
 
 import asyncio
 import json
-import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,6 @@ from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
 from working import Drawing, Numbers, draw, draw_own
 
-TESTS = Path(__file__).parents[1]
 Loader: Any = DataLoader  # options are tables here
 Make = Callable[..., DataLoader[Any]]
 
@@ -203,45 +198,6 @@ async def test_from_a_task_and_a_thread() -> None:
     await iterator.aclose()
 
 
-# -- in another process -----------------------------------------------------------
-
-PROGRAM = """
-import pickle, sys
-sys.path[:0] = [{tests!r}, {here!r}]
-import test_resume
-if __name__ == "__main__":
-    found = []
-    for name, state in pickle.load(sys.stdin.buffer):
-        loader = test_resume.LOADERS[name]()
-        loader.load_state_dict(state)
-        found.append([list(loader), list(loader)])
-    sys.stdout.buffer.write(pickle.dumps(found))
-"""
-
-
-def test_fresh_process() -> None:
-    """What a new process delivers is the rest, and then the next epoch."""
-    names = ["generator", "draws by sample", "async", "threads", "tensors"]
-    loaders = [LOADERS[name]() for name in names]
-    iterators = [iter(loader) for loader in loaders]
-    for iterator in iterators:
-        next(iterator)
-    states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
-    program = PROGRAM.format(tests=str(TESTS), here=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=pickle.dumps(list(zip(names, states, strict=True))),
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    found = pickle.loads(done.stdout)
-    for (rest, _), iterator in zip(found, iterators, strict=True):
-        torch.testing.assert_close(rest, list(iterator), rtol=0, atol=0)
-    following = found[0][1]
-    torch.testing.assert_close(following, list(loaders[0]), rtol=0, atol=0)
-
-
 # -- what frameworks do -----------------------------------------------------------
 
 
@@ -301,27 +257,6 @@ def test_set_epoch_again() -> None:
     loader = make_loader()
     loader.set_epoch(5)
     assert numbers(resumed) == numbers(loader)
-
-
-@pytest.mark.parametrize("name", ["generator", "shuffled indices"])
-def test_later_epochs(name: str) -> None:
-    """A run that was resumed goes on like the one that was not."""
-
-    def loader_of() -> Any:
-        if name == "generator":
-            return LOADERS[name]()
-        return DataLoader(Numbers(10), 3, sampler=ShuffledIndices(10, 5))
-
-    loader = loader_of()
-    assert numbers(loader) != numbers(loader)
-    iterator = iter(loader)
-    next(iterator)
-    state = json.loads(json.dumps(loader.state_dict()))
-    assert state["epoch"] == 2
-    resumed = loader_of()
-    resumed.load_state_dict(state)
-    found = [numbers(resumed) for _ in range(3)]
-    assert found == [numbers(iterator), numbers(loader), numbers(loader)]
 
 
 def test_an_iteration_under_way_is_left_alone() -> None:

@@ -1,8 +1,6 @@
 """What orders are drawn from is in the state: later epochs and draws of steps agree."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,6 +117,12 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "yielding": lambda: {"batch_sampler": Yielding()},
     "yielding, threads": lambda: {"batch_sampler": Yielding(), **THREADS},
     "wrapped": lambda: {"batch_sampler": BatchSampler(Permuting(), 3, drop_last=False)},
+    "wrapped, generator, processes": lambda: {
+        "batch_sampler": BatchSampler(
+            RandomSampler(DATA, generator=seeded()), 3, drop_last=False
+        ),
+        **PROCESSES,
+    },
     "threads": lambda: {"shuffle": True, **THREADS},
     "threads, generator": lambda: {
         "shuffle": True,
@@ -284,32 +288,6 @@ def test_the_seed_of_workers_that_were_never_used() -> None:
     resumed.load_state_dict(state)
     assert [frozen(batch) for batch in resumed] == expected
     resumed.close()
-
-
-SCRIPT = """
-import json, sys, torch
-from aioloader import DataLoader
-loader = DataLoader(list(range(12)), 4, shuffle=True)
-loader.load_state_dict(json.load(sys.stdin))
-print(json.dumps([[batch.tolist() for batch in loader] for _ in range(2)]))
-"""
-
-
-def test_a_new_process_after_two_epochs() -> None:
-    """It is given the third epoch's order, and not the first one's."""
-    torch.manual_seed(0)
-    loader = Loader(list(range(12)), 4, shuffle=True)
-    list(loader), list(loader)
-    state = json.dumps(loader.state_dict())
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=state,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
-    assert json.loads(done.stdout) == expected
 
 
 def pair(generator: torch.Generator | None) -> tuple[Run, Run]:

@@ -17,12 +17,11 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from aioloader import DataLoader, ShuffledIndices, TokenBudgetBatchSampler
+from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
 from resuming import assert_resumes_exactly
@@ -139,9 +138,8 @@ def batched(make: Callable[[], Any]) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(Drawing(N), batch_sampler=make(), rng="sample")
 
 
+# Others are in ``test_resume_draws``.
 SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "random": sampled(lambda: RandomSampler(DATA)),
-    "generator": sampled(lambda: RandomSampler(DATA, generator=seeded())),
     "two generators": lambda: DataLoader(
         Drawing(N),
         2,
@@ -149,24 +147,15 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
         generator=seeded(3),
         rng="batch",
     ),
-    "replacement": sampled(lambda: RandomSampler(DATA, replacement=True)),
     "replacement, generator": sampled(
         lambda: RandomSampler(
             DATA, replacement=True, num_samples=17, generator=seeded()
         )
     ),
     "longer": sampled(lambda: RandomSampler(DATA, num_samples=25)),
-    "longer, generator": sampled(
-        lambda: RandomSampler(DATA, num_samples=25, generator=seeded())
-    ),
     "shorter": sampled(
         lambda: RandomSampler(DATA, num_samples=7, generator=seeded()), drop_last=True
     ),
-    "subset": sampled(lambda: SubsetRandomSampler(DATA[2:])),
-    "subset, generator": sampled(
-        lambda: SubsetRandomSampler(DATA[2:], generator=seeded())
-    ),
-    "weighted": sampled(lambda: WeightedRandomSampler([0.1] * N, 13)),
     "weighted, generator": sampled(
         lambda: WeightedRandomSampler([0.1] * N, 13, generator=seeded())
     ),
@@ -177,9 +166,6 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "iterator with a state": sampled(KeptByIterator),
     "batches of a state": batched(lambda: BatchSampler(Kept(), 3, drop_last=False)),
     "batches": batched(lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True)),
-    "token budget": batched(
-        lambda: TokenBudgetBatchSampler([1 + at % 4 for at in DATA], 6, window=4)
-    ),
 }
 
 

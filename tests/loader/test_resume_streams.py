@@ -4,128 +4,74 @@ import asyncio
 import json
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ChainDataset, IterableDataset
+from torch.utils.data import ChainDataset
 
 from aioloader import DataLoader
-from aioloader.datasets import JSONLinesDataset, from_iterable
+from aioloader.datasets import from_iterable
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncStream, SyncStream
+from stateful import Cursor, Cursors, Kept
 from working import draw, draw_own
 
 READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
 
 
-class Cursor:
-    """An iterator with a state; counts what is read."""
+class Noting(Kept):
+    """Notes what is read."""
 
-    def __init__(self, n: int, read: list[int]) -> None:
-        self.n = n
-        self.read = read
-        self.place = 0
-
-    def __iter__(self) -> "Cursor":
-        return self
-
-    def __next__(self) -> int:
-        if self.place == self.n:
-            raise StopIteration
-        self.read.append(self.place)
-        self.place += 1
-        return self.place - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-class OnIterator(IterableDataset[int]):
-    """The iterator has the state."""
-
-    def __init__(self, n: int = 11) -> None:
-        self.n = n
+    def __init__(self) -> None:
+        super().__init__(11)
         self.read: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
-        return Cursor(self.n, self.read)
+        for number in super().__iter__():
+            self.read.append(number)
+            yield number
 
 
-class OnDataset(IterableDataset[int]):
-    """The dataset has the state: a generator goes on from it."""
+class OnBoth(Cursors):
+    """The dataset has a state beside that of its iterator."""
 
-    def __init__(self, n: int = 11) -> None:
-        self.n = n
-        self.read: list[int] = []
-        self.place = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.place < self.n:
-            self.read.append(self.place)
-            self.place += 1
-            yield self.place - 1
-        self.place = 0
+    part = 3
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"part": self.part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-class OnBoth(OnIterator):
-    """The dataset knows which part, its iterator the place in it."""
-
-    epochs = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return Cursor(self.n + self.epochs, self.read)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epochs = state["epochs"]
+        self.part = state["part"]
 
 
 class OnItself(Cursor):
     """Dataset and iterator in one, which begins anew when it is iterated."""
 
-    def __init__(self, n: int = 11) -> None:
-        super().__init__(n, [])
-
     def __iter__(self) -> "OnItself":
-        if self.place == self.n:
+        if self.place == len(self.numbers):
             self.place = 0
         return self
 
 
-class OnAsync(OnDataset):
-    """The same for a loop."""
+class OnAsync(Kept):
+    """The dataset has a state, for a loop."""
 
     __iter__ = None  # type: ignore[assignment]
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        while self.place < self.n:
-            self.read.append(self.place)
-            self.place += 1
+        for number in Kept.__iter__(self):
             await asyncio.sleep(0)
-            yield self.place - 1
-        self.place = 0
+            yield number
 
 
 STATEFUL: dict[str, Callable[[], Any]] = {
-    "iterator": OnIterator,
-    "dataset": OnDataset,
-    "both": OnBoth,
-    "itself": OnItself,
-    "async": OnAsync,
+    "iterator": lambda: Cursors(11),
+    "dataset": lambda: Kept(11),
+    "both": lambda: OnBoth(11),
+    "itself": lambda: OnItself(range(11)),
+    "async": lambda: OnAsync(11),
 }
 OPTIONS: list[dict[str, Any]] = [
     {"batch_size": 3},
@@ -148,16 +94,15 @@ async def test_states_for_tasks(name: str) -> None:
     await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](), 2))
 
 
-@pytest.mark.parametrize("name", ["iterator", "dataset"])
-def test_what_a_state_saves(name: str) -> None:
+def test_what_a_state_saves() -> None:
     """Nothing that was delivered is read again."""
-    loader: Any = DataLoader(STATEFUL[name](), 2)
+    loader: Any = DataLoader(Noting(), 2)
     iterator = iter(loader)
     delivered = [next(iterator).tolist() for _ in range(3)]
     assert delivered[-1] == [4, 5]
     state = json.loads(json.dumps(loader.state_dict()))
     iterator.close()
-    dataset = STATEFUL[name]()
+    dataset = Noting()
     resumed: Any = DataLoader(dataset, 2)
     resumed.load_state_dict(state)
     assert next(iter(resumed)).tolist() == [6, 7]
@@ -236,44 +181,6 @@ def test_one_warning(name: str) -> None:
     assert "has no state_dict(): its first 6 samples are read" in str(warning.message)
 
 
-# -- our streams ------------------------------------------------------------------
-
-
-@pytest.fixture
-def streams(tmp_path: Path) -> dict[str, Callable[[], Any]]:
-    """Return what makes streams, over three shards of lines."""
-    for shard in range(3):
-        lines = (json.dumps([shard, place]) for place in range(3 + shard))
-        (tmp_path / f"{shard}.jsonl").write_text("\n".join(lines))
-    return {
-        "lines": lambda: JSONLinesDataset("*.jsonl", store=tmp_path, shuffle=True),
-        "shuffled lines": lambda: JSONLinesDataset(
-            "*.jsonl", store=tmp_path, shuffle=True
-        ).shuffle(4),
-        "numbers": lambda: from_iterable(range(11)).shuffle(3),
-        "mapped": lambda: from_iterable(range(11)).map(str).shuffle(5).take(9),
-    }
-
-
-@pytest.mark.parametrize("name", ["lines", "shuffled lines", "numbers", "mapped"])
-def test_streams(name: str, streams: Any) -> None:
-    """Shuffle buffers and all, quietly; the epoch that follows has another order."""
-    assert_resumes_exactly(lambda: DataLoader(streams[name](), 2))
-    loader: Any = DataLoader(streams[name](), 2)
-    assert repr(list(loader)) != repr(list(loader))
-
-
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_streams_for_tasks(loop: Any, streams: Any) -> None:
-    """On both loops."""
-    for name in ("shuffled lines", "numbers"):
-        await assert_resumes_exactly_async(
-            lambda name=name: DataLoader(  # type: ignore[misc]
-                streams[name](), 2, loop=loop, prefetch_factor=4
-            )
-        )
-
-
 @settings(max_examples=25)
 @given(
     n=st.integers(0, 20),
@@ -288,8 +195,8 @@ def test_any_k(
 ) -> None:
     """Whatever the sizes."""
     datasets: dict[str, Callable[[], Any]] = {
-        "iterator": lambda: OnIterator(n),
-        "dataset": lambda: OnDataset(n),
+        "iterator": lambda: Cursors(n),
+        "dataset": lambda: Kept(n),
         "stream": lambda: from_iterable(range(n)).shuffle(4),
         "plain": lambda: SyncStream(n),
     }

@@ -51,34 +51,6 @@ class Async(Rows):
         return self.step(StopAsyncIteration)
 
 
-class PlainGenerator(Plain):
-    """A generator."""
-
-    def __iter__(self) -> Any:
-        while True:
-            try:
-                number = self.step(StopIteration)
-            except StopIteration:
-                if self.row == self.at:
-                    raise
-                return
-            yield number
-
-
-class AsyncGenerator(Async):
-    """An async generator."""
-
-    async def __aiter__(self) -> Any:
-        while True:
-            try:
-                number = self.step(StopAsyncIteration)
-            except StopAsyncIteration:
-                if self.row == self.at:
-                    raise
-                return
-            yield number
-
-
 class Refusing:
     """Raises when it is iterated."""
 
@@ -100,21 +72,6 @@ class AsyncRefusing(Refusing):
         raise self.error
 
 
-class AwaitsACancelledTask(Async):
-    """What it awaits was cancelled by other code."""
-
-    def __init__(self) -> None:
-        super().__init__(OSError, at=99)
-
-    async def __anext__(self) -> int:
-        number = await super().__anext__()
-        if number == 5:
-            waiting = asyncio.ensure_future(asyncio.Event().wait())
-            waiting.cancel()
-            await waiting
-        return number
-
-
 def cause_of(found: list[Any]) -> BaseException:
     """Return what caused the one error among ``found``, which names its place."""
     (error,) = [one for one in found if isinstance(one, Exception)]
@@ -124,81 +81,15 @@ def cause_of(found: list[Any]) -> BaseException:
     return error.__cause__
 
 
-# A plain iterator's StopIteration, and an async one's StopAsyncIteration, are its end.
-CANCELLED, STOPPED = asyncio.CancelledError, StopAsyncIteration
-ERRORS = [
-    pytest.param(lambda: Plain(CANCELLED), CANCELLED, id="plain"),
-    pytest.param(lambda: Plain(STOPPED), STOPPED, id="plain, stop"),
-    pytest.param(lambda: Async(CANCELLED), CANCELLED, id="async"),
-    pytest.param(AwaitsACancelledTask, CANCELLED, id="task"),
-]
-GENERATORS = [
-    pytest.param(lambda: PlainGenerator(CANCELLED), CANCELLED, id="plain"),
-    pytest.param(lambda: PlainGenerator(STOPPED), STOPPED, id="plain, stop"),
-    pytest.param(lambda: AsyncGenerator(CANCELLED), CANCELLED, id="async"),
-]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("dataset", "error"), ERRORS)
-async def test_it_is_an_error_of_that_sample(
-    way: str, dataset: Callable[[], Any], error: type[BaseException]
-) -> None:
-    """The epoch goes on after it."""
-    with no_leaks():
-        found = await asyncio.wait_for(drain(way, make(way, dataset())), 20)
-    assert type(cause_of(found)) is error
-    assert [found[0], *found[2:]] == [[0, 1, 2, 3], [6, 7, 8, 9]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("dataset", "error"), ERRORS)
-async def test_a_policy_may_skip_it(
-    way: str, dataset: Callable[[], Any], error: type[BaseException]
-) -> None:
-    """As any other error."""
-    loader = make(way, dataset(), on_error="skip")
-    found = await asyncio.wait_for(drain(way, loader), 20)
-    assert found == [[0, 1, 2, 3], [4, 6, 7], [8, 9]]
-    (failure,) = loader.skipped
-    assert failure.index == 5
-    assert type(failure.error.__cause__) is error
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("dataset", "error"), GENERATORS)
-async def test_it_ends_a_generator(
-    way: str, dataset: Callable[[], Any], error: type[BaseException], policy: str
-) -> None:
-    """Which cannot go on; that is never skipped."""
-    with no_leaks():
-        loader = make(way, dataset(), on_error=policy)
-        found = await asyncio.wait_for(drain(way, loader), 20)
-    assert type(cause_of(found)) is error
-    assert (found[0], len(found)) == ([0, 1, 2, 3], 2)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dataset", [PlainGenerator, AsyncGenerator])
-async def test_stops_that_python_makes_errors_itself(way: str, dataset: Any) -> None:
-    """A generator's own kind of stop."""
-    stop = StopIteration if dataset is PlainGenerator else StopAsyncIteration
-    found = await drain(way, make(way, dataset(stop)))
-    assert type(cause_of(found)) is stop
-    assert (found[0], len(found)) == ([0, 1, 2, 3], 2)
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("dataset", [PlainRefusing, AsyncRefusing])
 async def test_an_iterable_that_cannot_be_opened(
-    way: str, dataset: Any, error: type[BaseException], policy: Any
+    way: str, dataset: Any, error: type[BaseException]
 ) -> None:
-    """It is no empty one."""
+    """It is no empty one, and not skipped."""
     with no_leaks():
-        loader = make(way, dataset(error), on_error=policy)
+        loader = make(way, dataset(error), on_error="skip")
         found = await asyncio.wait_for(drain(way, loader), 20)
     assert type(cause_of(found)) is error
     assert len(found) == 1
@@ -231,29 +122,6 @@ class WithUnsaved:
 
     def __iter__(self) -> Any:
         return Unsaved(self.error, at=99)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["for", "thread"])
-@pytest.mark.parametrize(
-    ("dataset", "fetch"),
-    [
-        (Plain, "workers"),
-        (PlainGenerator, "workers"),
-        (Async, "workers"),
-        (Async, "loader"),
-        (AsyncGenerator, "workers"),
-        (AsyncGenerator, "loader"),
-    ],
-)
-async def test_workers(way: str, dataset: Any, fetch: Any) -> None:
-    """Neither they nor the reader die of it, wherever it is read."""
-    loader = make(way, dataset(asyncio.CancelledError), num_workers=2, fetch=fetch)
-    found = await asyncio.wait_for(drain(way, loader), 60)
-    errors = [one for one in found if isinstance(one, Exception)]
-    assert {type(error) for error in errors} == {RuntimeError}
-    assert all("raised CancelledError" in str(error) for error in errors)
-    assert len(errors) == (1 if fetch == "loader" else 2)
 
 
 # -- streams of ours -------------------------------------------------------------------

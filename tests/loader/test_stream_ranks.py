@@ -14,7 +14,6 @@ from aioloader.errors import StateMismatchError
 from stateful import Plain
 
 GLOBAL = 24
-RANKS = (1, 2, 3, 4, 8)
 
 
 @pytest.fixture
@@ -67,32 +66,6 @@ def saved(loaders: list[Any], count: int) -> tuple[list[set[Any]], Any]:
     return batches, merge_states(states)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_global_batches_are_the_same_on_any_number_of_ranks(
-    ranks: int, shards: list[str]
-) -> None:
-    """With a shuffle, and to the last batch."""
-    stream = TextDataset(shards, shuffle=True).shuffle(5).readers(24)
-    whole = in_step(loaders(stream, 1))
-    assert in_step(loaders(stream, ranks)) == whole
-    assert len(set().union(*whole)) == sum(map(len, whole)) == 24 * 11 - 2
-
-
-@pytest.mark.parametrize("count", [1, 4, 9, 11])
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (2, 8), (1, 4)])
-def test_goes_on_with_other_ranks(
-    before: int, after: int, count: int, shards: list[str]
-) -> None:
-    """Behind any batch, also where some ranks have ended."""
-    stream = TextDataset(shards, shuffle=True).shuffle(5).readers(24)
-    whole = in_step(loaders(stream, 1))
-    batches, state = saved(loaders(stream, before), count)
-    resumed = loaders(stream, after)
-    for loader in resumed:
-        loader.load_state_dict(state)
-    assert batches + in_step(resumed) == whole
-
-
 def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
     """The rest of the epoch keeps the order of the ranks that began it."""
     stream = TextDataset(shards[:12], interleave=2).shuffle(4)
@@ -106,13 +79,6 @@ def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
     assert (
         len(found) == len(set(found)) == len(set().union(*in_step(loaders(stream, 1))))
     )
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_iterables_are_dealt_too(ranks: int) -> None:
-    """Each rank reads all of it, and keeps its part."""
-    whole = in_step(loaders(from_iterable(range(100)), 1))
-    assert in_step(loaders(from_iterable(range(100)), ranks)) == whole
 
 
 def test_states_of_other_moments_are_refused(shards: list[str]) -> None:

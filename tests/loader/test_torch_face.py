@@ -1,8 +1,6 @@
 """A loader is torch's to those who look at it, take it apart, or derive from it."""
 
-import copy
 import inspect
-import pickle
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -11,11 +9,7 @@ import torch
 import torch.utils.data
 from torch.profiler import ProfilerActivity
 from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 from torch.utils.data.dataloader import (
     _DatasetKind,
@@ -389,36 +383,6 @@ def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
     assert not loader._live.has_kept()
     with pytest.raises(AttributeError, match="only be set to None"):
         loader._iterator = iterator
-
-
-def test_copies_and_pickles_are_whole() -> None:
-    """A loader that was copied or sent can be iterated, and is guarded."""
-    loader = DataLoader[Any](range(6), batch_size=3, transform=add_one)
-    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert batches(other) == [[1, 2, 3], [4, 5, 6]]
-        with pytest.raises(ValueError, match="batch_size attribute should not be set"):
-            other.batch_size = 4
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_dealing_twice_is_refused(wrap: bool) -> None:
-    """With ``rank=``, a distributed sampler would leave a quarter of the data."""
-    data: Any = range(10)
-    sampler: Any = DistributedSampler(data, num_replicas=2, rank=0)
-    given: dict[str, Any] = {"sampler": sampler}
-    if wrap:
-        given = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
-    with pytest.raises(ValueError, match=r"rank=0 .* DistributedSampler .* both split"):
-        DataLoader(data, rank=0, world_size=2, **given)
-    assert len(DataLoader(data, rank=0, world_size=1, **given)) > 0
-    assert len(DataLoader(data, **given)) > 0
-
-
-def test_default_samplers_are_torchs() -> None:
-    """Frameworks look for these classes to replace them."""
-    data = range(10)
-    assert type(DataLoader(data, shuffle=True).sampler) is RandomSampler
-    assert type(DataLoader(data).sampler) is SequentialSampler
 
 
 class AsyncMap:

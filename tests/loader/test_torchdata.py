@@ -1,9 +1,5 @@
-"""States beside torchdata's StatefulDataLoader: the same batches after each of them.
+"""States as torchdata's StatefulDataLoader has them: what version 0.11 gives."""
 
-What torchdata 0.11 gives is written down here as well, for where it is not installed.
-"""
-
-import importlib
 import itertools
 import json
 import os
@@ -23,17 +19,7 @@ Loader: Any = DataLoader  # options are tables here
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
-
-
-def both() -> list[Any]:
-    """Return the classes to compare: torchdata's is left out where it is missing."""
-    try:
-        torchdata = importlib.import_module("torchdata.stateful_dataloader")
-    except ImportError:
-        return [Loader]
-    return [Loader, torchdata.StatefulDataLoader]
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -46,74 +32,11 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "iterator": lambda: {"dataset": Cursors(), "batch_size": 3},
     "iterator, whole": lambda: {"dataset": Cursors(12), "batch_size": 3},
 }
-# The others are left to ``make fuzz`` where there are workers.
-COMMON = {"map with a state", "iterable", "iterator"}
-WORKERS: dict[str, dict[str, Any]] = {
-    "0": {},
-    "2": {"num_workers": 2},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-}
 
 
 def saved(loader: Any) -> Any:
     """Return a state as a file brings it back."""
-    state = loader.state_dict()
-    if isinstance(loader, DataLoader):
-        return json.loads(json.dumps(state))
-    return pickle.loads(pickle.dumps(state))
-
-
-def states_of(make: Callable[[], Any]) -> list[Any]:
-    """Return the states at all moments of two epochs."""
-    loader = make()
-    states = [saved(loader)]
-    for _ in range(2):
-        states += [saved(loader) for _ in loader]
-        states.append(saved(loader))
-    end(loader)
-    return states
-
-
-def after(make: Callable[[], Any], state: Any) -> list[Any]:
-    """Return what is left of an epoch, and the two that follow."""
-    loader = make()
-    loader.load_state_dict(state)
-    found = [[batch.tolist() for batch in loader] for _ in range(3)]
-    end(loader)
-    return found
-
-
-def end(loader: Any) -> None:
-    """End persistent workers."""
-    if isinstance(loader, DataLoader):
-        loader.close()
-    elif loader.num_workers:
-        loader._iterator._shutdown_workers()
-
-
-MOMENTS = [
-    pytest.param(
-        kind,
-        workers,
-        marks=[pytest.mark.fuzz] if workers != "0" and kind not in COMMON else [],
-    )
-    for kind in KINDS
-    for workers in WORKERS
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "workers"), MOMENTS)
-def test_every_moment(kind: str, workers: str) -> None:
-    """Before, inside and behind each of two epochs."""
-    found = []
-    for cls in both():
-
-        def make(cls: Any = cls) -> Any:
-            return cls(**KINDS[kind](), **WORKERS[workers])
-
-        found.append([after(make, state) for state in states_of(make)])
-    assert all(one == found[0] for one in found)
+    return json.loads(json.dumps(loader.state_dict()))
 
 
 def rest_of(loader: Any, state: Any) -> list[Any]:
@@ -386,25 +309,20 @@ def run_of(iterator: Any, taken: int | None = None) -> list[Any]:
 @pytest.mark.parametrize("moment", ["before", "iter", 1, 2, "end"])
 @pytest.mark.parametrize("kind", DRAWING)
 def test_draws_of_datasets_and_steps(kind: str, moment: Any) -> None:
-    """They go on where they were, in this process and beside torchdata."""
-    found = []
-    for cls in both():
-        torch.manual_seed(5)
-        loader = cls(**DRAWING[kind](), batch_size=3)
-        if moment == "end":
-            run_of(loader)
-        iterator = iter(loader) if moment in {"iter", 1, 2} else None
-        if isinstance(moment, int):
-            run_of(iterator, moment)
-        state = pickle.loads(pickle.dumps(loader.state_dict()))
-        expected = [run_of(loader if iterator is None else iterator), run_of(loader)]
-        torch.manual_seed(99)
-        resumed = cls(**DRAWING[kind](), batch_size=3)
-        resumed.load_state_dict(state)
-        if cls is Loader:
-            assert [run_of(resumed), run_of(resumed)] == expected
-        found.append(expected[0][::2])
-    assert all(one == found[0] for one in found if moment != "end")
+    """They go on where they were."""
+    torch.manual_seed(5)
+    loader = Loader(**DRAWING[kind](), batch_size=3)
+    if moment == "end":
+        run_of(loader)
+    iterator = iter(loader) if moment in {"iter", 1, 2} else None
+    if isinstance(moment, int):
+        run_of(iterator, moment)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    expected = [run_of(loader if iterator is None else iterator), run_of(loader)]
+    torch.manual_seed(99)
+    resumed = Loader(**DRAWING[kind](), batch_size=3)
+    resumed.load_state_dict(state)
+    assert [run_of(resumed), run_of(resumed)] == expected
 
 
 @pytest.mark.parametrize("moment", ["before", "iter", 1, "end"])
