@@ -14,7 +14,7 @@ import torch
 
 from aioloader import DataLoader
 from aioloader.errors import BatchTooLargeError
-from faulty import ALL_OUTCOMES, Faulty, outcomes
+from faulty import Faulty, outcomes
 
 HUGE = 1 << 50
 
@@ -30,24 +30,6 @@ class Returns(Faulty):
         return self.value() if index == 5 else index
 
 
-class OddError(Exception):
-    """Cannot be made from its own arguments."""
-
-    def __init__(self, *, code: int, path: str) -> None:
-        super().__init__(f"code {code} at {path}")
-        self.code = code
-
-
-def raise_odd() -> None:
-    """As libraries do whose authors never pickled their errors."""
-    raise OddError(code=7, path="/x")
-
-
-def make_lock() -> Any:
-    """Return what no pickler takes."""
-    return threading.Lock()
-
-
 def broadcast() -> Any:
     """Return a petabyte that is one byte."""
     return np.broadcast_to(np.zeros(1, np.uint8), (HUGE,))
@@ -61,17 +43,6 @@ def expanded() -> Any:
 def as_it_is(samples: list[Any]) -> Any:
     """Collate to a list of arrays."""
     return samples
-
-
-@pytest.mark.parametrize("consume", ALL_OUTCOMES)
-def test_a_batch_that_cannot_be_pickled(consume: Any) -> None:
-    """One error, and iteration goes on."""
-    loader = DataLoader(Returns(make_lock), 4, num_workers=2, collate_fn=as_it_is)
-    found = consume(loader)
-    assert [found[0], found[2]] == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert isinstance(found[1], TypeError)
-    assert "pickle" in str(found[1])
-    assert "batch 1" in "".join(found[1].__notes__)
 
 
 class Strange(Returns):
@@ -92,16 +63,6 @@ def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
     wanted = (BatchTooLargeError, MemoryError, RuntimeError)
     assert [isinstance(one, wanted) for one in found] == [True, True]
     assert not any("exited unexpectedly" in str(one) for one in found)
-
-
-@pytest.mark.parametrize("consume", ALL_OUTCOMES)
-def test_an_exception_with_an_odd_constructor(consume: Any) -> None:
-    """It keeps its type and its attributes."""
-    found = consume(DataLoader(Returns(raise_odd), 4, num_workers=2))
-    assert isinstance(found[1], OddError)
-    assert (found[1].code, str(found[1])) == (7, "code 7 at /x")
-    assert "worker process" in "".join(found[1].__notes__)
-    assert [type(one) for one in found].count(OddError) == 1
 
 
 class Prints(Faulty):

@@ -167,65 +167,6 @@ def test_on_error_skip_does_not_hide_a_death() -> None:
     assert isinstance(outcomes(loader)[1], WorkerDiedError)
 
 
-# -- workers that never begin ------------------------------------------------------
-
-
-def dies(worker: int) -> None:
-    """As an init function: in every worker."""
-    kill_itself()
-
-
-def dies_in_one(worker: int) -> None:
-    """As an init function: in one worker only."""
-    if worker == 1:
-        kill_itself()
-
-
-@pytest.mark.parametrize("consume", CONSUMERS)
-def test_death_at_the_start_is_an_error(consume: Any) -> None:
-    """Not an endless row of new workers."""
-    loader = DataLoader(Faulty(), 4, num_workers=2, worker_init_fn=dies)
-    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
-        consume(loader)
-
-
-def test_death_at_the_start_of_one_worker() -> None:
-    """Also if another one does the work."""
-    loader = DataLoader(range(100000), 4, num_workers=2, worker_init_fn=dies_in_one)
-    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
-        list(loader)
-
-
-class DiesAtBirth(Faulty):
-    """Cannot be unpickled: the attempt kills."""
-
-    def __setstate__(self, state: Any) -> None:
-        kill_itself()
-
-    def __getstate__(self) -> Any:
-        return {"a": 1}
-
-
-class RefusesBirth(DiesAtBirth):
-    """Cannot be unpickled: the attempt raises."""
-
-    def __setstate__(self, state: Any) -> None:
-        raise KeyError("no such state")
-
-
-def test_unpickling_kills() -> None:
-    """It is tried a few times, and told."""
-    with pytest.raises(WorkerDiedError, match="3 processes in a row"):
-        list(DataLoader(DiesAtBirth(), 4, num_workers=2, **SERVED))
-
-
-@pytest.mark.parametrize("consume", CONSUMERS)
-def test_unpickling_raises(consume: Any) -> None:
-    """The user's exception arrives as it is."""
-    with pytest.raises(KeyError, match="no such state"):
-        consume(DataLoader(RefusesBirth(), 4, num_workers=2, **SERVED))
-
-
 # -- who watches is gone, too ------------------------------------------------------
 
 

@@ -132,8 +132,14 @@ async def test_async_for(place: str, name: str) -> None:
             check(place, kind, way, await drained_async(loader))
 
 
-@pytest.mark.parametrize("kind", ["GeneratorExit", "OwnError"])
-@pytest.mark.parametrize("place", PLACES)
+FUNCTIONS = ["__getitem__", "transform", "collate_fn"]
+IN_PROCESSES = [
+    *((place, kind) for place in PLACES for kind in ("GeneratorExit", "OwnError")),
+    *((place, kind) for place in FUNCTIONS for kind in ("CancelledError", *EXITS)),
+]
+
+
+@pytest.mark.parametrize(("place", "kind"), sorted(IN_PROCESSES))
 @pytest.mark.parametrize("name", ["fork", "fork, async"])
 def test_processes(name: str, place: str, kind: str) -> None:
     """A few cells of them."""

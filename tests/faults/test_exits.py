@@ -2,19 +2,17 @@
 
 import asyncio
 import gc
-import os
 import random
 import signal
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioloader import DataLoader
-from aioloader.testing import Resources, no_leaks
+from aioloader.testing import Resources
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
@@ -81,37 +79,6 @@ def test_a_thousand_random_exits() -> None:
             if taken == after:
                 break
     before.assert_unchanged()
-
-
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_each_way_out(make: Any, how: str, loop: Any) -> None:
-    """One by one, where the leak check can name the culprit."""
-    with no_leaks():
-        loader = DataLoader(make(), batch_size=2, loop=loop)
-        task = asyncio.ensure_future(leave(loader, how, 3))
-        await asyncio.wait([task])
-        if not task.cancelled():
-            assert isinstance(task.exception(), (LeaveError, type(None)))
-        del task
-        gc.collect()
-        for _ in range(50):
-            await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_a_dropped_iterator_is_collected_at_once(make: Any) -> None:
-    """No cycle keeps it: the release does not wait for the garbage collector."""
-    gc.disable()
-    try:
-        iterator = iter(DataLoader(make(), batch_size=2, timeout=60))
-        next(iterator)
-        reference = weakref.ref(iterator)
-        del iterator
-        assert reference() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -369,33 +336,3 @@ def end(process: "subprocess.Popen[str]") -> str:
         status = Path(f"/proc/{process.pid}/status").read_text()
         process.send_signal(signal.SIGABRT)
         raise AssertionError(process.communicate()[1] + status) from None
-
-
-def test_one_liners() -> None:
-    """``python -c`` with lambdas, for and async for."""
-    code = (
-        "import asyncio, aioloader\n"
-        "print([b.tolist() for b in aioloader.DataLoader(range(4), 2, "
-        "transform=lambda x: -x)])\n"
-        "async def main(): return [b.tolist() async for b in "
-        "aioloader.DataLoader(range(4), 2, collate_fn=lambda s: "
-        "aioloader.default_collate(s) * 2)]\n"
-        "print(asyncio.run(main()))\n"
-    )
-    done = python(code, "-W", "error")
-    assert done.stderr == ""
-    assert done.stdout == "[[0, -1], [-2, -3]]\n[[0, 2], [4, 6]]\n"
-
-
-def test_a_forked_child_leaves_the_parents_loader_alone() -> None:
-    """Its copy of the iterator is dropped without touching the parent's loop."""
-    iterator = iter(DataLoader(AsyncMap(40), batch_size=4))
-    found = [next(iterator)]
-    pid = os.fork()
-    if pid == 0:
-        del iterator
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    found += list(iterator)
-    assert len(found) == 10

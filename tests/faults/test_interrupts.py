@@ -97,20 +97,6 @@ def test_the_parent_is_killed(kind: str, statement: str) -> None:
     assert await_gone(session(process.pid)) == []
 
 
-@pytest.mark.slow
-def test_open_iterators_at_the_interpreters_exit() -> None:
-    """The process ends quickly; its workers do not outlive it for long."""
-    code = SCRIPT.replace(
-        "    for batch in iterators[0]: pass\n", "    return iterators\n"
-    )
-    code = code.replace("'for': sync()", "'for': kept = sync()")
-    process = started("process", "for", code=code)
-    output, errors = process.communicate(timeout=40)
-    assert (process.returncode, "ready\n" in output) == (0, True), errors
-    assert await_gone(session(process.pid)) == []
-    assert "Traceback" not in errors
-
-
 class Interrupting:
     """An index, or a sample, that is interrupted while it crosses to this process."""
 

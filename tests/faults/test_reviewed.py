@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import SequentialSampler, TensorDataset
 
 from aioloader import DataLoader
 from aioloader.testing import no_leaks
-from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
+from samples import AsyncMap, AsyncStream, collect
 
 LOOPS: list[Any] = ["thread", "caller"]
 
@@ -152,33 +152,6 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
     assert found == [[row, row + 1] for row in range(0, 200, 2)]
 
 
-def itself(dataset: Any) -> Any:
-    """Return a dataset that is its own context manager."""
-    return dataset
-
-
-def test_a_dataset_that_opens_at_the_second_try() -> None:
-    """The first epoch raises; the next does not run over a closed dataset."""
-
-    class Door(SyncMap):
-        tries = 0
-
-        def __enter__(self) -> Self:
-            self.tries += 1
-            if self.tries == 1:
-                raise OSError("locked")
-            return self
-
-        def __exit__(self, *_exc: object) -> None:
-            self.tries = -1
-
-    loader = DataLoader(Door(4), batch_size=2, lifespan=itself)
-    with pytest.raises(OSError, match="locked"):
-        next(iter(loader))
-    assert labels(list(loader)) == [[0, 1], [2, 3]]
-    assert loader.dataset.tries == -1
-
-
 def test_gathering_stays_within_bounds_and_is_contiguous() -> None:
     """As indexing row by row would."""
     dataset = TensorDataset(torch.arange(15.0).view(3, 5).T)
@@ -204,16 +177,6 @@ def test_a_forked_child_uses_the_loader_anew() -> None:
             os._exit(0 if said and len(list(loader)) == 2 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert len(list(iterator)) == 1
-
-
-def test_closing_when_the_callers_loop_stands_still() -> None:
-    """Nothing can end there: it is not waited for."""
-    loop = asyncio.new_event_loop()
-    iterator = aiter(DataLoader(AsyncMap(8), batch_size=4, loop="caller"))
-    loop.run_until_complete(anext(iterator))
-    iterator.close()
-    loop.run_until_complete(iterator.aclose())
-    loop.close()
 
 
 def test_nested_with_blocks() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader
-from aioloader._order.orders import Turns
 from working import share
 
 pytestmark = [
@@ -135,22 +134,6 @@ class Ragged(IterableDataset[int]):
         worker = torch.utils.data.get_worker_info()
         assert worker is not None
         return iter(range((2, 4, 60)[worker.id]))
-
-
-def test_turns() -> None:
-    """Who has answered gets the next request; who has ended gets none."""
-    turns = Turns(3, 4)
-    numbers = iter(turns)
-    assert [next(numbers) for _ in range(6)] == [4, 5, 6, 7, 8, 9]
-    assert not turns.may_issue(6)
-    turns.take(5, has_ended=False)
-    assert turns.may_issue(6)
-    assert next(numbers) == 11
-    turns.take(4, has_ended=True)
-    assert [turns.may_issue(6), next(numbers)] == [True, 12]
-    for number in (6, 8):
-        turns.take(number, has_ended=True)
-    assert not list(numbers)
 
 
 class Failing(Gated):

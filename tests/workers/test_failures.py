@@ -2,7 +2,6 @@
 
 import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -293,17 +292,6 @@ async def test_a_generator_that_raises_is_never_skipped() -> None:
     assert found[0] == [0, 1, 2, 3]
     assert type(found[1]) is LookupError
     assert len(found) == 2
-
-
-@pytest.mark.parametrize("workers", ["process", "thread"])
-def test_two_threads_share_an_iterator(workers: Any) -> None:
-    """Each batch goes to one of them; both see the end."""
-    iterator = iter(make(Numbers(60), batch_size=1, workers=workers))
-    found: list[int] = []
-    with ThreadPoolExecutor(2) as threads:
-        for _ in threads.map(lambda _: found.extend(map(int, iterator)), range(2)):
-            pass
-    assert sorted(found) == list(range(60))
 
 
 def test_too_many_workers_are_warned_of() -> None:

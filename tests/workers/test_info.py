@@ -1,6 +1,5 @@
 """Who a worker is: its number, seed, dataset and threads; and what is set up in it."""
 
-import os
 import random
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 from aioloader import DataLoader, WorkerInfo, get_worker_info
 from samples import collect
-from working import Numbers, first, pid
+from working import Numbers, first
 
 
 def test_outside_there_is_none() -> None:
@@ -74,20 +73,6 @@ async def test_async_code_is_told_too() -> None:
 def seeds(_sample: Any) -> Any:
     """Return the seeds of the generators."""
     return torch.initial_seed(), random.random(), np.random.random()
-
-
-@pytest.mark.parametrize("make", [DataLoader, TorchLoader], ids=["ours", "torch"])
-def test_seeds_by_worker_are_torchs(make: Any) -> None:
-    """With rng="worker": base seed and number, and the draws that follow."""
-    torch.manual_seed(8)
-    base_seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    torch.manual_seed(8)
-    dataset = Transformed(seeds)
-    options: dict[str, Any] = {"rng": "worker"} if make is DataLoader else {}
-    found = list(make(dataset, num_workers=2, collate_fn=first, **options))
-    assert [seed for seed, *_ in found] == [base_seed, base_seed + 1] * 6
-    random.seed(base_seed)
-    assert found[0][1] == random.random()
 
 
 class Transformed(Numbers):
@@ -186,33 +171,6 @@ def test_the_classic_way_to_shard() -> None:
         for make in (DataLoader, TorchLoader)
     )
     assert found == expected
-
-
-def test_an_init_function_that_fails() -> None:
-    """Its error is raised, as it is."""
-
-    def init(worker: int) -> None:
-        raise LookupError(f"worker {worker}")
-
-    with pytest.raises(LookupError, match="worker"):
-        list(DataLoader(Numbers(), num_workers=2, worker_init_fn=init))
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-async def test_persistent_workers_keep_their_processes(persistent: bool) -> None:
-    """And what they have cached; others are new each epoch."""
-    loader: Any = DataLoader(
-        Numbers(40),
-        num_workers=2,
-        persistent_workers=persistent,
-        transform=pid,
-        collate_fn=first,
-    )
-    async with loader:
-        pids = [set(await collect(loader)) for _ in range(2)]
-    assert os.getpid() not in pids[0] | pids[1]
-    assert len(pids[0] | pids[1]) <= (2 if persistent else 4)
-    assert bool(pids[0] & pids[1]) is persistent
 
 
 def test_info_is_public() -> None:

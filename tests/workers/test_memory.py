@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from samples import collect
 from working import Numbers
 
 
@@ -211,14 +210,3 @@ def test_batches_may_be_dropped_in_other_threads() -> None:
         thread = threading.Thread(target=box.clear)
         thread.start()
         thread.join()
-
-
-async def test_two_loaders_at_once() -> None:
-    """Each has its own memory."""
-    ones, others = (
-        DataLoader(Images(20), 2, num_workers=1),
-        DataLoader(Images(20, side=310), 2, num_workers=1),
-    )
-    found = await collect(ones), await collect(others)
-    for batches in found:
-        assert all(intact(batch, 2 * number) for number, batch in enumerate(batches))

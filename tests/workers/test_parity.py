@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from aioloader import DataLoader, ShuffledIndices
+from aioloader import DataLoader
 from beside import beside
 from samples import (
     AsyncBatchMap,
@@ -173,15 +173,26 @@ async def test_async_streams_in_workers(drop_last: bool) -> None:
     assert labels(twice) == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("fetch", ["loader", "workers"])
+@pytest.mark.parametrize(
+    ("workers", "fetch"),
+    [
+        ("process", "loader"),
+        ("process", "workers"),
+        ("thread", "loader"),
+        ("thread", "auto"),
+    ],
+)
 @pytest.mark.parametrize("make", [Numbers, AsyncNumbers])
 @pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
-def test_functions_of_any_colour(fetch: Any, make: Any, colours: str) -> None:
+def test_functions_of_any_colour(
+    workers: Any, fetch: Any, make: Any, colours: str
+) -> None:
     """A transform and a collate function, sync or async, wherever samples are read."""
     loader: Any = DataLoader(
         make(10),
         batch_size=4,
         num_workers=2,
+        workers=workers,
         fetch=fetch,
         transform=double if colours[0] == "s" else double_async,
         collate_fn=total if colours[1] == "s" else total_async,
@@ -227,15 +238,6 @@ def test_workers_collate_on_the_cpu() -> None:
     assert [[part.tolist() for part in batch] for batch in loader] == [
         [[1, 2], [0.5, 1.5]]
     ]
-
-
-def test_shuffled_indices() -> None:
-    """A lazy order serves as a sampler; each epoch has its own."""
-    order = ShuffledIndices(20, seed=3)
-    loader: Any = DataLoader(SyncMap(), sampler=order, batch_size=20, num_workers=1)
-    first, second = (labels(list(loader))[0] for _ in range(2))
-    assert first == list(ShuffledIndices(20, seed=3))
-    assert sorted(second) == sorted(first) != second
 
 
 class Counting:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ from workers.ray_cluster import (
     nothing_is_left,
     wait_for,
 )
+from workers.test_failures import Fragile, Stubborn
+from workers.test_info import seed_everything
 from working import AsyncDrawing, Drawing, Numbers, draw, draw_own, first, pid
 
 __all__ = ["cluster", "nothing_is_left"]
@@ -139,13 +140,6 @@ def test_a_saved_state_is_continued_by_actors() -> None:
     assert same(list(loader), expected)
 
 
-def seed_everything(worker: int) -> None:
-    """Seed all, as recipes on the web do."""
-    torch.manual_seed(1000 + worker)
-    np.random.seed(1000 + worker)
-    random.seed(1000 + worker)
-
-
 @pytest.mark.fuzz
 def test_an_init_function_that_seeds_seeds_itself() -> None:
     """Each sample finds what torch's workers find there."""
@@ -189,24 +183,6 @@ class Bad(Numbers):
         if index == 5:
             raise LookupError("at 5")
         return index
-
-
-class Fragile:
-    """Can be pickled, and not be unpickled."""
-
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> Any:
-    raise LookupError("not here")
-
-
-class Stubborn(int):
-    """An index that cannot be pickled."""
-
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        raise TypeError("cannot pickle me")
 
 
 def odd(samples: list[Any]) -> Any:

@@ -1,19 +1,19 @@
 """A loader's state with worker processes: it tells nothing of who made the batches."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.datasets import from_iterable
 from aioloader.errors import StateMismatchError
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream
-from working import AsyncDrawing, Drawing, Numbers, Sharded, draw, share
+from stateful import Cursors
+from working import AsyncDrawing, Drawing, Numbers, Sharded, draw
 
 Loader: Any = DataLoader  # options are tables here
 READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
@@ -109,38 +109,6 @@ def test_an_epoch_begun_ahead_is_forgotten() -> None:
 
 
 # -- iterables that each worker reads ---------------------------------------------
-
-
-class Cursor:
-    """An iterator with a state."""
-
-    def __init__(self, numbers: range) -> None:
-        self.numbers, self.place = numbers, 0
-
-    def __iter__(self) -> "Cursor":
-        return self
-
-    def __next__(self) -> int:
-        if self.place == len(self.numbers):
-            raise StopIteration
-        self.place += 1
-        return self.numbers[self.place - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-class Cursors(IterableDataset[int]):
-    """Each worker's iterator has a state."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return Cursor(share(self.n))
 
 
 def test_states() -> None:

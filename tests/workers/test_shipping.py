@@ -229,17 +229,6 @@ def test_unpickling_may_start_threads(tmp_path: Path) -> None:
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_unpickling_may_fail() -> None:
-    """The error is the user's own."""
-
-    class Broken(Numbers):
-        def __setstate__(self, state: Any) -> None:
-            raise LookupError("not here")
-
-    with pytest.raises(LookupError, match="not here"):
-        list(DataLoader(Broken(), num_workers=2, **SERVED))
-
-
 @dataclasses.dataclass
 class Batch:
     """A batch type of a module that workers cannot import."""

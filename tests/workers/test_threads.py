@@ -17,12 +17,9 @@ from aioloader import DataLoader, Retry, get_worker_info
 from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 from working import (
-    AsyncNumbers,
     Numbers,
-    double,
     double_async,
     first,
-    total,
     total_async,
 )
 
@@ -65,21 +62,6 @@ async def test_a_stream_is_read_once(dataset: Any, drop_last: bool) -> None:
     loader = make(dataset(), batch_size=6, drop_last=drop_last)
     theirs = TorchLoader(SyncStream(), batch_size=6, drop_last=drop_last)
     assert labels(await collect(loader)) == labels(list(theirs))
-
-
-@pytest.mark.parametrize("fetch", ["auto", "loader"])
-@pytest.mark.parametrize("dataset", [Numbers, AsyncNumbers])
-@pytest.mark.parametrize("colours", ["ss", "sa", "as", "aa"])
-def test_functions_of_any_colour(dataset: Any, fetch: Any, colours: str) -> None:
-    """A transform and a collate function, sync or async, wherever samples are read."""
-    loader = make(
-        dataset(10),
-        batch_size=4,
-        fetch=fetch,
-        transform=double if colours[0] == "s" else double_async,
-        collate_fn=total if colours[1] == "s" else total_async,
-    )
-    assert list(loader) == [12, 44, 34]
 
 
 @pytest.mark.parametrize(
@@ -164,31 +146,6 @@ def test_an_error_in_one_batch_ends_nothing() -> None:
     assert [batch.tolist() for batch in found] == [[0, 1], [4, 5], [6, 7]]
 
 
-async def test_failures_are_skipped_and_listed() -> None:
-    """As without workers, within the budget."""
-
-    class Bad(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            if index % 5 == 0:
-                raise LookupError(index)
-            return index
-
-    loader = make(Bad(12), batch_size=4, on_error="skip")
-    found = [batch.tolist() for batch in await collect(loader)]
-    assert found == [[1, 2, 3], [4, 6, 7], [8, 9, 11]]
-    assert sorted(failure.index for failure in loader.skipped) == [0, 5, 10]
-
-
-def test_an_init_function_that_fails() -> None:
-    """Its error is raised, as it is."""
-
-    def init(worker: int) -> None:
-        raise LookupError("no")
-
-    with pytest.raises(LookupError, match="no"):
-        list(make(Numbers(), worker_init_fn=init))
-
-
 def test_big_batches_use_memory_again() -> None:
     """A loop that drops its batches sees the same few addresses."""
 
@@ -201,20 +158,6 @@ def test_big_batches_use_memory_again() -> None:
         assert batch[:, 7, 9].tolist() == [2 * number, 2 * number + 1]
         addresses.add(batch.data_ptr())
     assert len(addresses) <= 10
-
-
-async def test_a_break_ends_the_threads() -> None:
-    """Soon, without waiting for what nobody wants."""
-    loader = make(SyncMap(100))
-    async for _batch in loader:
-        break
-    await loader.aclose()
-
-
-def test_a_dropped_iterator_ends_the_threads() -> None:
-    """The same, by its finalizer."""
-    iterator = iter(make(SyncMap(100)))
-    next(iterator)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
