@@ -43,7 +43,7 @@ class Batches(Numbers):
 class AsyncBatches(Batches):
     """The same, on a loop."""
 
-    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+    async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
         self.calls.append(index)
         return self.read(index)

@@ -46,53 +46,35 @@ async def test_once_in_each_place(name: str) -> None:
     assert dataset.taken() == (["leave"], {place})
 
 
+@pytest.mark.parametrize("how", ["break", "cancellation", "error"])
 @pytest.mark.parametrize("name", PLACES)
-async def test_left_after_a_break(name: str) -> None:
-    """Nothing is read after that."""
+async def test_left_however_it_ends(name: str, how: str) -> None:
+    """The consumer leaves or is cancelled, or a later stage fails."""
+
+    def refuse(_samples: Any) -> Any:
+        raise KeyError("collate")
+
     make, lifespan, options, place, events = PLACES[name]
     dataset = make(40)
-    loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
-    iterator = aiter(loader)
-    await anext(iterator)
-    await iterator.aclose()
-    assert dataset.taken() == (events, {place})
-
-
-@pytest.mark.parametrize("name", PLACES)
-async def test_left_after_a_cancellation(name: str) -> None:
-    """The consumer's own."""
-    make, lifespan, options, place, events = PLACES[name]
-    dataset = make(40)
+    if how == "error":
+        options = {**options, "collate_fn": refuse}
+        if name == "iterable beside a loop":
+            options["transform"] = pass_on
     loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
 
     async def consume() -> None:
         async with loader:
             async for _ in loader:
+                if how == "break":
+                    break
                 task.cancel()
 
     task = asyncio.ensure_future(consume())
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert dataset.taken() == (events, {place})
-
-
-@pytest.mark.parametrize("name", PLACES)
-async def test_left_after_an_error(name: str) -> None:
-    """Of a later stage."""
-    make, lifespan, options, place, events = PLACES[name]
-
-    def refuse(_samples: Any) -> Any:
-        raise KeyError("collate")
-
-    dataset = make()
-    options = {**options, "collate_fn": refuse}
-    if name == "iterable beside a loop":
-        options["transform"] = pass_on
-    loader = Loader(dataset, batch_size=2, lifespan=lifespan, **options)
-    iterator = aiter(loader)
-    with pytest.raises(KeyError, match="collate"):
-        await anext(iterator)
-    await iterator.aclose()
+    await asyncio.wait([task])
+    assert task.cancelled() == (how == "cancellation")
+    if how == "error":
+        with pytest.raises(KeyError, match="collate"):
+            await task
     assert dataset.taken() == (events, {place})
 
 

@@ -148,34 +148,31 @@ def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-@pytest.mark.parametrize("make_dataset", [Drawing, Stream])
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_by_worker_as_torch(make_dataset: Any, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("make_dataset", "num_workers", "persists"),
+    [
+        (Drawing, 1, False),
+        (Drawing, 2, False),
+        (Drawing, 2, True),
+        (Stream, 1, False),
+        (Stream, 2, False),
+    ],
+)
+def test_by_worker_as_torch(
+    make_dataset: Any, num_workers: int, persists: bool
+) -> None:
     """With rng="worker" the numbers are torch's own, bit by bit, epoch by epoch."""
     found = []
-    for make_loader in (TorchLoader, DataLoader):
+    for make_loader in (TorchLoader, partial(DataLoader, rng="worker")):
         torch.manual_seed(2)
-        options: dict[str, Any] = {"rng": "worker"} if make_loader is DataLoader else {}
         loader: Any = make_loader(
-            make_dataset(), batch_size=4, num_workers=num_workers, **options
+            make_dataset(),
+            batch_size=4,
+            num_workers=num_workers,
+            persistent_workers=persists,
         )
         found.append([[flat(batch) for batch in loader] for _ in range(2)])
-    assert found[0] == found[1]
-
-
-def test_by_worker_when_workers_persist() -> None:
-    """Generators go on from one epoch to the next, as torch's do."""
-    found = []
-    for make_loader in (TorchLoader, DataLoader):
-        torch.manual_seed(2)
-        options: dict[str, Any] = {"rng": "worker"} if make_loader is DataLoader else {}
-        loader: Any = make_loader(
-            Drawing(), batch_size=4, num_workers=2, persistent_workers=True, **options
-        )
-        found.append([[flat(batch) for batch in loader] for _ in range(2)])
-        if make_loader is DataLoader:
-            loader.close()
-        del loader
+        loader._iterator = None  # ends the workers
     assert found[0] == found[1]
 
 
