@@ -161,46 +161,38 @@ def test_a_lost_device() -> None:
     iterator.close()
 
 
-class Point:
-    """A point on the consumer's stream, that the device reaches when it is told."""
+class Behind(LatePort):
+    """Its stream comes to no batch before it is told to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_awaited, self.is_reached = threading.Event(), threading.Event()
+
+    def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
+        super().hand_over(mark, tensors)
+        return self
 
     def synchronize(self) -> None:
         self.is_awaited.set()
         assert self.is_reached.wait(20)
 
 
-class Behind(LatePort):
-    """Its stream has much to do before it comes to a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[Point] = []
-
-    def hand_over(self, mark: Any, tensors: Iterable[Any]) -> Any:
-        super().hand_over(mark, tensors)
-        self.points.append(Point())
-        return self.points[-1]
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_device_that_falls_behind(depth: int) -> None:
     """No memory is taken for a batch while that of too many may still be in use."""
-    port = Behind()
-    iterator = iter(on(port, DataLoader(Images(), 4), depth))
-    for number in range(depth + 2):
-        check(next(iterator), 4 * number)
-    assert port.points[0].is_awaited.wait(20)
+    port, found = Behind(), list[Any]()
+    loader = on(port, DataLoader(Images(), 4), depth)
+    thread = threading.Thread(target=lambda: found.extend(loader))
+    thread.start()
+    is_awaited = port.is_awaited.wait(20)
     moved = sum(line.startswith("copy") for line in port.log) // 2  # with the labels
+    port.is_reached.set()
+    thread.join()
+    assert is_awaited
     assert depth + 2 <= moved <= 2 * depth + 2
-    for point in port.points:
-        point.is_reached.set()
-    check(next(iterator), 4 * (depth + 2))
-    for point in port.points:
-        point.is_reached.set()
-    iterator.close()
+    assert len(found) == 15
+    for number, batch in enumerate(found):
+        check(batch, 4 * number)
 
 
 def test_a_timeout() -> None:
