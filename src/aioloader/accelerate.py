@@ -22,8 +22,9 @@ import torch.utils.data
 
 from aioloader._loader.loader import DataLoader
 from aioloader._loader.torch_compat import dataset_kind
+from aioloader._observe.warnings import warn
 from aioloader.errors import UNRELEASED
-from aioloader.protocols import Kind, kind_of
+from aioloader.protocols import Kind, OwnStream, kind_of
 
 try:
     from accelerate import data_loader as theirs
@@ -108,10 +109,24 @@ class TrainerMixin:
         return _with_engine(prepared, DataLoader, arguments)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        first, loader = kwargs.get("epochs_trained"), kwargs.get("train_dataloader")
+        if first and first == kwargs.get("epoch"):  # resumed
+            _warn_of_other_samples(loader, first)
         trainer = importlib.import_module("transformers.trainer")
         parent: Any = super()
         with patch.object(trainer, "skip_first_batches", skip_first_batches):
             return parent._run_epoch(*args, **kwargs)
+
+
+def _warn_of_other_samples(loader: Any, epoch: int) -> None:
+    dataset = loader.base_dataloader.dataset
+    dataset = getattr(dataset, "dataset", dataset)  # of accelerate's shard
+    if isinstance(dataset, OwnStream) and dataset.continues():
+        warn(
+            f"training resumes in epoch {epoch}, at the beginning of {dataset!r}: the "
+            "Trainer does not save where the epochs before it stopped. For the same "
+            "samples as without the stop, use repeat() and max_steps instead"
+        )
 
 
 class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[misc]

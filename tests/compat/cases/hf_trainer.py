@@ -1,5 +1,6 @@
 """transformers' Trainer: steps, accumulation, evaluation, checkpoints."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Ours(TrainerMixin, Trainer):
 
 
 def samples(kit: Kit, kind: str, n: int = 23) -> Any:
+    if kind == "epochs":
+        return from_iterable(range(n)).map(Samples(n).__getitem__).epoch_length(8)
     if kind == "ours" and kit.is_ours:
         return from_iterable(range(n)).map(Samples(n).__getitem__)
     if kind in {"stream", "ours"}:
@@ -179,3 +182,18 @@ def own_stream(kit: Kit, workers: int) -> Any:
     batches = [batch for mode, batch in first.model.seen if mode == "train"]
     assert [batch for _, batch in second.model.seen] == batches[2:]
     return [told(first), predicted, told(second)]
+
+
+@cases.add({"workers": 0})
+def warn_of_later_epochs(kit: Kit, workers: int) -> Any:
+    """One of our streams whose epochs continue, resumed in the third one."""
+    options: dict[str, Any] = {"max_steps": 6, "save_steps": 5}
+    if not kit.is_ours:
+        return True
+    first = trainer(kit, workers, "epochs", **options)
+    first.train()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        second = trainer(kit, workers, "epochs", **options)
+        second.train(resume_from_checkpoint=f"{first.args.output_dir}/checkpoint-5")
+    return any("training resumes in epoch" in str(one.message) for one in told)
