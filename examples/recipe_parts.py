@@ -35,7 +35,7 @@ class Residual(nn.Sequential):
 
 
 def small_resnet() -> nn.Module:
-    """Return a network of two residual blocks for pictures of one channel."""
+    """Return a network of two residual blocks for images of one channel."""
     layers: list[nn.Module] = []
     for inputs, width in (1, 16), (16, 32):
         first, second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))

@@ -13,6 +13,8 @@ from beside import beside
 from core.kit import ASYNC_WAYS, IN_PROCESS, THREADS, bounded, make
 from samples import AsyncMap, SyncMap, collect
 
+pytestmark = pytest.mark.slow
+
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("WHO", default="nobody")
 
 

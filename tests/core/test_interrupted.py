@@ -127,6 +127,7 @@ def test_an_interrupt_in_a_sample(at: int, kind: Any, consumer: str) -> None:
 KINDS = [Numbers, AsyncNumbers, Plain]
 
 
+@pytest.mark.slow
 @WARNS
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -165,6 +166,7 @@ class Signals(Numbers):
 WAITS = [(IN_PROCESS, 0), (IN_PROCESS, 9), ({"prefetch_factor": 1}, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize(("options", "at"), WAITS, ids=str)
 def test_an_interrupt_in_a_wait(options: Any, consumer: str, at: int) -> None:
@@ -219,6 +221,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
     """Whatever was not returned was not delivered, and what was returned was."""
@@ -260,6 +263,7 @@ ALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ALL)

@@ -133,6 +133,7 @@ async def close(*closed: Any) -> None:
             await one.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,6 +144,7 @@ def test_closing_from_another_loop(kind: Any, begin: Any, by: str) -> None:
     asyncio.run(close(iterator, loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)

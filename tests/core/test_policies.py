@@ -56,6 +56,7 @@ class AsyncBatches(Batches):
 WITHOUT = [[0, 1, 2, 3], [4, 7], [8, 9, 10, 11]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Batches, AsyncBatches])
@@ -195,6 +196,7 @@ INDICES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", INDICES)
@@ -251,6 +253,7 @@ class Half(Slotted):
         return index if index % 3 == 0 else self._get(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches, Half])

@@ -34,6 +34,7 @@ class Behind(AsyncMap):
         return sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("concurrency", [1, 4, 6, 64])
@@ -187,6 +188,7 @@ class Closed(SyncMap):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("way", ASYNC_WAYS)

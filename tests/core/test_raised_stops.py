@@ -141,6 +141,7 @@ async def test_a_read(stop: Any, dataset: Any, way: str) -> None:
     check(errors[0], stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [SyncReads, AsyncReads, Awaits, Plain])
 @pytest.mark.parametrize("stop", STOPS)
@@ -151,6 +152,7 @@ async def test_a_read_that_is_skipped(stop: Any, dataset: Any, way: str) -> None
     assert loader.stats().failures == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["threads", "processes"])
 @pytest.mark.parametrize("dataset", [SyncReads, AsyncReads, Awaits])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -175,6 +177,7 @@ def transforming(stop: Any, *, is_async: bool) -> Any:
     return give_async if is_async else give
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("base", [Numbers, AsyncNumbers])
@@ -190,6 +193,7 @@ async def test_a_transform_that_is_skipped(
     assert await outcomes(way, loader) == WITHOUT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("stream", [Steps, AsyncSteps])
@@ -220,6 +224,7 @@ async def test_a_generator_is_never_skipped(stop: Any, stream: Any, way: str) ->
     check(errors[0], stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [Generator, AsyncGenerator])
 async def test_a_generator_in_processes(stream: Any) -> None:
     """The same where workers read the stream."""

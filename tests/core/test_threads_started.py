@@ -98,6 +98,7 @@ def first_of(samples: Any) -> Any:
     return samples[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["nothing", "transform", "collate_fn"])
 async def test_two_hundred_loaders_share_threads(plain: str) -> None:
     """Plain code of the loaders on a caller's loop runs in a few threads."""
@@ -125,6 +126,7 @@ async def test_shared_threads_do_not_wait_for_each_other() -> None:
     assert [labels(batches) for batches in found] == [EXPECTED[:2]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 async def test_shared_threads_may_iterate_loaders(way: str) -> None:
     """Plain code of many requests at once, each with plain code of its own within."""
@@ -143,6 +145,7 @@ async def test_shared_threads_may_iterate_loaders(way: str) -> None:
 # -- a private loop -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_fifty_loaders_on_private_loops() -> None:
     """Whatever threads they share, each delivers, and all end."""
     crowd = Crowd(50)
@@ -167,6 +170,7 @@ class Nesting(AsyncMap):
         return sum(len(batch[1]) for batch in batches)
 
 
+@pytest.mark.slow
 @pytest.mark.blocking
 @pytest.mark.parametrize("inner_kind", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 @pytest.mark.parametrize("how", ["for", "async for"])
@@ -177,6 +181,7 @@ async def test_nested_loaders(way: str, how: str, inner_kind: Any) -> None:
     assert await found_by(way, make(way, dataset)) == [[20] * 4] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.blocking
 async def test_three_levels_of_loaders() -> None:
     """And of any depth, though all of them share what they share."""
@@ -192,6 +197,7 @@ async def test_three_levels_of_loaders() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["transform", "collate_fn", "sync dataset"])
 @pytest.mark.parametrize("way", ["for", "thread"])
 async def test_a_loader_inside_of_plain_code(way: str, what: str) -> None:
@@ -246,6 +252,7 @@ EPOCHS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EPOCHS)
 async def test_a_later_epoch_starts_no_thread(case: str, monkeypatch: MONKEYS) -> None:
     """Of a loader that is kept open, by ``with`` or by ``async with``."""

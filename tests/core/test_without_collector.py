@@ -40,6 +40,7 @@ MAPS = [SyncMap, AsyncMap]
 # -- cancellation -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +161,7 @@ async def test_a_second_cancellation_while_closing() -> None:
         assert len(asyncio.all_tasks()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_aclose_under_a_cancelled_scope(kind: Any, way: str) -> None:
@@ -210,6 +212,7 @@ async def iterate(way: str, loader: DataLoader[Any]) -> None:
     await beside(loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Failing, AsyncFailing])
@@ -224,6 +227,7 @@ async def test_an_error_that_is_held(kind: Any, way: str, by: str) -> None:
     assert caught.value.__traceback__ is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["transform", "collate_fn", "sampler", "stream"])
 async def test_other_errors_that_are_held(what: str, way: str) -> None:
@@ -286,6 +290,7 @@ async def take(way: str, loader: DataLoader[Any], *, whole: bool) -> None:
             break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,6 +333,7 @@ async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
     assert await anext(iterator, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -358,6 +364,7 @@ async def close_by(how: str, loader: DataLoader[Any]) -> None:
             await (iterator if how == "iterator" else loader).aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["iterator", "loader", "async with"])
@@ -369,6 +376,7 @@ async def test_aclose_releases(how: str, kind: Any, way: str) -> None:
         assert asyncio.all_tasks() == tasks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("kind", MAPS)
 @pytest.mark.parametrize("how", ["iterator", "loader", "with"])

@@ -77,6 +77,7 @@ SOURCES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("source", SOURCES)
 async def test_a_turn_for_each_long_step(source: str, way: str) -> None:
@@ -169,6 +170,7 @@ async def first_of(loader: DataLoader[Any]) -> None:
     await iterator.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("of", LONG)
 async def test_a_long_sampler_is_iterated_beside_the_loop(of: Any, way: str) -> None:
@@ -204,6 +206,7 @@ async def test_a_permutation_is_drawn_beside_the_loop(
     assert threading.get_ident() not in permuting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("of", LONG)
 async def test_it_is_drawn_again_beside_the_loop(
@@ -236,6 +239,7 @@ class Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+@pytest.mark.slow
 def test_a_state_draws_nothing() -> None:
     """It is taken on the loop: a generator's state is copied, not searched for."""
     generator = torch.Generator().manual_seed(1)

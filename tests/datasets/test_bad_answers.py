@@ -71,6 +71,7 @@ def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
@@ -109,6 +110,7 @@ async def test_a_table_is_read_in_spite_of(bad: Bad) -> None:
         assert [row["x"] async for row in table] == [*range(9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "kind", "words"),
     [
@@ -132,6 +134,7 @@ async def test_pages_that_were_asked_for() -> None:
                 assert bytes(await objects[0]) == b"<html/>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [silent, stuck, endless])
 @pytest.mark.parametrize("kind", ["object", "shard"])
 async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
@@ -178,6 +181,7 @@ def test_a_wrong_port(kind: str, unused_port: int) -> None:
     assert kind == "listing" or str(unused_port) in caught.value.location
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
     url = f"http://127.0.0.1:{unused_port}"

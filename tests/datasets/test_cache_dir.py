@@ -272,6 +272,7 @@ def test_processes_with_bounds_of_their_own(tmp_path: Path) -> None:
     assert len(kept(large)) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1000, 40])
 def test_what_one_process_adds_another_makes_room_for(
     tmp_path: Path, size: int
@@ -285,6 +286,7 @@ def test_what_one_process_adds_another_makes_room_for(
     assert total(tmp_path) > max_bytes * 3 // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "most"), [(1, 16), (2, 120)])
 def test_scans_are_few(
     processes: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -501,6 +503,7 @@ def test_no_directory_can_be(
 # -- at once ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads(tmp_path: Path) -> None:
     """Eight, on few keys, with evictions all the time."""
     cache = CacheDir(tmp_path, 60_000)

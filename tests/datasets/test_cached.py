@@ -69,6 +69,7 @@ async def test_a_changed_object_is_read_anew(tmp_path: Path) -> None:
         assert len((await read(stream))[0]) == 20
 
 
+@pytest.mark.slow
 async def test_big_objects_and_faults(tmp_path: Path) -> None:
     faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
     objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
@@ -120,6 +121,7 @@ def table_bytes(rows: int, ending: str = "parquet") -> bytes:
     return bytes_of(pa.table(columns), ending, rows // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "ending"), [(ParquetDataset, "parquet"), (ArrowDataset, "arrow")]
 )

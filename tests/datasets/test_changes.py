@@ -66,6 +66,7 @@ async def test_what_does_not_change_is_read(tags: str) -> None:
     assert len(found) == 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "broken", "refused", "changed"])
 @pytest.mark.parametrize("tags", ["strong", ""])
 async def test_a_server_without_ranges(fault: str, tags: str) -> None:

@@ -69,6 +69,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "BLOCK", 64)
 
 
+@pytest.mark.slow
 @PLACES
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "csv.zst", "csv.bz2"])
 @pytest.mark.usefixtures("small")

@@ -65,6 +65,7 @@ async def test_a_byte_order_mark(ending: str, readers: int, tmp_path: Path) -> N
 KINDS = pytest.mark.parametrize("kind", ["txt", "jsonl", "tar"])
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("readers", [2, 3, 7])
 async def test_ranks_share_what_is_cut(kind: str, readers: int, tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def test_pickles_are_the_arguments() -> None:
     assert repr(decoder) == f"Decoder('torch', {{'x': {len!r}}})"
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.tuples(st.sampled_from(["txt", "transcript"]), st.text()),
@@ -304,6 +305,7 @@ async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
     assert labels == [0, 1, 2, 3, 4, 6, 7]
 
 
+@pytest.mark.slow
 def test_the_laws_hold(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar")
     stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)

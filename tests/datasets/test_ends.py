@@ -65,6 +65,7 @@ async def whole_or_cut(make: Any, path: Path, data: bytes, cut: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
     names = [f"{name}.{field}" for name in ("a", LONG, "c") for field in ("x", "yy")]
@@ -155,6 +156,7 @@ async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:
         assert errors == [TruncatedReadError] * is_cut
 
 
+@pytest.mark.slow
 async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
     """Between two messages too, though the last one may look like the mark."""
     data = bytes_of(pa.table({"a": [1, 2, -1, 0]}), "arrows", 2)
@@ -185,6 +187,7 @@ MAKES = {**PACKED, "arrow": ArrowDataset, "parquet": ParquetDataset}
 PAIRS = [(e, p) for e in PACKED for p in PACKS if (e, p) != ("csv", "xz")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "pack"), [pair for pair in PAIRS if pair[0] in {"txt", "csv"}]
 )
@@ -223,6 +226,7 @@ def empty(to: Sender, _start: int, _stop: int) -> None:
     to.answer(416 if to.served.has_ranges else 200, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_ranges", [True, False], ids=["416", "200"])
 @pytest.mark.parametrize("ending", ["txt", "tar", "parquet", "csv"])
 async def test_an_answer_that_seems_empty(ending: str, *, has_ranges: bool) -> None:

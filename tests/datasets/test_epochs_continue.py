@@ -46,6 +46,7 @@ def of_ranks(stream: Any, ranks: int, **options: Any) -> list[Any]:
     return [DataLoader(stream, rank=rank, **options) for rank in range(ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* take turns at")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", STREAMS)
@@ -59,6 +60,7 @@ def test_epochs_are_one_reading(kind: str, ranks: int, tmp_path: Path) -> None:
         assert found == whole or kind == "steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["wrap", "drop", "uneven", "pad"])
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (3, {}), (2, IN_WORKERS)])
 def test_each_sample_as_often(
@@ -78,6 +80,7 @@ def test_each_sample_as_often(
             assert min(found.values()) >= int(total) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 5, 11, 12])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -97,6 +100,7 @@ def test_resumes_anywhere(kind: str, options: Any, at: int, tmp_path: Path) -> N
     assert found == epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 6])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_on_other_ranks(at: int, world_size: int, tmp_path: Path) -> None:
@@ -163,6 +167,7 @@ def test_set_epoch_numbers(tmp_path: Path) -> None:
     assert not {*map(tuple, epochs(5, 6))} & {*map(tuple, plain)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("tail", ["wrap", "drop", "uneven", "pad"])
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (3, {}), (2, IN_WORKERS)])

@@ -44,6 +44,7 @@ def numbered(tmp_path: Path) -> str:
     return write(tmp_path / "numbered.parquet", table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 @pytest.mark.parametrize(("filters", "groups"), [
     ([("n", ">=", 55)], [2, 3, 4]),

@@ -96,6 +96,7 @@ def expected(kind: str, items: range) -> list[Any]:
 SAMPLES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=12)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.one_loop
 @given(SAMPLES, st.lists(st.integers(1, 9), min_size=1, max_size=3))
@@ -132,6 +133,7 @@ CHAINS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 async def test_chains(chain: str) -> None:
     def make() -> Any:

@@ -46,6 +46,7 @@ from object_server import ObjectServer
 ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 async def test_every_format_keeps_the_laws(make: Make, tmp_path: Path) -> None:
     await check_shard_format(make(tmp_path).made_by, samples=12)

@@ -89,6 +89,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_ROWS", 8)
 
 
+@pytest.mark.slow
 @EVERY
 async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
     source = make(tmp_path)
@@ -105,6 +106,7 @@ async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
     assert sorted(row["n"] for part in parts for row in part) == [*range(100)]
 
 
+@pytest.mark.slow
 @EVERY
 async def test_resume_at_every_row(make: Make, tmp_path: Path) -> None:
     stream = from_arrow(make(tmp_path), ["n"])
@@ -140,6 +142,7 @@ async def test_a_dataset_skips_what_it_can(tmp_path: Path) -> None:
     assert (await read(nothing))[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hive, feather])
 @pytest.mark.parametrize("filters", [None, pc.field("n") >= 60], ids=["all", "some"])
 async def test_fragments_are_cut(make: Make, filters: Any, tmp_path: Path) -> None:

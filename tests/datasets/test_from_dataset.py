@@ -121,6 +121,7 @@ async def test_a_failed_sample_fails_alone(kind: type[Plain]) -> None:
     )
 
 
+@pytest.mark.slow
 @KIND
 async def test_resumes_anywhere(kind: type[Plain]) -> None:
     stream = from_dataset(kind(), shuffle=True)
@@ -202,6 +203,7 @@ def read_all(make: Callable[[], Any], ranks: int, **options: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 40),
     st.booleans(),

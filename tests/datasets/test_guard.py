@@ -74,6 +74,7 @@ def put(path: Path, data: bytes) -> None:
     os.utime(path, (10**9 + next(later),) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
 @pytest.mark.parametrize("change", ["shorter", "other"])
 async def test_a_file_that_changes_while_it_is_read(
@@ -95,6 +96,7 @@ async def test_a_file_that_changes_while_it_is_read(
     assert ending == "tar" or [*map(int, found)] == [*range(10**6, 10**6 + len(found))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["csv", "parquet", "arrow"])
 async def test_a_file_that_is_replaced_between_its_shards(
     ending: str, tmp_path: Path
@@ -112,6 +114,7 @@ async def test_a_file_that_is_replaced_between_its_shards(
             _ = [sample async for sample in iterator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
 @pytest.mark.parametrize("where", ["file", "strong", "weak", "date"])
 async def test_a_replacement_of_the_same_size(
@@ -186,6 +189,7 @@ def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
     assert len(list(loader)) == ROWS // 10 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [b"", lines(0, 10)], ids=["empty", "shorter"])
 @pytest.mark.parametrize("make", [TextDataset, CSVDataset])
 async def test_the_listed_size(make: Any, body: bytes) -> None:

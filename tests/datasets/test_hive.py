@@ -60,6 +60,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [None, *FILTERS], ids=str)
 @pytest.mark.parametrize("columns", [None, ["town", "number"], ["year"]], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -101,6 +102,7 @@ def test_dates(tmp_path: Path) -> None:
         read("*/*")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [1, 2])
 def test_ranks_and_resuming(resumed: int, folder: Path) -> None:
     stream = ParquetDataset(

@@ -168,6 +168,7 @@ async def test_a_branch_that_moves_is_not_followed(hub: Hub) -> None:
     assert await names(TextDataset(f"{ROOT}/data/*.txt", **options(hub))) == ["other"]
 
 
+@pytest.mark.slow
 async def test_failures_are_tried_again(hub: Hub) -> None:
     hub.fail = [408, 425, 408]  # the client tries 429 and 5xx again itself, slowly
     assert await names(TextDataset(f"{ROOT}/data/*.txt", **options(hub))) == NAMES

@@ -153,6 +153,7 @@ async def test_a_lane_that_fails_keeps_its_turn(make: Samples) -> None:
     assert found[: place + 1] == expected[: place + 1]
 
 
+@pytest.mark.slow
 @KINDS
 async def test_goes_on_behind_a_failure(make: Samples) -> None:
     """From any place: what was lost with a shard does not come after all."""

@@ -18,6 +18,8 @@ from datasets.killed_writing import (
     run,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def texts(kind: str, data: bytes) -> list[str]:
     if kind == "parquet":

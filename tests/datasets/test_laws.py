@@ -49,6 +49,7 @@ async def test_negative_indices_count_from_the_end(
     assert memoryview(await dataset[np.int64(2)]) == bodies[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [12, -13, 2**40])
 async def test_out_of_range_is_an_index_error(dataset: AnyDataset, index: int) -> None:
     with pytest.raises(IndexError, match=f"index {index} is out of range for 12 samp"):
@@ -69,6 +70,7 @@ async def test_wrappers_pass_the_awaitable_on(
     assert memoryview(await both[len(bodies) + 2]) == bodies[2]
 
 
+@pytest.mark.slow
 async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) -> None:
     async with dataset:
         await dataset[0]
@@ -83,6 +85,7 @@ async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) ->
         await copy.aclose()
 
 
+@pytest.mark.slow
 async def test_cancelled_reads_leave_nothing(
     dataset: AnyDataset, bodies: list[bytes], noise: list[Any]
 ) -> None:
@@ -102,6 +105,7 @@ async def test_cancelled_reads_leave_nothing(
     assert len(left) == 1, left
 
 
+@pytest.mark.slow
 async def test_enters_nest_and_it_reads_after_the_last_exit(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
@@ -114,6 +118,7 @@ async def test_enters_nest_and_it_reads_after_the_last_exit(
         assert await read_all(dataset) == bodies
 
 
+@pytest.mark.slow
 async def test_several_loops_read_at_once(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:

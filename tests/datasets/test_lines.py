@@ -214,6 +214,7 @@ async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> No
             assert any(isinstance(one, DatasetError) for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
 @given(data=st.data())
 def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:

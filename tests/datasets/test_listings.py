@@ -64,6 +64,7 @@ def options(server: ObjectServer) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 async def test_many_keys(tmp_path: Path) -> None:
     with serve(many(20_000), shards(tmp_path)) as server:
         bucket, config = f"s3://{server.bucket}", options(server)
@@ -79,6 +80,7 @@ async def test_many_keys(tmp_path: Path) -> None:
         assert server.counts("").requests == 20 + 20 + 21
 
 
+@pytest.mark.slow
 def test_files_in_no_order(tmp_path: Path) -> None:
     """A folder lists as its file system likes; the keys are sorted all the same."""
     written = {f"{name % 7}/{name:04}": b"x" for name in range(2500)}
@@ -88,6 +90,7 @@ def test_files_in_no_order(tmp_path: Path) -> None:
     assert list(ObjectDataset(tmp_path).keys) == sorted(written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["errors", "resets", "truncated", "lying"])
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:

@@ -91,6 +91,7 @@ def hide(folder: Path, *, is_hidden: bool) -> None:
     (folder / before).rename(folder / after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("was_hidden", [False, True])
 async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ async def test_exact_or_refused(name: str, *, was_hidden: bool, tmp_path: Path) 
     assert refused < 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 async def test_what_was_missing_before_may_be_missing_still(
     name: str, tmp_path: Path

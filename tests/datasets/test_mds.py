@@ -103,6 +103,7 @@ async def test_reads_what_mosaicml_wrote(kind: str, count: int, folder: Path) ->
             assert [plain(one) for one in found] == expected
 
 
+@pytest.mark.slow
 async def test_it_keeps_the_laws_of_formats(folder: Path) -> None:
     for kind in ("raw", "zstd"):
         await check_shard_format(MDSDataset(folder / kind).made_by, samples=4)

@@ -18,6 +18,8 @@ from datasets.rank_process import RankProcess, ranks
 from datasets.shards import write_lines
 from datasets.test_rank_lists import insert, keys, shards, table
 
+pytestmark = pytest.mark.slow
+
 dist: Any = torch.distributed
 TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad", "uneven"])
 LENGTHS = (7, 3, 11, 1, 5, 9, 2)

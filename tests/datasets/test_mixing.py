@@ -65,6 +65,7 @@ def test_each_source_has_its_share(weights: Any, readers: int, begin: int) -> No
         assert np.abs(counts - share * positions).max() <= 1.5 + 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [[1, 1], [1, 3], [2, 1, 1], [0.5, 0.3, 0.2]])
 @pytest.mark.parametrize("readers", [2, 4, 10, 24])
 def test_each_reader_has_all_sources(readers: int, weights: Any) -> None:
@@ -78,6 +79,7 @@ def test_each_reader_has_all_sources(readers: int, weights: Any) -> None:
         assert counts == pytest.approx(shares(weights), rel=0.05)
 
 
+@pytest.mark.slow
 async def test_the_order_is_that_of_all_readers() -> None:
     stream = endless().readers(6)
     found = [name[0] for name in (await read(stream, 600))[0]]
@@ -130,6 +132,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 async def test_resumes_anywhere(name: str) -> None:
     whole = await items(CHAINS[name]())
@@ -159,6 +162,7 @@ async def test_a_state_fits_its_mixture_only() -> None:
         stream.load_state_dict(sealed(state))
 
 
+@pytest.mark.slow
 async def test_a_state_is_small() -> None:
     _, state = await read(endless().readers(24), 1000)
     assert len(json.dumps(state)) < 24 * 3 * 150
@@ -236,6 +240,7 @@ class AsyncBatches(AsyncItems):
         return [f"{self.name}{index}" for index in indices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Items, AsyncItems, Batches, AsyncBatches])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_reads_each_kind(kind: Any, num_workers: int) -> None:

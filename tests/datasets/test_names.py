@@ -137,6 +137,7 @@ async def test_on_disk(how: str, tmp_path: Path) -> None:
     assert await texts(stream) == visible  # the second epoch too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["memory", "local", "s3", "s3 url", "quoted url"])
 async def test_in_a_store(how: str, tmp_path: Path, moto: Any) -> None:
     visible = sorted((n for n in NASTY if n[0] != "."), key=lambda name: f"{name}.txt")

@@ -23,6 +23,7 @@ DATA = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
 RECORDS = [b"%05d" % at for at in range(3000)]
 
 
+@pytest.mark.slow
 async def test_it_resumes_at_any_record_over_http() -> None:
     """And reads only the bytes after its position."""
     count = 100

@@ -187,6 +187,7 @@ def test_from_a_store_to_a_store(s3: str, s3_port: int, tmp_path: Path) -> None:
     assert samples[0]["bin"] == b"dogs-a b"
 
 
+@pytest.mark.slow
 def test_killed_and_run_again(tree: Path, tmp_path: Path) -> None:
     """While it reads a file; then it packs the rest, and each picture is there once."""
     pipe = tree / "cat" / "more" / "a.png"
@@ -325,6 +326,7 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
         )
 
 
+@pytest.mark.slow
 def test_as_a_program(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,6 +321,7 @@ AFTER: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.one_loop
 @given(

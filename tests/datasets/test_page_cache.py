@@ -58,6 +58,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [*PLANS, "a system that cannot tell"])
 async def test_samples_and_states_do_not_depend_on_the_cache(
     plan: str, path: Path, play: Play, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ async def test_https(tmp_path: Path) -> None:
             await names(stranger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hedge", [False, True])
 async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:

@@ -26,6 +26,8 @@ from datasets.ranks import lines, numbers
 from datasets.shards import write_lines
 from datasets.test_rank_lists import two
 
+pytestmark = pytest.mark.slow
+
 dist: Any = torch.distributed
 
 

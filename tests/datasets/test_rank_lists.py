@@ -14,6 +14,8 @@ from aioloader.datasets import TextDataset
 from aioloader.errors import DatasetError
 from datasets.rank_process import RankProcess, ranks
 
+pytestmark = pytest.mark.slow
+
 dist: Any = torch.distributed
 
 

@@ -38,6 +38,7 @@ async def layout(stream: Any, ranks: int) -> list[list[str]]:
         return trimmed(found)
 
 
+@pytest.mark.slow
 @KINDS
 @SHARED
 async def test_one_order(kind: str, tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ async def test_one_order(kind: str, tmp_path: Path) -> None:
         assert await layout(stream, ranks) == whole, ranks
 
 
+@pytest.mark.slow
 @SHARED
 @pytest.mark.parametrize("kind", ["lines", "columns, shuffled", "numbers", "errors"])
 @pytest.mark.parametrize(
@@ -90,6 +92,7 @@ async def test_goes_on_with_other_ranks(
         assert trimmed(found) == whole, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 5])
 async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
     stream = lines(tmp_path)  # the first rank has far more than others
@@ -442,6 +445,7 @@ async def test_a_state_is_small_and_of_the_samples_given() -> None:
     assert (await read(stream))[0] == [*range(300, 1000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -163,6 +163,7 @@ async def test_what_may_not_run_twice_is_sent_once() -> None:
     assert next(calls) == 1
 
 
+@pytest.mark.slow
 async def test_a_response_has_one_reader() -> None:
     """Without ranges the next chunk is not requested twice, or some would be lost."""
     body = b"".join(b"%09d\n" % line for line in range(500_000))

@@ -77,6 +77,7 @@ def read_after_resuming(
         return server.counts(names[0]).bytes, server.counts(names[1]).bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.65, 0.95])
 @pytest.mark.parametrize(
     ("stream", "make"), [(TextDataset, lines), (TarDataset, tar), (ArrowDataset, arrow)]
@@ -113,6 +114,7 @@ def test_the_shard_from_its_start(
     assert open_one >= len(data)
 
 
+@pytest.mark.slow
 def test_the_window() -> None:
     """Of 2,000 samples: 2,400 of 4,800 are before it, and 600 were delivered of it."""
 

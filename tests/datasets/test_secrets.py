@@ -191,6 +191,7 @@ def pickled(one: Any) -> str:
 # -- what is made -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", URLS, ids=range(len(URLS)))
 def test_addresses(url: str) -> None:
     for make in STREAMS:
@@ -365,6 +366,7 @@ async def test_refusals(make: Callable[[], Any], words: str | None) -> None:
     assert has_canary(everything_said(caught.value)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["404", "403", "cut", "redirect", "405"])
 @pytest.mark.parametrize(
     "kind",

@@ -64,6 +64,7 @@ def of_tables(folder: Path, **options: Any) -> Any:
     return ParquetDataset(str(folder / "*.parquet"), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_text, of_store, of_tables])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "interleave": 5}])
 async def test_uneven_shards(make: Any, options: Any, tmp_path: Path) -> None:

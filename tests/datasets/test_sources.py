@@ -170,6 +170,7 @@ async def test_through_a_cache(shop: Shop, tmp_path: Path) -> None:
         assert await names(make()) == LINES[:10]
 
 
+@pytest.mark.slow
 async def test_in_workers(shop: Shop) -> None:
     stream = TextDataset("train/*.txt", store=shop)
     assert repr(pickle.loads(pickle.dumps(stream))) == repr(stream)
@@ -199,6 +200,7 @@ class ClientError(Exception):
         self.status = status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [

@@ -65,6 +65,7 @@ def in_order(database: Database) -> list[int]:
     return [row[0] for row in database.run("SELECT n FROM t ORDER BY id")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 async def test_every_row_once_and_in_order(database: Database, name: str) -> None:
     make(database, name)
@@ -77,6 +78,7 @@ async def test_every_row_once_and_in_order(database: Database, name: str) -> Non
         assert max(map(len, parts)) <= 2 * ROWS // partitions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 async def test_fewer_rows_than_ranges(database: Database, count: int) -> None:
     database.run("CREATE TABLE t (id BIGINT PRIMARY KEY, n INTEGER)")
@@ -87,6 +89,7 @@ async def test_fewer_rows_than_ranges(database: Database, count: int) -> None:
     assert [row["n"] for part in parts for row in part] == [*range(count)]
 
 
+@pytest.mark.slow
 async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> None:
     """PostgreSQL looks at some pages, SQLite at some keys: about equal parts."""
     database.fill("t", 100_000, key="1000 + n * 5")
@@ -96,6 +99,7 @@ async def test_large_tables_are_cut_by_looking_at_little(database: Database) -> 
     assert max(sizes) < 1.3 * 100_000 / 8
 
 
+@pytest.mark.slow
 @given(
     st.sets(st.integers(-(2**63), 2**63 - 1), max_size=60),
     st.integers(1, 9),
@@ -126,6 +130,7 @@ async def test_columns_are_chosen(database: Database) -> None:
     assert [*rows[3]] == ["name", "value"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "query",
     [
@@ -259,6 +264,7 @@ async def written(database: Database) -> list[int]:
     return [row[0] for row in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 100, 333, 800])
 @pytest.mark.parametrize("interleave", [1, 3])
 async def test_what_is_behind_is_read_as_it_is_now(
@@ -275,6 +281,7 @@ async def test_what_is_behind_is_read_as_it_is_now(
     check(state, head, rest, now)
 
 
+@pytest.mark.slow
 async def test_it_holds_at_each_row(sqlite: Database) -> None:
     """Also where a block was passed on in part; in batches too, a state of a state."""
     sqlite.fill("t", 60, key="n * 10")
@@ -293,6 +300,7 @@ async def test_it_holds_at_each_row(sqlite: Database) -> None:
         check(later, head, middle + rest, now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["extreme", "text", "char", "uuid", "timestamptz"])
 async def test_keys_of_all_kinds_cut_again(database: Database, name: str) -> None:
     make(database, name)
@@ -319,6 +327,7 @@ async def test_a_new_iteration_cuts_anew(database: Database) -> None:
     assert max(cuts[0][:6]) < 350 <= min(cuts[1])
 
 
+@pytest.mark.slow
 async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
     database.fill("t", 1000, key="n * 10")
     bounds = await SQLFormat(database.url, "t", key="id").plan()
@@ -341,6 +350,7 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
     check(states[0], seen, rest, now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitions", [3, 20, [17]])
 async def test_the_state_says_how_it_was_cut(
     database: Database, partitions: Any

@@ -47,6 +47,7 @@ def guest(postgresql: Database, monkeypatch: pytest.MonkeyPatch) -> tuple[str, s
     return postgresql.url.replace("postgres@", "guest@"), f"{postgresql.schema}.t"
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.filterwarnings("ignore:password file")  # asyncpg tells of its rights
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ async def test_no_such_table(database: Database, make: Any) -> None:
         await read(make, database.url, "nothere")
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("options", [{"key": "no"}, {"columns": ["id", "no"]}])
 async def test_no_such_column(
@@ -146,6 +148,7 @@ async def test_no_such_column(
         await read(make, database.url, "t", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "query", ["SELECT id FROM", "SELECT id FROM t) --", "SELECT 1; DROP TABLE t"]
 )
@@ -185,6 +188,7 @@ NASTY = [
 ]
 
 
+@pytest.mark.slow
 @WAYS
 @pytest.mark.parametrize("name", NASTY)
 async def test_names_are_never_code(database: Database, make: Any, name: str) -> None:
@@ -200,6 +204,7 @@ async def test_names_are_never_code(database: Database, make: Any, name: str) ->
     assert len(await read(make, database.url, "t")) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NASTY)
 async def test_any_name_can_be_read(database: Database, name: str) -> None:
     quoted = '"' + name.replace('"', '""') + '"'

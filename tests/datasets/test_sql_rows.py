@@ -18,6 +18,8 @@ from beside import beside
 from datasets.pg import Database
 from datasets.sql_reads import listed
 
+pytestmark = pytest.mark.slow
+
 
 async def test_keys_are_sorted_integers(database: Database) -> None:
     database.fill("t", 5000, key="n * 3 - 6000")

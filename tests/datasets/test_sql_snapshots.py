@@ -50,6 +50,7 @@ async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None
     assert len(await keys_of(SQLFormat(database.url, "t", key="id"))) == 2002
 
 
+@pytest.mark.slow
 async def test_ranges_agree_while_others_write(sqlite: Database) -> None:
     """Money moves between accounts all the time; the sum over all ranges stays."""
     sqlite.fill("t", 200)

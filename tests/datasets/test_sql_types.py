@@ -105,6 +105,7 @@ async def test_types_of_sqlite(sqlite: Database) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "expected"),
     [
@@ -217,6 +218,7 @@ NO_KEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "kind", "values", "words"), NO_KEYS, ids=str)
 async def test_what_can_be_no_key(
     base: str, kind: str, values: str, words: str, request: Any, server: Any
@@ -229,6 +231,7 @@ async def test_what_can_be_no_key(
         await rows_of(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [0, 1, 63, 64, 998, 1998])
 async def test_keys_must_be_unique(database: Database, twice: int) -> None:
     database.fill("n", 2000)
@@ -349,6 +352,7 @@ async def test_batches_of_exact_numbers(postgresql: Database) -> None:
         assert [*map(str, pickle.loads(pickle.dumps(block)))] == [*map(str, block)]
 
 
+@pytest.mark.slow
 @pytest.mark.one_loop
 @WAYS
 @pytest.mark.parametrize(("type_", "value"), INFINITE)

@@ -117,6 +117,7 @@ def test_values_of_queries() -> None:
     assert one != other
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same() -> None:
     """Hash seeds, addresses of objects and names of the main module do not count."""
     code = (
@@ -262,6 +263,7 @@ async def test_other_shards_are_refused(tmp_path: Path) -> None:
             await read(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "fetch": "workers"}])
 def test_a_loader_refuses_it_when_it_is_loaded(options: Any) -> None:
     first = from_iterable(numbers)

@@ -126,6 +126,7 @@ def _listed(batch: Any) -> Any:
     return batch.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
 def test_tails(count: int, workers: int) -> None:
     options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
@@ -155,6 +156,7 @@ def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any
     return DataLoader(stream, size // ranks, **asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}])
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (3, 2), (3, 6), (1, 2)])
 def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
@@ -173,6 +175,7 @@ def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
     assert sorted(found) == [*range(13)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "workers"),
     [(1, 0), (3, 0), (3, 2), pytest.param(1, 2, marks=pytest.mark.fuzz)],
@@ -220,6 +223,7 @@ def refuse(number: int) -> int:
 GOOD = [number for number in range(128) if number % 7 not in {2, 3}]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -135,6 +135,7 @@ async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
         assert len(loader.skipped) == rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) -> None:

@@ -33,6 +33,7 @@ FILES = pytest.mark.parametrize(
 SHARDS = pytest.mark.parametrize("make", SHARDED, ids=lambda make: make.__name__)
 
 
+@pytest.mark.slow
 @MAKES
 async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
     stream = make(tmp_path)
@@ -40,6 +41,7 @@ async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
         assert await names(stream) == NAMES
 
 
+@pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize(("world_size", "interleave"), [(2, 1), (3, 8), (5, 2), (7, 3)])
 async def test_ranks_share(
@@ -52,6 +54,7 @@ async def test_ranks_share(
     assert sorted(found) == sorted(NAMES)
 
 
+@pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> None:
@@ -65,6 +68,7 @@ async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> No
         assert sorted(found) == sorted(NAMES)
 
 
+@pytest.mark.slow
 @SHARDS
 async def test_the_order_is_a_function_of_seed_and_epoch(
     make: Make, tmp_path: Path
@@ -80,6 +84,7 @@ async def test_the_order_is_a_function_of_seed_and_epoch(
     assert await names(stream) == await names(stream) == first
 
 
+@pytest.mark.slow
 @MAKES
 async def test_as_they_come(make: Make, tmp_path: Path) -> None:
     stream = make(tmp_path, interleave=5, deterministic=False)
@@ -90,6 +95,7 @@ async def test_as_they_come(make: Make, tmp_path: Path) -> None:
     assert sorted(found) == sorted(NAMES)
 
 
+@pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("count", [0, 1, 7])
 async def test_leaving_early_leaves_nothing(

@@ -153,6 +153,7 @@ async def test_no_sample_waits_for_another_one() -> None:
     await iterator.aclose()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", ["all", "first"])
 async def test_mix_at_any_size_of_pull(until: Any, tmp_path: Path) -> None:
     table = parquet(tmp_path)

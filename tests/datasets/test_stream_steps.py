@@ -121,6 +121,7 @@ async def test_what_fails_is_one_sample(step: str) -> None:
     assert 13 not in {abs(number) for number in flat}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 async def test_a_loaders_policy_decides(num_workers: int, fetch: Any) -> None:

@@ -51,6 +51,7 @@ def made(path: Any, *, is_remote: bool = False, **options: Any) -> Format:
     return kind(path, Local(is_remote=is_remote), **options)
 
 
+@pytest.mark.slow
 @PLACES
 @KINDS
 @pytest.mark.parametrize("budget", [1, 1 << 16, 1 << 26])
@@ -160,6 +161,7 @@ async def test_cut_files_are_errors(kind: str, is_remote: bool, tmp_path: Path) 
         assert kind != "parquet" or f"{length:,} bytes" in str(found)
 
 
+@pytest.mark.slow
 @PLACES
 @KINDS
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -405,6 +407,7 @@ def memory(_folder: Path, **options: Any) -> Any:
 EVERY = pytest.mark.parametrize("make", [parquet, arrow, lines, memory])
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize("filters", [None, pc.field("n") < 33], ids=["all", "some"])
 async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -> None:

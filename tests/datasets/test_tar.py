@@ -495,6 +495,7 @@ def touched(data: bytes, edit: Edit) -> tuple[bool, set[str]]:
     return is_name_hit, hit
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(fuzzed(), st.sampled_from([1 << 20, 512, 300]))
 def test_damage_delivers_nothing_wrong(case: tuple[bytes, Edit], size: int) -> None:
@@ -558,6 +559,7 @@ BLOCKS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(BLOCKS, max_size=8), st.lists(st.integers(1, 900), min_size=1))
 def test_any_blocks_are_read_to_an_end(blocks: list[bytes], sizes: list[int]) -> None:

@@ -93,6 +93,7 @@ documents_of_tokens = st.lists(
 # -- reading ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     documents=documents_of_tokens,
     length=st.integers(1, 12),

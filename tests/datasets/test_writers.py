@@ -191,6 +191,7 @@ def members_of(folder: Path) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.one_loop
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def sources(port: LatePort) -> list[str]:
     return [size for size in staged if int(size) > 1 << 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_for(dataset: Any, num_workers: int, workers: Any, depth: int) -> None:
     assert port.locked == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 async def test_async_for(loop: Any, num_workers: int, workers: Any) -> None:
@@ -254,6 +256,7 @@ def test_the_pipelines_failure() -> None:
     assert next(iterator, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "workers"), KINDS)
 @pytest.mark.parametrize("way", ["break", "close", "drop", "raise"])
 def test_ways_out(way: str, num_workers: int, workers: Any) -> None:

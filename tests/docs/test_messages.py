@@ -1,13 +1,17 @@
 """Fix it has every message of the package as a heading, and no other."""
 
+import pytest
+
 from docs import messages
 
 
+@pytest.mark.slow
 def test_every_message_is_a_heading() -> None:
     """After a change of words, `python tests/docs/messages.py --fix` renames them."""
     assert not messages.missing()
 
 
+@pytest.mark.slow
 def test_every_heading_is_a_message() -> None:
     """What is said no more is not listed."""
     assert not messages.stale()
@@ -28,6 +32,7 @@ def test_what_is_said_elsewhere_is_said_there() -> None:
             assert any(messages.is_stem(stem, text) for text in texts), (place, stem)
 
 
+@pytest.mark.slow
 def test_what_is_internal_exists() -> None:
     """No place is listed that is gone."""
     places = [message.place for message in messages.messages()]

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
+@pytest.mark.slow
 def test_the_reference_is_current() -> None:
     """After a change of docstrings or signatures, run the tool again."""
     path = ROOT / "tools" / "reference.py"

@@ -64,6 +64,7 @@ def runner() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
+@pytest.mark.slow
 def test_the_snippets_of_a_page_run(
     page: str, environment: dict[str, str], runner: subprocess.Popen[str]
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_snippets_of_a_page_run(
     assert answer["status"] == 0, answer["said"]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_has_a_reason() -> None:
     """Of two words at least."""
     left_out = [

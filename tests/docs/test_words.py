@@ -5,6 +5,7 @@ import pytest
 from docs import words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", words.PAGES + words.SOURCES)
 def test_words_to_avoid_are_avoided(files: str) -> None:
     """The message names file, line and phrase, and says what to write instead."""

@@ -43,6 +43,7 @@ def code_lines(source: str) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short_and_is_run(path: Path) -> None:
     """At most 60 lines; its docstring says how to run it, and a test does."""
@@ -55,6 +56,7 @@ def test_an_example_is_short_and_is_run(path: Path) -> None:
     assert any(re.search(rf"\b{path.stem}\b", text) for text in others)
 
 
+@pytest.mark.slow
 async def test_a_service_classifies(tmp_path: Path) -> None:
     """Each picture of a folder, in the order of their names; without any: 404."""
     digits = load_digits()

@@ -103,6 +103,7 @@ class Manners(Faulty):
         return torch.full((1 << 15,), float(index)), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_bad_manners(is_kept: bool) -> None:
     """Forks, threads, another directory, subprocesses: batches arrive, all ends."""
@@ -220,6 +221,7 @@ os.waitpid(-1, os.WNOHANG)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_ends_while_it_starts_is_reaped() -> None:
     """The error comes at once, and no zombie stays."""
     done = subprocess.run(

@@ -54,6 +54,7 @@ def cancel_me() -> None:
     task.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("make", KINDS)
 async def test_a_cancelled_consumer_loses_no_batch(make: Any, loop: Any) -> None:
@@ -140,6 +141,7 @@ def hooked(at: int, hook: Any, **options: Any) -> tuple[Hooked, Any]:
     return dataset, loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_closing_at_every_await_of_the_pipeline(

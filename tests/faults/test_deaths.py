@@ -51,6 +51,7 @@ def undisturbed(n: int = 24, **options: Any) -> list[Any]:
     return list(DataLoader(Faulty(n), 4, num_workers=2, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ENDS)
 def test_a_batch_is_made_again_after_any_end(act: Any, tmp_path: Path) -> None:
     """Once each: order and augmentations are those of a run without deaths."""
@@ -61,6 +62,7 @@ def test_a_batch_is_made_again_after_any_end(act: Any, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_death_is_mended_for_every_consumer(
@@ -103,6 +105,7 @@ class Large:
         return torch.full((8192,), float(index)), index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_samples_that_the_loader_has_read(consume: Any, tmp_path: Path) -> None:
     """They are shipped again from where they are kept."""
@@ -118,6 +121,7 @@ def test_samples_that_the_loader_has_read(consume: Any, tmp_path: Path) -> None:
 # -- batches that kill -------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", ALL_OUTCOMES)
 @pytest.mark.parametrize("make", [Faulty, AsyncFaulty])
 def test_a_poison_batch_is_named_and_the_rest_comes(make: Any, consume: Any) -> None:
@@ -137,6 +141,7 @@ def test_a_poison_batch_is_named_and_the_rest_comes(make: Any, consume: Any) -> 
     assert labels == [*range(12), *range(16, 40)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "exitcode", "word"),
     [
@@ -155,6 +160,7 @@ def test_the_error_tells_how_it_ended(act: Any, exitcode: int, word: str) -> Non
     assert ("in happen" in str(error)) == (act is segfault)
 
 
+@pytest.mark.slow
 def test_every_batch_is_poison() -> None:
     """The loader comes to the end all the same."""
     found = outcomes(DataLoader(Faulty(12, tuple(range(12))), 4, num_workers=2))
@@ -170,6 +176,7 @@ def test_on_error_skip_does_not_hide_a_death() -> None:
 # -- who watches is gone, too ------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_the_forked_supervisor_dies(consume: Any) -> None:
     """The process is not forked again in mid-epoch: the epoch ends with an error."""
@@ -218,6 +225,7 @@ def test_all_workers_die_at_once() -> None:
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
+@pytest.mark.slow
 def test_the_fork_server_dies() -> None:
     """What runs continues; the next loader gets a new one."""
     iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
@@ -233,6 +241,7 @@ def test_the_fork_server_dies() -> None:
         assert labels == list(range(200))
 
 
+@pytest.mark.slow
 def test_the_fork_server_and_all_below_it_die() -> None:
     """In the middle of an epoch."""
     iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
@@ -246,6 +255,7 @@ def test_the_fork_server_and_all_below_it_die() -> None:
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_deaths_between_epochs(consume: Any) -> None:
     """Persistent workers that died in idleness are replaced, the others stay."""
@@ -281,6 +291,7 @@ def test_the_supervisor_dies_between_epochs(method: str) -> None:
 # -- noticed at once ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_a_death_is_noticed_by_who_waits(consume: Any, tmp_path: Path) -> None:
     """Nothing else would wake the consumer: there is one batch, and no timeout."""
@@ -291,6 +302,7 @@ def test_a_death_is_noticed_by_who_waits(consume: Any, tmp_path: Path) -> None:
 # -- streams -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", ALL_OUTCOMES)
 @pytest.mark.parametrize("make", [FaultyStream, FaultyAsyncStream])
 def test_the_death_of_a_replica(make: Any, consume: Any) -> None:
@@ -323,6 +335,7 @@ def test_a_replica_that_has_ended_may_die() -> None:
     assert sorted(labels) == sorted([*range(200), *range(4)])
 
 
+@pytest.mark.slow
 async def test_deaths_on_a_loop_do_not_block_it(tmp_path: Path) -> None:
     """The loop goes on while workers are replaced."""
     dataset = Faulty(80, tuple(range(0, 80, 9)), kill_itself, tmp_path)

@@ -25,6 +25,8 @@ from faults.error_table import (
     loader_of,
 )
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
 # What is delivered: None is the error.
 FOLLOWS: dict[str, list[Any]] = {

@@ -48,6 +48,7 @@ async def leave(loader: Any, how: str, after: int) -> None:
 HOWS = ["end", "break", "raise", "close", "close loader", "cancel"]
 
 
+@pytest.mark.slow
 def test_a_thousand_random_exits() -> None:
     """Threads, descriptors, tasks and children are what they were."""
     rng = random.Random(5)
@@ -154,6 +155,7 @@ OPEN_AT_EXIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPEN_AT_EXIT)
 def test_left_open_at_the_interpreters_exit(name: str) -> None:
     """The process ends, quickly and quietly, but for a ResourceWarning."""
@@ -166,6 +168,7 @@ def test_left_open_at_the_interpreters_exit(name: str) -> None:
         assert noise not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_is_all_that_is_printed() -> None:
     """No complaint of ours beside the user's traceback."""
     code = IMPORTS + "for batch in DataLoader(A(), 4): raise KeyError('mine')"
@@ -175,6 +178,7 @@ def test_an_uncaught_exception_is_all_that_is_printed() -> None:
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
     """It is waited for: else it would end the process by an abort."""
     code = IMPORTS + (
@@ -218,6 +222,7 @@ ENDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDING)
 def test_a_thread_that_ends_is_waited_for(name: str) -> None:
     """It may be freeing a dataset's tensors, which torch does without the GIL."""
@@ -226,6 +231,7 @@ def test_a_thread_that_ends_is_waited_for(name: str) -> None:
     assert set(done.stdout.split()) == {"freed"}
 
 
+@pytest.mark.slow
 def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     """A thread that never returns cannot be joined: the exit goes on without it."""
     code = IMPORTS + (
@@ -240,6 +246,7 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     assert (done.returncode, done.stdout) == (0, "gave up\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None:
     """It waits for no threads or processes: they are its parent's."""
@@ -256,6 +263,7 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
     assert python(code).stdout == "3\n"
 
 
+@pytest.mark.slow
 def test_python_exits_after_a_loop_that_was_left() -> None:
     """Its loop's thread ends first: what it reads is cancelled and released."""
     code = IMPORTS + (
@@ -277,6 +285,7 @@ def test_python_exits_after_a_loop_that_was_left() -> None:
     assert set(done.stdout.split()) == {"released"}
 
 
+@pytest.mark.slow
 def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
     """Python waits for it, and the loader serves it to the end."""
     code = IMPORTS + (
@@ -289,6 +298,7 @@ def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "100\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [

@@ -26,6 +26,7 @@ class Collecting:
         return gc.isenabled()
 
 
+@pytest.mark.slow
 def test_threads_that_fork_at_once() -> None:
     """Collectors stay on, here and in every worker."""
     found: list[Any] = []
@@ -128,6 +129,7 @@ def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> N
     assert await_gone([int(path.read_text())]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forks", [15, pytest.param(60, marks=pytest.mark.fuzz)])
 def test_locks_that_threads_hold_at_a_fork_never_block_the_child(forks: int) -> None:
     """Children use loaders that their parent's threads are in the middle of using."""

@@ -85,6 +85,7 @@ async def test_a_cancelled_first_step_of_a_long_permutation() -> None:
     assert torch.equal(torch.cat(found).sort().values, dataset.tensors[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consumers", [2, 3, 6])
 async def test_tasks_that_share_an_iterator_of_long_permutations(
     consumers: int,

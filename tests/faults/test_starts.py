@@ -41,6 +41,7 @@ from faulty import await_gone, kill_itself, sleep_forever
 # -- exceptions ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("place", ["init", "read", "iterate"])
 @pytest.mark.parametrize("way", WAYS)
@@ -129,6 +130,7 @@ def test_a_module_that_cannot_be_imported(
 # -- deaths -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", DEATHS)
 @pytest.mark.parametrize("place", ["init", "read", "iterate"])
 @pytest.mark.parametrize("way", WAYS)
@@ -157,6 +159,7 @@ def test_a_death_while_unpickling(way: Any, marks: Marks) -> None:
     assert 1 <= len(marks) <= STARTS * WORKERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_one_of_two_workers_dies_at_each_start(way: Any, marks: Marks) -> None:
     """The other one delivers meanwhile; that does not buy the first more starts."""
@@ -168,6 +171,7 @@ def test_one_of_two_workers_dies_at_each_start(way: Any, marks: Marks) -> None:
     assert 1 <= len(marks) <= STARTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", FORKED)
 def test_a_death_at_the_first_start_only(way: Any, marks: Marks) -> None:
     """The second start succeeds, and the epoch is whole."""
@@ -201,6 +205,7 @@ def test_deaths_are_logged(marks: Marks, caplog: pytest.LogCaptureFixture) -> No
 # -- silence ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["init", "iterate"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_stuck_at_its_start(way: Any, place: str, marks: Marks) -> None:
@@ -214,6 +219,7 @@ def test_a_worker_stuck_at_its_start(way: Any, place: str, marks: Marks) -> None
     assert len(marks) <= STARTS * WORKERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", UNPICKLED)
 def test_stuck_while_unpickling(way: Any, marks: Marks) -> None:
     """The same, before the worker has run anything of ours."""
@@ -225,6 +231,7 @@ def test_stuck_while_unpickling(way: Any, marks: Marks) -> None:
     assert await_gone(marks.pids()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_close_ends_a_worker_stuck_at_its_start(way: Any, marks: Marks) -> None:
     """Without a timeout, too."""
@@ -266,6 +273,7 @@ def draw_in_one_of_two(worker: int) -> None:
         random.random()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [seed_one_of_two, draw_in_one_of_two])
 @pytest.mark.parametrize("rng", ["batch", "sample", "worker"])
 def test_an_init_function_that_draws_in_one_worker(rng: Any, init: Any) -> None:

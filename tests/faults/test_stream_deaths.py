@@ -37,6 +37,7 @@ def labels(batches: list[Any]) -> list[int]:
     return [label for batch in batches for label in batch.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", [outcomes, outcomes_on_uvloop])
 @pytest.mark.parametrize("places", [(1006,), (1004, 1007, 9), (1005, 1006, 1011)])
 def test_goes_on_in_the_successor(

@@ -38,6 +38,7 @@ def raised(loader: DataLoader[Any], consume: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize("act", STUCK)
 def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
@@ -99,6 +100,7 @@ def test_the_time_counts_from_the_wait() -> None:
     iterator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize("act", STUCK)
 def test_restart(act: Any, consume: Any, tmp_path: Path) -> None:
@@ -128,6 +130,7 @@ def test_restart_of_an_async_worker(tmp_path: Path) -> None:
     assert labels == list(range(48))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
     """It is not restarted for ever."""

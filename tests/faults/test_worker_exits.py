@@ -90,6 +90,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind", "in_order", "is_kept"), CELLS)
 def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
     """The loader is dropped, not closed: that must be enough."""
@@ -102,6 +103,7 @@ def test_for(how: str, kind: Any, in_order: bool, is_kept: bool) -> None:
         del loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "in_order", "is_kept"),
     [*CELLS, *(cell("cancel", kind, True, flag) for kind in KINDS for flag in FLAGS)],
@@ -190,6 +192,7 @@ def test_dropped_workers_of_multiprocessing_are_reaped() -> None:
     assert not any(entry.exists() for entry in entries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
 @pytest.mark.parametrize("is_kept", FLAGS)
 def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
@@ -204,6 +207,7 @@ def test_two_iterators_at_once(kind: Any, is_kept: bool) -> None:
     assert labels == [list(range(24))] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
 async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
     """One loop watches for both."""
@@ -237,6 +241,7 @@ def test_one_iterator_in_two_threads(kind: Any) -> None:
     assert sorted(found) == list(range(400))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
 async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
     """``for`` in another thread than the main one, with a death."""
@@ -247,6 +252,7 @@ async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
 # -- forks and pickles --------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [MARKED[0], MARKED[2]])
 @pytest.mark.parametrize("is_kept", FLAGS)
 def test_a_forked_child_leaves_the_parents_workers_alone(

@@ -88,6 +88,7 @@ def whole_of(chain: Chain) -> list[Any]:
 RANKS = st.sampled_from([1, 2, 3, 4, 6])
 
 
+@pytest.mark.slow
 @given(
     chains(without=("fail",)), RANKS, RANKS, RANKS, st.integers(0, 6), st.integers(0, 2)
 )
@@ -104,6 +105,7 @@ def test_any_chain(
     assert found == whole
 
 
+@pytest.mark.slow
 @given(chains(without=("fail",)), RANKS)
 def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
     whole = Counter(itertools.chain.from_iterable(whole_of(chain)))

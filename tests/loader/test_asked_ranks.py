@@ -91,6 +91,7 @@ def test_nothing_is_dealt_unasked(kind: str, group: Group) -> None:
     assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
+@pytest.mark.slow
 def test_workers_that_persist_serve_the_ranks_of_their_epoch(group: Group) -> None:
     """What was begun ahead, too."""
     options = {"num_workers": 1, "persistent_workers": True, "rank": "auto"}

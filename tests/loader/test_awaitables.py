@@ -90,6 +90,7 @@ def first(batch: Any) -> Any:
     return batch[0] if isinstance(batch, list) else batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "transform"])
 @pytest.mark.parametrize(
     "wrap",

@@ -230,6 +230,7 @@ class Signing(SyncMap):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("persists", "processes"), [(True, 2), (False, 4)])
 def test_workers_between_rounds(
     persists: bool, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

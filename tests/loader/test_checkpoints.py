@@ -60,6 +60,7 @@ def fresh() -> Any:
     return DataLoader(range(23), 3, shuffle=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [0, 4, 8, 9])
 @pytest.mark.parametrize("make", [shuffled, streamed, counted, fresh])
 def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:

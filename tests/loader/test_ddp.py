@@ -21,6 +21,8 @@ from torch.utils.data import DistributedSampler
 from aioloader import DataLoader
 from aioloader.datasets import TextDataset
 
+pytestmark = pytest.mark.slow
+
 Delivered = dict[str, list[list[int]]]
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 21, 3, 2, 5

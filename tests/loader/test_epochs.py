@@ -23,6 +23,7 @@ from stateful import Kept
 OURS = str(Path(aioloader.__file__).parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_iterators_are_two_epochs(num_workers: int) -> None:
     """Also where both are made before either is used."""
@@ -60,6 +61,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "make", [lambda: list(range(6)), lambda: Kept(6)], ids=["list", "stateful"]

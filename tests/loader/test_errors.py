@@ -30,6 +30,7 @@ async def test_the_type_is_kept_the_place_is_noted_and_it_goes_on(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("base", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 @pytest.mark.parametrize("is_async", [False, True])

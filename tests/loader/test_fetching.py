@@ -263,6 +263,7 @@ def tallied_stream(path: Path) -> Any:
     return from_iterable(lambda: map(samples.__getitem__, range(800)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options", "most"),
     [

@@ -26,6 +26,7 @@ def dataset(rows: int = 10) -> TensorDataset:
     return TensorDataset(large, counting((rows,), torch.int16), torch.zeros(rows, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_as_torch(options: dict[str, Any], shuffle: bool) -> None:
@@ -48,6 +49,7 @@ DTYPES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3,), (3, 2)], ids=["vector", "matrix"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*(ComplexHalf|quint|qint|QInt|QUInt)")
@@ -77,6 +79,7 @@ def test_nested_tensors() -> None:
     assert batch.tolist() == [[1, 1], [0, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=["ahead", "processes", "threads"])
 def test_indices_from_the_end(options: dict[str, Any]) -> None:
     """As a list has them; beyond either end is an IndexError that names its place."""

@@ -202,6 +202,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_good_datasets(name: str) -> None:
     """They pass, whatever their kind and colour."""

@@ -46,6 +46,7 @@ async def test_once_in_each_place(name: str) -> None:
     assert dataset.taken() == (["leave"], {place})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "cancellation", "error"])
 @pytest.mark.parametrize("name", PLACES)
 async def test_left_however_it_ends(name: str, how: str) -> None:

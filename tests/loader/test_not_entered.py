@@ -105,6 +105,7 @@ def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         options["workers"].shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WORKERS, indirect=True)
 @pytest.mark.parametrize("make", [*MAPS, *STREAMS])
 def test_nothing_is_entered(make: Any, options: dict[str, Any]) -> None:
@@ -117,6 +118,7 @@ def test_nothing_is_entered(make: Any, options: dict[str, Any]) -> None:
         iterator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WORKERS, indirect=True)
 @pytest.mark.parametrize("make", [*MAPS, *STREAMS])
 async def test_nothing_is_entered_by_tasks(make: Any, options: dict[str, Any]) -> None:

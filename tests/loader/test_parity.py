@@ -30,6 +30,8 @@ from samples import (
     labels,
 )
 
+pytestmark = pytest.mark.slow
+
 WAYS = ["for", "thread", "caller"]
 
 

@@ -91,6 +91,7 @@ def batches(ranks: list[Any]) -> list[list[int]]:
 # -- the same sets ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @given(n=st.integers(1, 100), world_size=st.sampled_from(WORLDS))
 def test_map_style(order: str, n: int, world_size: int) -> None:
@@ -101,6 +102,7 @@ def test_map_style(order: str, n: int, world_size: int) -> None:
     assert batches(loaders("map", n, world_size, order, tail="pad")) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_kinds(kind: str, world_size: int) -> None:
@@ -157,6 +159,7 @@ def test_torchs_sampler_is_left_alone() -> None:
 # -- on other ranks ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 @pytest.mark.parametrize("tail", ["uneven", "pad"])
 @pytest.mark.parametrize(

@@ -64,18 +64,21 @@ LOADERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_k(name: str) -> None:
     """By ``for``: twice in a row, and the epoch that follows."""
     assert_resumes_exactly(LOADERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 async def test_every_k_for_tasks(name: str) -> None:
     """By ``async for``."""
     await assert_resumes_exactly_async(LOADERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOADERS if name.startswith("async")])
 async def test_every_k_on_the_callers_loop(name: str) -> None:
     """By tasks of the loop that also reads."""
@@ -313,6 +316,7 @@ def refuse_three(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_loaded_beside_an_iterator_that_has_not_begun(num_workers: int) -> None:
     """It is for the next one that begins; one with workers has begun with them."""

@@ -175,6 +175,7 @@ class Run:
         self.draws.append("end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_wherever_it_is_left(name: str) -> None:
     """The rest and two more epochs are the same, and so are the draws of steps."""
@@ -229,6 +230,7 @@ def test_an_order_is_drawn_again_from_a_copy(name: str, key: str) -> None:
     assert [*found, *(frozen(batch) for batch in steps)] == rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shuffled", "subset, generator", "processes"])
 def test_left_and_begun_again(name: str) -> None:
     """Once an epoch was left and the next iterator exists, the state is the next's."""
@@ -249,6 +251,7 @@ def test_left_and_begun_again(name: str) -> None:
     resumed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["permuting", "subset, generator", "generator"])
 async def test_workers_that_wait_for_the_first_step(name: str) -> None:
     """They have started at ``aiter``, and the order is not drawn before the step."""
@@ -275,6 +278,7 @@ async def test_workers_that_wait_for_the_first_step(name: str) -> None:
     await resumed.aclose()
 
 
+@pytest.mark.slow
 def test_the_seed_of_workers_that_were_never_used() -> None:
     """They persist, and so does the seed that their draws are keyed with."""
     options = {"persistent_workers": True, "num_workers": 1, "rng": "batch"}

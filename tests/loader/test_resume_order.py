@@ -169,12 +169,14 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_k(name: str) -> None:
     """Quietly: twice in a row, and the epoch that follows."""
     assert_resumes_exactly(SAMPLERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(REPEATED)
 @pytest.mark.parametrize(
     "make",
@@ -280,6 +282,7 @@ def test_a_billion(shuffle: bool) -> None:
     assert resumed.state_dict()["done"] == half + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "generators"),
     [
@@ -315,6 +318,7 @@ def test_a_state_of_a_stream_has_a_hundred_bytes_for_each_open_shard(
     assert sizes[32] - sizes[1] < 31 * 130
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     n=st.integers(0, 30),

@@ -131,6 +131,7 @@ def test_other_units_are_refused(one: Any, other: Any) -> None:
         DataLoader(list(range(12)), **other).load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "lazy"])
 async def test_a_state_during_the_first_step(kind: str) -> None:
     """Its seed and its epoch are those of the order that is about to be delivered."""
@@ -213,6 +214,7 @@ def test_a_pickled_loader_keeps_what_was_loaded() -> None:
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
 def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:

@@ -81,6 +81,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states(name: str, options: dict[str, Any]) -> None:
@@ -88,6 +89,7 @@ def test_states(name: str, options: dict[str, Any]) -> None:
     assert_resumes_exactly(lambda: DataLoader(STATEFUL[name](), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL)
 async def test_states_for_tasks(name: str) -> None:
     """By ``async for``, which reads ahead."""
@@ -129,6 +131,7 @@ class Again:
         return iter(self.items)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(READ_AGAIN)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", PLAIN)
@@ -146,6 +149,7 @@ def test_draws_of_a_transform(rng: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(READ_AGAIN)
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 async def test_hosts(loop: Any) -> None:

@@ -72,6 +72,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("make", [Streamed, StreamedAsync])
 def test_epochs_after_a_resumed_one_are_whole(
@@ -81,12 +82,14 @@ def test_epochs_after_a_resumed_one_are_whole(
     assert_resumes_exactly(lambda: Loader(make(), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, StreamedAsync])
 async def test_for_tasks(make: Callable[[], Any]) -> None:
     """By ``async for``, which reads ahead."""
     await assert_resumes_exactly_async(lambda: Loader(make(), 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, Started, Kept])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 3])
@@ -191,6 +194,7 @@ COUNTING: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
 @pytest.mark.parametrize("taken", [0, 1, 2])
@@ -207,6 +211,7 @@ def test_counted_epochs(kind: str, taken: int, options: dict[str, Any]) -> None:
     assert [batches(resumed), batches(resumed)] == [whole[0][taken:], whole[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, ByEpoch])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
@@ -372,6 +377,7 @@ def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> 
     return [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [0, 1])
 @pytest.mark.parametrize("name", LOST)
 def test_one_warning(name: str, taken: int) -> None:

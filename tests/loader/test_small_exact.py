@@ -25,6 +25,7 @@ def outcome(cls: Any, options: dict[str, Any]) -> Any:
         return type(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +77,7 @@ def test_the_warning_of_a_length(num_workers: int) -> None:
     assert len(found[0]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [True, False, None])
 def test_data_pipes(shuffle: Any, num_workers: int) -> None:

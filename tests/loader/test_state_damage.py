@@ -131,6 +131,7 @@ def damaged(state: Any, draw: random.Random) -> Any:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=settings().max_examples * 2 // 3)
 @given(seed=st.integers(0, 10**9))
@@ -155,6 +156,7 @@ async def state_of(stream: Any) -> Any:
         return json.loads(json.dumps(iterator.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", streams())
 async def test_damage_of_a_streams_own_state(name: str) -> None:
     """Without a loader."""

@@ -157,6 +157,7 @@ def raising_later(error: type[BaseException]) -> Callable[[int], Any]:
     return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STEPS)
 async def test_streams(way: str, name: str) -> None:

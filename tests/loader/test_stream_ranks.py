@@ -102,6 +102,7 @@ def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
 # -- workers that read, and layouts -----------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("then", [(1, 3), (1, 0), (2, 1), (2, 2), (3, 1)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
@@ -150,6 +151,7 @@ def test_workers_that_split_an_iterable_themselves() -> None:
         DataLoader(Plain(), 2, num_workers=1).load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("ranks", [2, 3, 4])

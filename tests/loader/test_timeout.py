@@ -149,6 +149,7 @@ async def test_giving_up_after_a_timeout_releases_everything() -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "timeout", [1, 0.5, np.float32(0.5), np.int64(1), Fraction(1, 2)]
 )

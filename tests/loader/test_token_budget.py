@@ -200,6 +200,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_resume_at_every_batch(name: str) -> None:
     assert_resumes_exactly(lambda: loader_of(**OPTIONS[name]))
@@ -211,6 +212,7 @@ def test_resume_in_workers(ranks: dict[str, Any]) -> None:
     assert_resumes_exactly(lambda: loader_of(num_workers=2, **ranks))
 
 
+@pytest.mark.slow
 async def test_resume_of_an_async_dataset() -> None:
     def make() -> "DataLoader[Any]":
         asked: Any = {"batch_sampler": sampler_of(), "collate_fn": list}

@@ -308,6 +308,7 @@ def ranges_of(profile: Any) -> list[str]:
     return [name for name in names if name.startswith("enumerate(DataLoader)#")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_profilers_see_the_steps_of_a_loop(options: dict[str, Any]) -> None:
     """A range for each, and for the one that ends it, as with torch's loader."""

@@ -84,6 +84,7 @@ def test_readers_that_have_ended() -> None:
 # -- map-style datasets with a state -----------------------------------------------
 
 
+@pytest.mark.slow
 def test_copies_of_a_dataset() -> None:
     """Each worker's state is that behind its latest delivered batch."""
     state = left_at(Loader(Counted(), 3, num_workers=2), 3)
@@ -94,6 +95,7 @@ def test_copies_of_a_dataset() -> None:
     assert rest_of(Loader(Counted(), 3, num_workers=2), state) == rest
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_other_copies(num_workers: int) -> None:
@@ -170,6 +172,7 @@ class Random(Plain):
         torch.set_rng_state(state["torch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"rng": "batch"}, {"num_workers": 1}, {"num_workers": 1, "rng": "worker"}],
@@ -219,6 +222,7 @@ def test_epochs_are_counted_once() -> None:
     assert rest_of(Loader(Epochs(), 5), saved(Loader(Epochs(), 5))) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 3, None])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_snapshots(every: Any, num_workers: int) -> None:
@@ -325,6 +329,7 @@ def test_draws_of_datasets_and_steps(kind: str, moment: Any) -> None:
     assert [run_of(resumed), run_of(resumed)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "iter", 1, "end"])
 @pytest.mark.parametrize("kind", ["itself", "shuffled"])
 def test_draws_in_workers(kind: str, moment: Any) -> None:

@@ -86,6 +86,7 @@ def started(rate: Rate, start: int = 32, **more: Any) -> Run:
     return Run(Controller("concurrency", start, 1, MOST), rate, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 @pytest.mark.parametrize("store", STORES)
 def test_reaches_the_best_within_thirty_batches(store: str, noise: float) -> None:
@@ -100,6 +101,7 @@ def test_reaches_the_best_within_thirty_batches(store: str, noise: float) -> Non
     assert reached >= 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", STORES)
 def test_stays_at_the_best(store: str) -> None:
     """Most of the time, and ever more rarely it tries another setting."""

@@ -58,6 +58,7 @@ class FlakyBatches(Flaky):
         return [self[index] for index in indices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "transform", "async", "in memory"])
 def test_bytes(place: str, kind: str) -> None:
@@ -81,6 +82,7 @@ def test_bytes(place: str, kind: str) -> None:
     assert "MB/s" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dataset", [Flaky(), AsyncFlaky(), FlakyBatches()])
 def test_retries(dataset: Any, place: str) -> None:

@@ -65,6 +65,7 @@ def loader_of(dataset: Any, **options: Any) -> Any:
     return aioloader.DataLoader(dataset, batch_size=8, prefetch_factor=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.04), Stream(0.04)])
 def test_it_is_named(dataset: Any) -> None:
     with loader_of(dataset) as loader:
@@ -82,6 +83,7 @@ def test_it_is_named(dataset: Any) -> None:
     assert lag.culprit in str(loader.stats())
 
 
+@pytest.mark.slow
 async def test_the_callers_loop() -> None:
     """Its own step holds up the reads; they can be on another loop."""
 

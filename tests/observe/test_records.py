@@ -57,6 +57,7 @@ async def plus_async(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, plus, plus_async])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +154,7 @@ def refuse_odd(sample: Any) -> Any:
     return sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, refuse_odd])
 @pytest.mark.parametrize("place", [*PLACES, "executor"])
 @pytest.mark.parametrize("kind", KINDS)

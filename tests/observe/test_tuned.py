@@ -286,6 +286,7 @@ def test_kept_workers_stay() -> None:
             assert str(mine) == str(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, "auto"])
 def test_draws_stay(workers: Any) -> None:
     """They do not depend on how many workers there are."""
@@ -357,6 +358,7 @@ def test_other_words_are_refused(name: str) -> None:
         DataLoader([1], **{name: "most"})  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [SyncMap(24), AsyncMap(24)])
 def test_made_again_of_its_attributes(dataset: Any) -> None:
     """Frameworks do so; they compare numbers, and copy and pickle loaders."""

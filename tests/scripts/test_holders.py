@@ -21,6 +21,7 @@ def delivered(kind: Any, name: str, folder: Path) -> list[Any]:
         return list(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOLDERS)
 def test_holders(name: str, tmp_path: Path) -> None:
     """The same batches as torch's workers give."""

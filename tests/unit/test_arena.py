@@ -145,6 +145,7 @@ class LockingMachine(ArenaMachine):
     locker = Locking()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [ArenaMachine, LockingMachine])
 def test_no_slot_ever_has_two_owners(
     machine: type[ArenaMachine], monkeypatch: pytest.MonkeyPatch

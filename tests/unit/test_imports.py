@@ -61,6 +61,7 @@ def imported_by(code: str) -> set[str]:
     )
 
 
+@pytest.mark.slow
 def test_importing_the_package() -> None:
     """No extra, no dataset, no pool: nothing that a name of its own asks for."""
     found = imported_by("import aioloader")
@@ -69,6 +70,7 @@ def test_importing_the_package() -> None:
     assert len([name for name in found if name.startswith("aioloader")]) < 57
 
 
+@pytest.mark.slow
 def test_making_and_iterating_a_loader() -> None:
     """What is installed beside the loader stays out of a program that needs it not."""
     found = imported_by("import aioloader; list(aioloader.DataLoader([1, 2]))")
@@ -85,6 +87,7 @@ class Asynchronous(Plain):
 """
 
 
+@pytest.mark.slow
 def test_making_a_loader_imports_nothing() -> None:
     """The first one of a process is made as quickly as the next one."""
     code = f"""{DATASETS}
@@ -96,6 +99,7 @@ aioloader.DataLoader(Plain(), 4, num_workers=2)
     assert not imported_by(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "others"),
     [
@@ -127,6 +131,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", ["Plain()", "Asynchronous()", "Asynchronous(), loop='caller'"]
 )
@@ -135,6 +140,7 @@ def test_a_first_step_imports_off_the_callers_loop(arguments: str) -> None:
     imported_by(f"{DATASETS}\nloader = aioloader.DataLoader({arguments})\n{FIRST_STEP}")
 
 
+@pytest.mark.slow
 def test_a_first_iteration_collects_no_garbage() -> None:
     """Where torch is loaded, a full collection takes as long as the imports."""
     code = f"""{DATASETS}
@@ -148,6 +154,7 @@ sys.exit(found.count("stop") > 4 and f"{{found.count('stop')}} collections")
     imported_by(code)
 
 
+@pytest.mark.slow
 def test_importing_the_datasets() -> None:
     """Each is imported when its name is used, and its extra when it is made."""
     found = imported_by("import aioloader.datasets")
@@ -183,6 +190,7 @@ def test_other_names_are_not(module: Any) -> None:
         _ = module.DataLaoder
 
 
+@pytest.mark.slow
 def test_names_are_found_anew_in_a_fresh_process() -> None:
     """Before anything else has imported what they come from."""
     code = "; ".join(

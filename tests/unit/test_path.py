@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "count_path.py"
 # Functions, modules. Lower them with the code; a number that must go up needs a reason.

@@ -135,6 +135,7 @@ def test_docstring_examples_run(name: str) -> None:
     assert not results.failed
 
 
+@pytest.mark.slow
 def test_import_is_quiet_and_takes_no_extra() -> None:
     """No optional package, loop policy, handler or thread comes with the import."""
     code = (

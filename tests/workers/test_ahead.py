@@ -71,6 +71,7 @@ def test_the_next_epoch_is_begun_and_no_more_than_the_window(
         assert sorted(asked(end, 20)) == sorted([*range(16, 20), *range(16)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_orders_and_draws_are_those_of_torch(draws: bool, has_generator: bool) -> None:

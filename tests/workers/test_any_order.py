@@ -70,6 +70,7 @@ def make(dataset: Any, cls: Any = Loader, workers: int = 2, **options: Any) -> A
     return cls(dataset, 2, in_order=False, **arguments, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     "cls", [Loader, torch.utils.data.DataLoader], ids=["ours", "torch"]
@@ -90,6 +91,7 @@ def test_a_slow_worker_delays_nobody(cls: Any, persistent: bool) -> None:
         loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Gated, GatedCursors])
 @pytest.mark.parametrize("taken", [0, 3, 10, 13])
 def test_states(cls: Any, taken: int) -> None:

@@ -39,6 +39,7 @@ def make(dataset: Any, executor: Executor, **options: Any) -> Any:
     return DataLoader(dataset, **{"num_workers": 2, "workers": executor, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dataset", [SyncMap, AsyncMap, SyncStream, AsyncStream], ids=lambda d: d.__name__
 )

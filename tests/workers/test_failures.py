@@ -64,6 +64,7 @@ def make(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, **{"batch_size": 4, "num_workers": 2, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [Bad, AsyncBad])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -78,6 +79,7 @@ async def test_the_iteration_goes_on(way: str, dataset: Any, persistent: bool) -
             assert len(found) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Bad, AsyncBad])
 async def test_errors_keep_their_type_and_gain_notes(dataset: Any) -> None:
     """Stage, batch, index, worker and remote traceback."""
@@ -103,6 +105,7 @@ def unsendable(message: str) -> Exception:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "kind"), [(odd, OddError), (unsendable, RuntimeError)], ids=["odd", "not"]
 )
@@ -193,6 +196,7 @@ def test_a_batch_that_cannot_be_unpickled() -> None:
     assert next(iterator) == [8, 9, 10, 11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [Bad, AsyncBad])
 async def test_skip(way: str, dataset: Any) -> None:
@@ -224,6 +228,7 @@ async def test_a_callable_decides(way: str) -> None:
     assert {failure.index for failure in loader.skipped} >= {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limit", [2, 0.1])
 async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:

@@ -100,6 +100,7 @@ def seed_numpy(worker: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rng", [None, "batch", "sample"])
 @pytest.mark.parametrize("init", [seed_everything, seed_numpy])
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -109,6 +109,7 @@ def lives(path: Path) -> dict[int, list[str]]:
     return {pid: [name for name, _ in groupby(found)] for pid, found in events.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_once_in_each_worker(
@@ -132,6 +133,7 @@ def test_once_in_each_worker(
     assert any("read" in events for events in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
 def test_persistent_workers(
     make: Any, lifespan: Any, options: dict[str, Any], tmp_path: Path
@@ -158,6 +160,7 @@ def test_the_loader_reads(tmp_path: Path) -> None:
     assert lives(path) == {os.getpid(): ["enter", "read", "leave"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "lifespan", "options"), KINDS)
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_an_error_on_entering(

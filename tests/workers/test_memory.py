@@ -46,6 +46,7 @@ def intact(batch: torch.Tensor, first: int) -> bool:
     return bool((batch == expected[:, None, None]).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory_is_used_again(num_workers: int) -> None:
     """A loop that drops its batches sees the same few addresses."""
@@ -61,6 +62,7 @@ def test_memory_is_used_again(num_workers: int) -> None:
     assert len(addresses) <= num_workers * at_once
 
 
+@pytest.mark.slow
 async def test_memory_is_used_again_by_tasks() -> None:
     """The same by ``async for``."""
     addresses = set()

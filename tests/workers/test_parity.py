@@ -66,6 +66,7 @@ MAPS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -85,6 +86,7 @@ def test_map_style(num_workers: int, name: str, options: dict[str, Any]) -> None
     assert (found, torch.rand(1)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS)
 async def test_async_for(name: str) -> None:
     """A task gets the same."""
@@ -102,6 +104,7 @@ STREAMS: dict[str, Callable[[], IterableDataset[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ def test_streams(name: str, options: dict[str, Any]) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "few first", "unsharded"])
 async def test_streams_by_async_for(name: str) -> None:
     """A task gets the same."""
@@ -138,6 +142,7 @@ async def test_streams_by_async_for(name: str) -> None:
     assert [index.tolist() for _, index in found] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream])
 def test_without_batching(make: Any) -> None:
     """Single samples, converted, not stacked."""
@@ -146,6 +151,7 @@ def test_without_batching(make: Any) -> None:
     assert all(rows.shape == (3,) for rows, _ in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("fetch", ["auto", "loader"])
 async def test_an_async_stream_is_read_once(num_workers: int, fetch: Any) -> None:
@@ -157,6 +163,7 @@ async def test_an_async_stream_is_read_once(num_workers: int, fetch: Any) -> Non
     assert labels(await beside(lambda: list(loader)))[-1] == [12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
 async def test_async_streams_in_workers(drop_last: bool) -> None:
     """Replicated like plain ones when that is asked for."""
@@ -173,6 +180,7 @@ async def test_async_streams_in_workers(drop_last: bool) -> None:
     assert labels(twice) == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "fetch"),
     [
@@ -207,6 +215,7 @@ def test_the_loader_may_read(make: Any) -> None:
     assert labels(list(loader)) == labels(list(TorchLoader(SyncMap(13), 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 async def test_unordered(make: Any) -> None:
     """The same batches, as they complete."""
@@ -253,6 +262,7 @@ class Counting:
             yield index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("factor", [None, 1, 3])
 def test_no_more_is_requested_than_torch_would(
@@ -280,6 +290,7 @@ def test_no_more_is_requested_than_torch_would(
     assert drawn[1][0] == 2 * ((factor or 2) * num_workers + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_draws_of_an_epoch_are_torchs(persistent: bool, own: bool) -> None:

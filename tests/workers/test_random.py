@@ -49,6 +49,7 @@ def make(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, batch_size=5, generator=generator, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -72,6 +73,7 @@ def test_the_same_numbers_everywhere(options: dict[str, Any], shuffle: bool) -> 
     assert len(set(numbers)) > 100
 
 
+@pytest.mark.slow
 def test_epochs_differ_and_runs_do_not() -> None:
     """Another epoch has other numbers; another run has the same ones."""
     first, second = epochs(make(Drawing(), num_workers=2))
@@ -83,6 +85,7 @@ def test_epochs_differ_and_runs_do_not() -> None:
     assert fourth not in (first, third)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
 async def test_tasks_get_the_same(in_order: bool) -> None:
     """By ``async for``, from plain and from async datasets, ordered or not."""
@@ -95,6 +98,7 @@ async def test_tasks_get_the_same(in_order: bool) -> None:
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["auto", "loader"])
 def test_it_does_not_matter_who_reads(fetch: Any) -> None:
     """As long as reading draws nothing."""
@@ -127,6 +131,7 @@ def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
     assert states() == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize("rng", ["batch", "sample"])
 def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
@@ -148,6 +153,7 @@ def test_coroutines_draw_by_sample_from_their_own(rng: Any) -> None:
     assert len(set(numbers)) == len(numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_dataset", "num_workers", "persists"),
     [
@@ -176,6 +182,7 @@ def test_by_worker_as_torch(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 async def test_streams_repeat_themselves() -> None:
     """Replicas draw by batch too: two runs are alike."""
     runs = []
@@ -196,6 +203,7 @@ async def test_a_thread_pool_leaves_the_generators_alone() -> None:
     assert states() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_by_sample_not_by_batch(num_workers: int) -> None:
     """With rng="sample" the batch size does not matter either."""
@@ -291,6 +299,7 @@ class ByIndex:
         return number + float(np.random.default_rng(int(number)).random())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "augment",
     [

@@ -115,6 +115,7 @@ def stopped(loader: Any) -> Any:
         return loader.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
 @pytest.mark.parametrize(("kind", "rng", "head", "content"), [*cells()])
 def test_a_cell(kind: str, rng: str, head: str, content: str) -> None:

@@ -37,6 +37,7 @@ def drawing(**options: Any) -> DataLoader[Any]:
     return loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "others"),
     [
@@ -61,6 +62,7 @@ def test_other_workers(options: dict[str, Any], others: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -85,6 +87,7 @@ async def test_for_tasks(make: Callable[[], Any]) -> None:
     await assert_resumes_exactly_async(make, stops=[1])
 
 
+@pytest.mark.slow
 def test_threads_and_processes() -> None:
     """Left by threads, resumed by processes."""
     assert_resumes_exactly(
@@ -111,6 +114,7 @@ def test_an_epoch_begun_ahead_is_forgotten() -> None:
 # -- iterables that each worker reads ---------------------------------------------
 
 
+@pytest.mark.slow
 def test_states() -> None:
     """Each worker goes on from its own, quietly."""
     assert_resumes_exactly(
@@ -118,6 +122,7 @@ def test_states() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(READ_AGAIN)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_without_states(in_order: bool) -> None:
@@ -130,6 +135,7 @@ def test_without_states(in_order: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(READ_AGAIN)
 async def test_async_iterables_in_workers() -> None:
     """With ``fetch="workers"`` each reads all of it."""

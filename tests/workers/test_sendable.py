@@ -190,6 +190,7 @@ def executor(kind: str) -> Iterator[Any]:
         yield kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "thread", "processes", "threads"])
 def test_all_arrives_as_from_torch(
     sent: tuple[Samples, dict[str, Any]], kind: str
@@ -221,6 +222,7 @@ def sent_once(make: Callable[[], Any]) -> Any:
     return next(iter(aioloader.DataLoader(Batches(make), **options)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, SMALL, LARGE])
 def test_views_of_one_memory_are_written_together(n: int) -> None:
     """As with torch: what is changed in one is changed in the others."""

@@ -39,6 +39,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["r", "r+"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_mapped_file_is_mapped_again(path: Path, view: str, mode: Any) -> None:

@@ -239,6 +239,7 @@ class Batch:
 Named = namedtuple("Named", "numbers")  # noqa: PYI024  (as users write it)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Batch, Named])
 @pytest.mark.parametrize("n", [4, 40_000])
 def test_batch_types_keep_their_identity(kind: Any, n: int) -> None:

@@ -38,6 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 async def test_map_style(name: Any, options: dict[str, Any]) -> None:
