@@ -205,6 +205,7 @@ async def test_tasks_get_batches_in_the_order_in_which_they_came(
     assert labels(await bounded(asyncio.gather(*steps))) == IN_ORDER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cancelled", range(4))
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_task_leaves_the_queue_when_it_is_cancelled(

@@ -129,6 +129,7 @@ def check(error: BaseException, kind: type[BaseException]) -> None:
     assert kind.__name__ in " ".join(told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dataset", [Awaits, Plain])
 @pytest.mark.parametrize("stop", STOPS)
@@ -212,6 +213,7 @@ async def test_a_stream_that_can_go_on(stream: Any, by: str, way: str) -> None:
     assert rest == [label for label in range(12) if label != BAD]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [Generator, AsyncGenerator])
 @pytest.mark.parametrize("stop", STOPS)

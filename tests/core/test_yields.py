@@ -89,6 +89,7 @@ async def test_a_turn_for_each_long_step(source: str, way: str) -> None:
     assert min(turns) >= 1, turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["tensors", "map", "async map", "worker processes"])
 async def test_a_turn_for_some_short_steps(source: str) -> None:
     """Time adds up over batches: a turn is owed after a millisecond, not a batch."""
@@ -195,6 +196,7 @@ def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 @pytest.mark.parametrize("of", LONG)
 async def test_a_permutation_is_drawn_beside_the_loop(

@@ -37,6 +37,7 @@ def kept_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
     with ObjectServer(shards(tmp_path)) as server:
         cache = tmp_path / "cache"
@@ -85,6 +86,7 @@ async def test_big_objects_and_faults(tmp_path: Path) -> None:
     assert len(found) == 3600
 
 
+@pytest.mark.slow
 async def test_no_room_for_all(tmp_path: Path) -> None:
     with ObjectServer({f"{at}.tar": big_shard(700, 8000) for at in range(3)}) as server:
         stream = TarDataset("{0..2}.tar", store=server.url).cache(tmp_path, 6 << 20)

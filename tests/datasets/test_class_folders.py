@@ -97,6 +97,7 @@ def test_decoded_in_workers(tree: Path) -> None:
         assert labels.tolist() == [label for _, label in SAMPLES]
 
 
+@pytest.mark.slow
 def test_decoded_where_workers_read(tree: Path) -> None:
     (tree / "dog" / "10.png").write_bytes(b"damaged")
     dataset = FileDataset("**/*", root=tree).class_folders().decode("torch")

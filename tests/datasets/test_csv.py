@@ -301,6 +301,7 @@ async def test_garbage_after_the_lines(tmp_path: Path) -> None:
     assert rows == [1] * 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [None, [("n", ">", 40_000)]], ids=["all", "some"])
 async def test_resuming_reads_no_more_than_a_block_before(
     filters: Any, tmp_path: Path

@@ -81,6 +81,7 @@ async def test_what_is_skipped_is_not_requested(numbered: str) -> None:
     assert len(local.spans) == count
 
 
+@pytest.mark.slow
 async def test_a_stream_goes_on_where_it_was(numbered: str) -> None:
     made = ParquetDataset(
         numbered, filters=[("text", "!=", "5")], shuffle=True, interleave=3

@@ -140,6 +140,7 @@ async def test_a_replacement_of_the_same_size(
         assert len(first) == 70
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", FORMATS)
 async def test_copies(ending: str, tmp_path: Path) -> None:
     """A copy elsewhere has another time and is the same; so is one that keeps it."""

@@ -116,6 +116,7 @@ def test_ranks_and_resuming(resumed: int, folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_files_of_other_partitions_are_not_read(folder: Path) -> None:
     """Only the end of the first file is, which decides the columns."""
     objects = {

@@ -95,6 +95,7 @@ def test_the_same_with_and_without_orjson(lines: list[bytes], limit: int) -> Non
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ODD)
 def test_what_json_reads_is_read(line: bytes) -> None:
     found = next(iter(made([line])), None)

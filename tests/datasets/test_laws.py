@@ -34,6 +34,7 @@ def test_is_sized_and_sorted(dataset: AnyDataset, contents: dict[str, bytes]) ->
     assert names(dataset) == sorted(contents)
 
 
+@pytest.mark.slow
 async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> None:
     for index, body in enumerate(bodies):
         read = await dataset[index]
@@ -62,6 +63,7 @@ def test_is_no_iterable(dataset: AnyDataset) -> None:
         iter(dataset)
 
 
+@pytest.mark.slow
 async def test_wrappers_pass_the_awaitable_on(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:

@@ -127,6 +127,7 @@ def damaged_lines(path: Path) -> None:
     path.write_text("\n".join([*map(str, range(1100)), "{"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "write"),
     [
@@ -199,6 +200,7 @@ async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> N
     assert grown < 150_000  # KB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
 async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> None:
     """The checksum tells, at the latest at the end; the next shard comes."""

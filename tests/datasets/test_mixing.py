@@ -171,6 +171,7 @@ async def test_a_state_is_small() -> None:
 # -- map-style datasets ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
     st.lists(st.integers(1, 6), min_size=8, max_size=8),
@@ -263,6 +264,7 @@ def test_a_loader_reads_each_kind(kind: Any, num_workers: int) -> None:
 # -- figures ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_by_source(num_workers: int, fetch: Any) -> None:

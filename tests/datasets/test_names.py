@@ -161,6 +161,7 @@ async def test_in_a_store(how: str, tmp_path: Path, moto: Any) -> None:
     assert found == visible
 
 
+@pytest.mark.slow
 async def test_in_a_listing_of_the_web() -> None:
     """WebDAV lists names as parts of URLs; they are decoded once."""
     names = [name for name in NASTY if "\\" not in name and name[0] != "."]
@@ -211,6 +212,7 @@ async def test_of_every_format(make: Any, pattern: str) -> None:
     assert await names(make(pattern, store=store)) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["disk", "store"])
 @pytest.mark.parametrize(
     ("pattern", "matches"),

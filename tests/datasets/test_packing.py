@@ -437,6 +437,7 @@ class Ragged(list[Any]):
     """A list of lists of different lengths."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("document", "error", "words"),

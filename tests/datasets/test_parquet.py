@@ -260,6 +260,7 @@ async def test_a_file_that_was_written_anew_is_an_error(numbered: str) -> None:
         await read_shard(made, (numbered, 3))
 
 
+@pytest.mark.slow
 async def test_a_damaged_footer_does_not_end_the_process(tmp_path: Path) -> None:
     """pyarrow lets exceptions of C++ pass where it is asked for columns one by one."""
     path = write(tmp_path / "a.parquet", pa.table({"n": [[1], [2, 3]]}))

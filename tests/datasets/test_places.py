@@ -98,6 +98,7 @@ async def test_what_is_not_there_is_told_at_once() -> None:
         assert server.counts("a.tar").requests == 1
 
 
+@pytest.mark.slow
 async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
     body = big_shard(1500, 8000)
     with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
@@ -134,6 +135,7 @@ async def test_small_shards_are_requested_far_ahead() -> None:
     assert found == [f"{at:06}" for at in range(4)] * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [50, 1])
 async def test_large_shards_are_begun_one_by_one(first: int) -> None:
     size, each, budget = 100_000, 20, 4 << 20

@@ -91,6 +91,7 @@ def test_up_to_eight_megabytes(
     assert open_one <= (1 - share) * len(data) + 8 * MB + 4 * SAMPLE
 
 
+@pytest.mark.slow
 def test_the_row_group() -> None:
     data = parquet(LARGE)
     before, open_one = read_after_resuming(ParquetDataset, data, 0.6)

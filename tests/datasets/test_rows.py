@@ -95,6 +95,7 @@ def batches(draw: st.DrawFn) -> pa.RecordBatch:
     return pa.record_batch(made)
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 def test_rows_and_columns_collate_alike(batch: pa.RecordBatch, data: Any) -> None:
     rows = Rows(batch)

@@ -202,6 +202,7 @@ def test_addresses(url: str) -> None:
     check(TarWriter(url))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("url", "options", "named"), OPTIONS, ids=range(len(OPTIONS)))
 def test_store_options(url: str, options: dict[str, Any], named: str) -> None:
     check(TarDataset(f"{url}/a.tar", store_options=options))

@@ -152,6 +152,7 @@ async def test_queries(database: Database, query: str) -> None:
     assert rows == [{"id": n, "twice": float(n)} for n in range(40, 100)]
 
 
+@pytest.mark.slow
 async def test_queries_with_parameters(database: Database) -> None:
     database.fill("t", 300)
     database.run("UPDATE t SET name = 'it''s' WHERE id % 3 = 0")
@@ -163,6 +164,7 @@ async def test_queries_with_parameters(database: Database) -> None:
     assert [r["id"] for r in await resumed(made, 0, 5)][-1] < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
     [
@@ -214,6 +216,7 @@ async def test_bounds_hold_for_all_ranks(database: Database) -> None:
     assert starts == bounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [[5, 3], [5, 5], [1, 7, 2]])
 async def test_bounds_must_rise(database: Database, bounds: list[int]) -> None:
     database.fill("t", 10)
@@ -314,6 +317,7 @@ async def test_keys_of_all_kinds_cut_again(database: Database, name: str) -> Non
     assert found == expected[:400] + [n for n in expected[400:] if n % 2]
 
 
+@pytest.mark.slow
 async def test_a_new_iteration_cuts_anew(database: Database) -> None:
     database.fill("t", 400)
     stream = stream_of(database)

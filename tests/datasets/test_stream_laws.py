@@ -110,6 +110,7 @@ async def test_leaving_early_leaves_nothing(
         await anext(iterator)
 
 
+@pytest.mark.slow
 @MAKES
 def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> None:
     for batch in DataLoader(make(tmp_path, interleave=2), 4, collate_fn=list):
@@ -117,6 +118,7 @@ def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> Non
         break
 
 
+@pytest.mark.slow
 @SHARDS
 async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
     parts = [make(tmp_path).shard(rank, 11) for rank in range(11)]

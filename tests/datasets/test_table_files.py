@@ -67,6 +67,7 @@ async def test_reads_what_pyarrow_reads(
         assert plain(rows) == expected(every_type())
 
 
+@pytest.mark.slow
 @PLACES
 @KINDS
 async def test_begins_at_every_row(kind: str, is_remote: bool, tmp_path: Path) -> None:

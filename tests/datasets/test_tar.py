@@ -297,6 +297,7 @@ def members(draw: st.DrawFn) -> Member:
     return Member(name, body if kind == tarfile.REGTYPE else b"", kind, mtime)
 
 
+@pytest.mark.slow
 @given(st.lists(members(), max_size=12), st.sampled_from([*FORMATS]), ANY_SIZES, LIMITS)
 def test_pieces_limits_and_resuming_change_nothing(
     made: list[Member], form: str, sizes: list[int], limits: list[int]

@@ -109,6 +109,7 @@ def test_webdataset_reads_them(tmp_path: Path) -> None:
 _PARTS = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), max_size=120)
 
 
+@pytest.mark.slow
 @given(
     st.lists(_PARTS, min_size=1, max_size=3).map("/".join),
     st.dictionaries(_PARTS, st.binary(max_size=600), max_size=3),

@@ -190,6 +190,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), WRONG.items(), ids=WRONG)
 def test_in_the_constructor(call: str, error: str) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)) as raised:

@@ -227,6 +227,7 @@ def test_with_workers(column: int) -> None:
     assert len(set().union(*seeds)) == sum(map(len, seeds)) == len(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", range(len(KINDS)))
 def test_how_processes_start(column: int) -> None:
     """Only what is forked may be something that cannot be pickled."""

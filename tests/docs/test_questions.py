@@ -38,6 +38,7 @@ def test_all_rows_are_read() -> None:
     assert len(ROWS) == len(lines) - 2 >= 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("question", "link", "words"), ROWS)
 def test_a_question_is_answered(question: str, link: str, words: str) -> None:
     """The section has the words of the search."""

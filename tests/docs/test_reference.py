@@ -28,6 +28,7 @@ def test_the_reference_is_current() -> None:
 MODULES = ["aioloader", "aioloader.datasets", "aioloader.testing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_public_names_are_in_it(name: str) -> None:
     """With an anchor, or in a sentence."""

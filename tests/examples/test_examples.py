@@ -102,6 +102,7 @@ class Endless(Source):
         return Piece(self.data[start:stop], Version(len(self.data)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
 async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
     """At once, wherever the response is; nothing of its loader is left."""

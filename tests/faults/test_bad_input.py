@@ -52,6 +52,7 @@ class Strange(Returns):
         return self.value()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "collate_fn"),
     [(broadcast, None), (broadcast, as_it_is), (expanded, None)],
@@ -131,6 +132,7 @@ class Orphans(Faulty):
         return index
 
 
+@pytest.mark.slow
 def test_processes_that_a_worker_leaves_behind(tmp_path: Path) -> None:
     """They do not keep the loader from ending; they are the user's to end."""
     labels = [

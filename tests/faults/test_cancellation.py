@@ -174,6 +174,7 @@ async def test_closing_at_every_await_of_the_pipeline(
     raise AssertionError("never ran to the end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_end_of_the_callers_loop_at_every_await(in_order: bool) -> None:
     """``asyncio.run`` cancels all tasks, ours among them, at the k-th await."""

@@ -167,6 +167,7 @@ def test_every_batch_is_poison() -> None:
     assert [type(one) for one in found] == [WorkerDiedError] * 3
 
 
+@pytest.mark.slow
 def test_on_error_skip_does_not_hide_a_death() -> None:
     """A death is no failed sample."""
     loader = DataLoader(Faulty(8, (5,)), 4, num_workers=2, on_error="skip")

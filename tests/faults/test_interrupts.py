@@ -130,6 +130,7 @@ class Crossing:
         return Interrupting() if index == -1 else index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", FLAGS)
 @pytest.mark.parametrize("where", ["out", "in"])
 def test_an_interrupt_while_batches_are_exchanged(where: str, is_kept: bool) -> None:

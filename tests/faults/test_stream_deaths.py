@@ -50,6 +50,7 @@ def test_goes_on_in_the_successor(
     assert labels(found) == labels(whole)
 
 
+@pytest.mark.slow
 def test_a_batch_that_kills_twice_ends_its_stream() -> None:
     """The others go on."""
     found = outcomes(DataLoader(Resumable(12, (1007,), kill_itself), 3, num_workers=2))

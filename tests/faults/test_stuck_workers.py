@@ -57,6 +57,7 @@ def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
     assert ("it is stopped" in text) == (act is stop_itself)
 
 
+@pytest.mark.slow
 def test_the_stage_is_named() -> None:
     """A transform and a collate function can be stuck as well."""
     for stage in ("transform", "collate_fn"):

@@ -144,6 +144,7 @@ def test_close_while_a_worker_is_stuck(kind: str, is_kept: bool) -> None:
     assert not any(map(is_alive, pids.values()))
 
 
+@pytest.mark.slow
 def test_close_while_workers_are_busy() -> None:
     """They end after the batch that they are at."""
     loader = DataLoader(Faulty(4000), 4, num_workers=2, persistent_workers=True)
@@ -223,6 +224,7 @@ async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
     assert found == [list(range(200))] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MARKED)
 def test_one_iterator_in_two_threads(kind: Any) -> None:
     """Each batch goes to one of them, and both see the end."""
@@ -302,6 +304,7 @@ def test_a_forked_child_refuses_the_parents_iterator() -> None:
     assert len(found) == 6
 
 
+@pytest.mark.slow
 def test_pickling_a_loader_with_live_workers() -> None:
     """The copy has workers of its own; the original goes on."""
     loader = DataLoader(Faulty(), 4, num_workers=2, persistent_workers=True)

@@ -240,6 +240,7 @@ class ModuleRows(torch.nn.Module):
     state_dict.__signature__ = inspect.signature(torch.nn.Module.state_dict)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_states_of_another_meaning(num_workers: int) -> None:
     """They are neither called nor saved."""

@@ -24,6 +24,7 @@ from samples import collect
 Loader: Any = DataLoader  # options are tables here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 async def test_once_in_each_place(name: str) -> None:
     """Per epoch, for iterations at the same time, and inside ``async with``."""

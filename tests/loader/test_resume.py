@@ -85,6 +85,7 @@ async def test_every_k_on_the_callers_loop(name: str) -> None:
     await assert_resumes_exactly_async(lambda: LOADERS[name](loop="caller"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "others"),
     [

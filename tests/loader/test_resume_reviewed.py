@@ -90,6 +90,7 @@ class Drawing(Sampler[int]):
         return 9
 
 
+@pytest.mark.slow
 def test_the_second_epoch_of_persistent_replicas() -> None:
     """Each reader has its own state, also in an epoch that was begun ahead."""
     options: Any = {"num_workers": 2, "persistent_workers": True}

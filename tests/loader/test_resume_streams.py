@@ -185,6 +185,7 @@ def test_one_warning(name: str) -> None:
     assert "has no state_dict(): its first 6 samples are read" in str(warning.message)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     n=st.integers(0, 20),

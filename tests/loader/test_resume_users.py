@@ -387,6 +387,7 @@ def test_one_warning(name: str, taken: int) -> None:
     assert warnings_of(LOST[name], 0, 0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize(("epochs", "taken"), [(1, 0), (2, 0), (1, 1)])
 def test_no_warning(name: str, epochs: int, taken: int) -> None:
@@ -394,6 +395,7 @@ def test_no_warning(name: str, epochs: int, taken: int) -> None:
     assert warnings_of(KNOWN[name], epochs, taken) == []
 
 
+@pytest.mark.slow
 def test_no_warning_for_copies_in_new_workers() -> None:
     """Each epoch starts from the dataset of this process, which did not change."""
     options = {"dataset": Counter(), "num_workers": 1}

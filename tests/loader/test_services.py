@@ -13,6 +13,7 @@ from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, SyncStream, AsyncStream])
 async def test_requests_iterate_at_once(make: Any, loop: Any) -> None:

@@ -81,6 +81,7 @@ def cause_of(found: list[Any]) -> BaseException:
     return error.__cause__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", CONTROL)
 @pytest.mark.parametrize("dataset", [PlainRefusing, AsyncRefusing])

@@ -234,6 +234,7 @@ def timm_like(base: Any) -> Any:
     return MultiEpochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [yolo_like, timm_like])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samplers_that_repeat_for_ever(make: Any, num_workers: int) -> None:

@@ -72,6 +72,7 @@ def test_behind_the_last_batch(kind: str, options: dict[str, Any]) -> None:
     assert len(list(resumed)) in {2, 4}
 
 
+@pytest.mark.slow
 def test_readers_that_have_ended() -> None:
     """A dataset that begins anew at its end is not read twice in an epoch."""
     state = left_at(Loader(Kept(5), 2, num_workers=2), 2)
@@ -197,6 +198,7 @@ def test_generators_that_a_dataset_restores(options: dict[str, Any]) -> None:
     iterator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_before_the_first_batch(num_workers: int) -> None:
     """The dataset's own state is kept: of each reader, until it has delivered."""

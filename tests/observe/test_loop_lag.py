@@ -170,6 +170,7 @@ async def test_no_timer_is_left() -> None:
         assert watch._timer is None
 
 
+@pytest.mark.slow
 def test_a_forked_child_looks_too() -> None:
     """It has no copy of the thread that looks in its parent."""
     with loader_of(Blocking(0.04)) as loader:

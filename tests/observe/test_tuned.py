@@ -202,6 +202,7 @@ def test_bytes_hold_for_async_datasets_too() -> None:
     assert loader._live.tuning.controllers["concurrency"].value <= 200 // 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [True, False])
 def test_one_batch_of_many_readers(in_order: bool) -> None:
     """Fewer batches than readers: they take turns."""
@@ -265,6 +266,7 @@ def test_workers_between_epochs(caplog: pytest.LogCaptureFixture) -> None:
     assert seen == [8, 12, 12, 12, 6]
 
 
+@pytest.mark.slow
 def test_kept_workers_stay() -> None:
     """Others would draw a new seed, and order."""
     loader = DataLoader(
@@ -383,6 +385,7 @@ def test_assigned_later() -> None:
     assert loader.concurrency == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["auto", 2])
 def test_resumed_in_the_middle(workers: Any) -> None:
     """A state fits a loader with other numbers."""

@@ -200,6 +200,7 @@ def test_names_are_found_anew_in_a_fresh_process() -> None:
     assert imported_by(code)
 
 
+@pytest.mark.slow
 def test_the_core_names_no_dataset() -> None:
     """Neither for type checkers nor inside a function."""
     root = Path(aioloader.__file__).parent

@@ -86,6 +86,7 @@ def test_subclasses_are_not_short_cut() -> None:
     assert list(index_batches(sampler)) == [[2, 1], [0]]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 70_000), st.integers(1, 5000), st.booleans())
 def test_lazy_order_is_cut_into_the_same_batches(
     n: int, size: int, drop_last: bool

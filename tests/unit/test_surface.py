@@ -72,7 +72,7 @@ def test_hints_can_be_pasted() -> None:
     assert len(hints) > 10
     assert all(quoted), hints
     readme = (ROOT / "README.md").read_text()
-    assert f'pip install "aioloader[objects]{UNRELEASED}"' in readme
+    assert f'pip install "aioloader[objects,pictures]{UNRELEASED}"' in readme
     assert UNRELEASED.endswith(f"git+{project['project']['urls']['Source']}")
 
 

@@ -158,6 +158,7 @@ class ByEpoch(IterableDataset[int]):
         return iter([self.epoch.value, self.iterations])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Scaled, ByEpoch])
 def test_what_is_told_by_shared_memory_between_epochs(kind: Any) -> None:
     """Counts from the first batch of the next epoch on."""

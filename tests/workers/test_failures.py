@@ -119,6 +119,7 @@ async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
     assert found[1:] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["transform", "collate"])
 async def test_errors_of_functions(stage: str) -> None:
     """A transform or a collate function that fails once."""
@@ -210,6 +211,7 @@ async def test_skip(way: str, dataset: Any) -> None:
     assert type(failure.error) is LookupError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_callable_decides(way: str) -> None:
     """In the worker: replaces, skips or raises."""
@@ -268,6 +270,7 @@ class AsyncFlaky(AsyncNumbers):
         return self.inner[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Flaky, AsyncFlaky])
 async def test_reads_are_retried(dataset: Any) -> None:
     """Where they are made."""

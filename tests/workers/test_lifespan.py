@@ -188,6 +188,7 @@ def test_an_error_on_entering(
     assert {*map(tuple, lives(path).values())} == {("enter",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("make", [LoggedMap, LoggedStream])
 def test_an_error_on_leaving(make: Any, is_kept: bool, tmp_path: Path) -> None:

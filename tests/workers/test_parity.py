@@ -208,6 +208,7 @@ def test_functions_of_any_colour(
     assert list(loader) == [12, 44, 34]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncMap, SyncStream])
 def test_the_loader_may_read(make: Any) -> None:
     """With fetch="loader" there is one stream, and workers collate."""

@@ -121,6 +121,7 @@ def test_the_users_generators_go_on() -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
     """``get_worker_info().rng`` in threads is what it is in processes."""

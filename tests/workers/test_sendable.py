@@ -262,6 +262,7 @@ def test_what_is_registered_with_multiprocessing_is_sent() -> None:
         del reducers[Handle]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 200])
 def test_more_tensors_than_the_kernel_gathers_at_once(length: int) -> None:
     """Small ones and larger ones."""

@@ -85,6 +85,7 @@ SHARED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_what_only_a_child_can_share(name: str) -> None:
     """Workers are forked, and share it; those of the fork server cannot have it."""

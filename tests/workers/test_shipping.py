@@ -214,6 +214,7 @@ class Threaded(Numbers):
         return index if self.answer.wait(10) else -1
 
 
+@pytest.mark.slow
 def test_unpickling_may_start_threads(tmp_path: Path) -> None:
     """Each worker then unpickles for itself, and has the thread; no other starts."""
 
@@ -260,6 +261,7 @@ CONTEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_contexts(name: str) -> None:
     """By name or as an object: same batches, lambdas too."""
