@@ -119,8 +119,10 @@ async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() 
     async with DataLoader(AsyncMap(8), batch_size=2, loop="caller") as loader:
         iterator = aiter(loader)
         step = asyncio.ensure_future(anext(iterator))
-        while len(asyncio.all_tasks()) < 3:  # this one, the step, the pipeline's
-            await asyncio.sleep(0)
+        for _ in range(9):  # turns until there are this one, the step, the pipeline's
+            if len(asyncio.all_tasks()) < 3:
+                await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 3
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.wait([step])
