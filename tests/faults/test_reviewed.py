@@ -119,10 +119,9 @@ async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() 
     async with DataLoader(AsyncMap(8), batch_size=2, loop="caller") as loader:
         iterator = aiter(loader)
         step = asyncio.ensure_future(anext(iterator))
-        for _ in range(9):  # turns until there are this one, the step, the pipeline's
-            if len(asyncio.all_tasks()) < 3:
-                await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 3
+        # Until there are this one, the step, and the pipeline's.
+        while len(asyncio.all_tasks()) < 3:  # noqa: ASYNC110  (no event tells)
+            await asyncio.sleep(0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.wait([step])
