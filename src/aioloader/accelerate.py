@@ -119,7 +119,8 @@ class TrainerMixin:
 
 
 def _warn_of_other_samples(loader: Any, epoch: int) -> None:
-    dataset = loader.base_dataloader.dataset
+    base = getattr(loader, "base_dataloader", loader)
+    dataset = getattr(base, "dataset", None)
     dataset = getattr(dataset, "dataset", dataset)  # of accelerate's shard
     if isinstance(dataset, OwnStream) and dataset.continues():
         warn(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
@@ -132,8 +132,8 @@ def damaged(state: Any, draw: random.Random) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.law
 @pytest.mark.parametrize("name", MAKERS)
-@settings(max_examples=settings().max_examples * 2 // 3)
 @given(seed=st.integers(0, 10**9))
 def test_damage(name: str, seed: int) -> None:
     """Of any value, anywhere: loading and merging refuse it, or nothing has changed."""

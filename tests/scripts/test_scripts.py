@@ -31,7 +31,7 @@ from scripts.running import (
 pytestmark = pytest.mark.slow
 
 # Those that draw in workers.
-AUGMENTED = {"mnist_like", "persistent", "notebook", "seeding"}
+AUGMENTED = {"mnist_like", "persistent", "notebook", "seeding", "spawned_ranks"}
 RUN = {"notebook": CELLS, "torchrun_ddp": TORCHRUN}
 ARGUMENTS = {
     "command_line": (
@@ -40,7 +40,9 @@ ARGUMENTS = {
     )
 }
 # These have a test of their own.
-SPECIAL = {"crashing", "interrupted", "pool_in_worker", "covered"}
+SPECIAL = {"crashing", "interrupted", "pool_in_worker"}
+# Others hold the same: ``torchrun_ddp``, and ``test_coverage``.
+REPEATING = {"spawned_ranks", "covered"}
 PLAIN = sorted({path.stem for path in CASES.glob("*.py")} - SPECIAL)
 
 
@@ -49,7 +51,13 @@ def line_of(case: str) -> str:
     return OURS_BY_WORKER if case in AUGMENTED else OURS
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.fuzz] if case in REPEATING else [])
+        for case in PLAIN
+    ],
+)
 def test_scripts(case: str, tmp_path: Path) -> None:
     """The same output, exit status, number of tracebacks, and nothing left."""
     theirs, ours = run_both(

@@ -232,6 +232,14 @@ def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pair.pass_on(100, 4).min() == 4
 
 
+def test_beyond_any_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system refuses is the same error."""
+    with Pair() as pair:
+        monkeypatch.setattr(module, "memory_left", lambda: 1 << 62)
+        with pytest.raises(BatchTooLargeError):
+            pair.writer.take(1 << 61)
+
+
 def test_what_a_writer_makes_is_seen_after_its_death() -> None:
     """The oldest ticket comes first; what was sent is gone; slots are elsewhere."""
     with Pair() as pair:

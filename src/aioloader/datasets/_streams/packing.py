@@ -2,7 +2,7 @@
 
 A strategy is a cursor that gives rows, which are pieces of documents, and has the
 position; ``Packed`` makes their arrays, many at once. Memory holds the documents of the
-open row and of one read, or those of two windows, and the samples of one pull.
+open row and of one read, or those of two windows, and the samples made at once.
 """
 
 import asyncio
