@@ -150,6 +150,7 @@ async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
     assert [row["y"] for row in joined] == ["a", None, "b", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "late", "words"),
     [

@@ -197,6 +197,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [None, "forkserver"])
 def test_a_group_that_is_terminated_may_save_first(
     way: str | None, tmp_path: Path
@@ -230,6 +231,7 @@ for num_workers in (0, 1):
 """
 
 
+@pytest.mark.slow
 def test_closed_standard_streams() -> None:
     """As `<&-` in a shell; libuv would abort when it closes descriptor 0."""
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, CLOSED]

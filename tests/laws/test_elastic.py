@@ -125,6 +125,7 @@ def rest(made: list[DataLoader[Any]]) -> Counter[str]:
 _OF_READERS = ("skip", "take", "batch", "mix", "pack", "best fit")
 
 
+@pytest.mark.slow
 @given(chains(without=_OF_READERS), LAYOUTS, LAYOUTS, st.integers(0, 3))
 @settings(max_examples=settings().max_examples // 10, phases=[Phase.generate])
 def test_any_number_of_workers(

@@ -42,6 +42,7 @@ def test_in_this_process(chain: Chain, drawn: tuple[dict[str, Any], int]) -> Non
     assert_resumes_exactly(lambda: DataLoader(chain.stream(), **options), stops=[k])
 
 
+@pytest.mark.slow
 @pytest.mark.one_loop
 @given(chains(), loading(), st.sampled_from(["thread", "caller"]))
 async def test_for_tasks(
@@ -53,6 +54,7 @@ async def test_for_tasks(
     )
 
 
+@pytest.mark.slow
 @given(chains(), loading(), st.integers(1, 2), st.sampled_from(["loader", "workers"]))
 @settings(
     max_examples=settings().max_examples // 30,

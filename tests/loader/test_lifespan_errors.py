@@ -61,6 +61,7 @@ async def test_an_error_inside_of_with(name: str) -> None:
     assert dataset.taken()[0] == ["enter"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 async def test_an_error_on_leaving(name: str) -> None:
     """Raised at the end of the loop, after all batches."""
