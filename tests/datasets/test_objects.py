@@ -169,6 +169,8 @@ def test_missing_directory(tmp_path: Path) -> None:
         ({"config": {"aws_regoin": "x"}}, "'config.aws_regoin': .* 'aws_region'"),
         ({"client_options": {"timeou": 1}}, "'client_options.timeou': .* 'timeout'"),
         ({"client_options": {"timeout": "soon"}}, "value .* 'client_options.timeout'"),
+        ({"allow_http": True}, "'allow_http' is an option of the HTTP client; pass"),
+        ({"config": {"timeout": "3s"}}, "'timeout' is an option of the HTTP client"),
         ({"client_options": 3}, "'client_options' must be a dict, got int"),
         ({"region": 3}, "refuses the value of the store option 'region'"),
         ({"skip_signature": "so"}, "refuses the value of .* 'skip_signature'"),

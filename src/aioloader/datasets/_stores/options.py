@@ -24,26 +24,34 @@ Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _QUICK = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# For hints: the options of S3, Google and Azure, with and without prefix, and of HTTP.
+# Options of the HTTP client. With them among its own, a store of S3, Google or Azure
+# panics.
+_CLIENT = (
+    "allow_http", "allow_invalid_certificates", "connect_timeout",
+    "default_content_type", "default_headers", "http1_only",
+    "http2_keep_alive_interval", "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle", "http2_max_frame_size", "http2_only",
+    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
+    "proxy_excludes", "proxy_url", "randomize_addresses", "root_certificate", "timeout",
+    "user_agent",
+)  # fmt: skip
+# For hints: these, and the options of S3, Google and Azure, with and without prefix.
 _KNOWN = (
-    "access_key_id", "account_key", "account_name", "allow_http",
-    "allow_invalid_certificates", "application_credentials", "authority_id",
-    "aws_access_key_id", "aws_allow_http", "aws_bucket", "aws_default_region",
-    "aws_endpoint_url", "aws_region", "aws_secret_access_key", "aws_session_token",
-    "aws_skip_signature", "azure_client_id", "azure_client_secret",
+    *_CLIENT,
+    "access_key_id", "account_key", "account_name", "application_credentials",
+    "authority_id", "aws_access_key_id", "aws_allow_http", "aws_bucket",
+    "aws_default_region", "aws_endpoint_url", "aws_region", "aws_secret_access_key",
+    "aws_session_token", "aws_skip_signature", "azure_client_id", "azure_client_secret",
     "azure_storage_account_key", "azure_storage_account_name", "azure_tenant_id",
     "bucket", "bucket_name", "checksum_algorithm", "client_id", "client_options",
-    "client_secret", "config", "connect_timeout", "container_name",
-    "credential_provider", "default_content_type", "default_headers", "default_region",
-    "disable_tagging", "endpoint", "endpoint_url", "google_application_credentials",
-    "google_bucket", "google_service_account", "google_service_account_key",
-    "http1_only", "http2_only", "imdsv1_fallback", "metadata_endpoint",
-    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
-    "proxy_excludes", "proxy_url", "region", "request_payer", "retry_config",
-    "root_certificate", "s3_express", "sas_key", "secret_access_key",
+    "client_secret", "config", "container_name", "credential_provider",
+    "default_region", "disable_tagging", "endpoint", "endpoint_url",
+    "google_application_credentials", "google_bucket", "google_service_account",
+    "google_service_account_key", "imdsv1_fallback", "metadata_endpoint", "region",
+    "request_payer", "retry_config", "s3_express", "sas_key", "secret_access_key",
     "service_account", "service_account_key", "service_account_path", "session_token",
-    "skip_signature", "tenant_id", "timeout", "token", "unsigned_payload",
-    "use_emulator", "use_fabric_endpoint", "user_agent", "virtual_hosted_style_request",
+    "skip_signature", "tenant_id", "token", "unsigned_payload", "use_emulator",
+    "use_fabric_endpoint", "virtual_hosted_style_request",
 )  # fmt: skip
 
 
@@ -141,6 +149,12 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 def _complaint(options: Mapping[str, Any]) -> str | None:
     """Return what is wrong with options that obstore does not check."""
+    if misplaced := {*_CLIENT}.intersection([*options, *(options.get("config") or ())]):
+        name = min(misplaced)
+        return (
+            f"{name!r} is an option of the HTTP client; pass it in client_options, as "
+            f"store_options={{'client_options': {{{name!r}: ...}}}}"
+        )
     retry = options.get("retry_config")
     backoff = retry.get("backoff") if isinstance(retry, Mapping) else None
     parts = {
