@@ -100,3 +100,9 @@ def test_a_policy_is_asked_about_samples(options: dict[str, Any]) -> None:
     )
     assert [batch[1].tolist() for batch in loader] == [[0], [2, 3]]
     assert loader.stats().failures == 1
+
+
+def test_a_dataset_whose_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda data, at: -at)
+    batches = [batch.tolist() for batch in DataLoader(dataset(), 5)]
+    assert batches == [[0, -1, -2, -3, -4], [-5, -6, -7, -8, -9]]

@@ -374,6 +374,26 @@ def test_iterators_have_torchs_private_names() -> None:
     assert list(ours) == []
 
 
+def test_a_step_of_an_iterator_that_nothing_else_holds() -> None:
+    for workers in (0, 1):
+        loader = DataLoader[Any](range(4), 2, num_workers=workers)
+        assert iter(loader).__next__().tolist() == [0, 1]
+
+
+def test_torchs_way_to_renew_workers_that_persist() -> None:
+    """Between epochs, an iterator is there whose workers can be shut down."""
+    dataset = [0] * 4
+    loader = DataLoader[Any](dataset, 4, num_workers=1, persistent_workers=True)
+    assert [batch.tolist() for batch in loader] == [[0] * 4]
+    dataset[:] = [1] * 4
+    assert loader._iterator is not None
+    loader._iterator._shutdown_workers()
+    loader._iterator = None
+    assert [batch.tolist() for batch in loader] == [[1] * 4]
+    loader.close()
+    assert loader._iterator is None
+
+
 def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
     """Lightning's teardown does so."""
     loader = DataLoader[Any](range(4), num_workers=1, persistent_workers=True)

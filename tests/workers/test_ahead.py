@@ -1,9 +1,11 @@
 """Persistent workers begin the next epoch while this one's last batches are used."""
 
+import mmap
 import multiprocessing
 import os
 import select
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,13 +188,114 @@ class Named(SyncMap):
         return index * GLOBAL.value
 
 
-def test_shared_memory_is_found() -> None:
-    """In attributes, in tensors, and by the names of globals."""
-    assert holds_shared_memory(Named())
-    shared: Any = torch.zeros(3)
-    assert holds_shared_memory({"a": [shared.share_memory_()]})
-    assert holds_shared_memory(multiprocessing.RawValue("i", 0))
-    assert not holds_shared_memory(SyncMap(), torch.zeros(3), np.zeros(3), labels)
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Settings:
+    """A namespace, as scripts have."""
+
+    epoch = GLOBAL
+
+
+def by_class(index: int) -> int:
+    return index * Settings.epoch.value
+
+
+def shared_tensor() -> Any:
+    tensor: Any = torch.zeros(3)
+    return tensor.share_memory_()
+
+
+SHARED: dict[str, Callable[[], Any]] = {
+    "global": Named,
+    "class": lambda: by_class,
+    "tensor": lambda: {"a": [shared_tensor()]},
+    "view of a tensor": lambda: shared_tensor().numpy()[1:],
+    "value": lambda: multiprocessing.RawValue("i", 0),
+    "array": lambda: np.frombuffer(multiprocessing.RawArray("i", 4), np.int32),
+    "mapping": lambda: mmap.mmap(-1, 16),
+    "view of a mapping": lambda: np.frombuffer(mmap.mmap(-1, 16), np.uint8)[2:],
+    "memoryview": lambda: memoryview(mmap.mmap(-1, 16)),
+    "slot": lambda: Slotted(multiprocessing.Value("i", 0)),
+    "deque": lambda: deque([multiprocessing.Value("i", 0)]),
+    "event": multiprocessing.Event,
+    "queue": multiprocessing.SimpleQueue,
+    "too many objects": lambda: [[[[at] for at in range(60)] for _ in range(60)]],
+}
+
+
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_shared_memory_is_found(make: Callable[[], Any]) -> None:
+    """In attributes, tensors, arrays, classes, and by the names of globals."""
+    assert holds_shared_memory(make())
+
+
+def test_private_memory_is_no_shared_memory(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(16))
+    read_only = np.memmap(path, np.uint8, "r")
+    arrays = np.zeros(3), np.frombuffer(bytearray(8), np.uint8), read_only[2:]
+    locks = multiprocessing.Lock(), multiprocessing.RLock()
+    rows = [(index, [index]) for index in range(1000)]
+    others = SyncMap(), torch.zeros(3), labels, rows, Slotted(rows)
+    assert not holds_shared_memory(*others, *arrays, *locks)
+
+
+def set_batch_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def set_drop_last(loader: Any) -> None:
+    loader.batch_sampler.drop_last = True
+
+
+def set_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [7, 6, 5, 4]
+
+
+def set_generator(loader: Any) -> None:
+    loader.sampler.generator = torch.Generator().manual_seed(5)
+
+
+def set_replacement(loader: Any) -> None:
+    loader.sampler.replacement = True
+
+
+def shrink(loader: Any) -> None:
+    loader.dataset.pop()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_batch_size,
+        set_drop_last,
+        set_sampler,
+        set_generator,
+        set_replacement,
+        shrink,
+    ],
+)
+def test_an_order_that_is_changed_between_epochs(change: Callable[[Any], None]) -> None:
+    """The next epoch has the new one, though it was begun with the old one."""
+
+    def epochs(cls: Any) -> list[Any]:
+        torch.manual_seed(0)
+        is_shuffled = change not in {set_batch_size, set_drop_last, set_sampler}
+        loader = cls(
+            [*range(8)], 3, is_shuffled, num_workers=1, persistent_workers=True
+        )
+        found = [list(loader)]
+        change(loader)
+        found += [list(loader), list(loader), torch.rand(1)]
+        loader._iterator = None  # ends the workers
+        return found
+
+    assert frozen(epochs(DataLoader)) == frozen(epochs(TorchLoader))
 
 
 def test_loaders_in_turn_draw_as_torchs() -> None:

@@ -17,6 +17,8 @@ def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of an exact ``TensorDataset`` that can be gathered."""
     if type(dataset) is not TensorDataset:
         return None
+    if TensorDataset.__getitem__.__module__ != TensorDataset.__module__:
+        return None  # somebody has replaced it
     return dataset.tensors if all(map(_has_rows, dataset.tensors)) else None
 
 

@@ -8,6 +8,7 @@ code could tell that an epoch begins early.
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -51,6 +52,24 @@ def can_look_ahead(options: Options) -> bool:
     }
 
 
+def _order_of(options: Options) -> list[Any]:
+    """Return what an order depends on, to tell whether somebody changes it.
+
+    The attributes of torch's samplers may be assigned between epochs, as ``batch_size``
+    is where it grows, and a dataset may grow or shrink.
+    """
+    batches, sampler = options.batch_sampler, options.index_sampler
+    found: list[Any] = [getattr(batches, "sampler", None) is sampler]
+    for one in (batches, sampler):
+        if type(one) in {BatchSampler, RandomSampler, SequentialSampler}:
+            values = vars(one).items()
+            found += (
+                (name, v if type(v) in {int, bool} else id(v)) for name, v in values
+            )
+            found.append(len(one) if one is sampler else None)
+    return found
+
+
 class Ahead:
     """An epoch started before its iterator is requested."""
 
@@ -65,6 +84,7 @@ class Ahead:
         self._options = options
         self._numbers = numbers
         self._before = numbers.state(), self._drawn()
+        self._order = _order_of(options)
         self.epoch, self.source = make()
         # No iterator owns it yet: it ends when this object is dropped.
         self._finalizer = weakref.finalize(self, self.source.pipeline.dismiss)
@@ -93,6 +113,7 @@ class Ahead:
         is_right = (
             options is self._options
             and state == self._numbers.state()
+            and self._order == _order_of(options)
             and torch.equal(drawn, self._drawn())
         )
         if not is_right:

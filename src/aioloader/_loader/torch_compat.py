@@ -91,10 +91,17 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
 
     @property
     def _iterator(self) -> Any:
-        """The iterator of persistent workers, as in torch, or None."""
+        """The iterator of persistent workers, or what stands for it between epochs.
+
+        None if there are none. Code written for torch calls ``_shutdown_workers``, then
+        sets this to None, so that new workers see a changed dataset.
+        """
         if not (self.persistent_workers and self.num_workers):
             return None
-        return next(iter(self._live.iterators()), None)
+        kept = SimpleNamespace(_shutdown_workers=self.close)
+        return next(
+            iter(self._live.iterators()), kept if self._live.has_kept() else None
+        )
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:

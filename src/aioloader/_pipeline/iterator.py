@@ -80,16 +80,18 @@ class BatchIterator(Generic[Batch]):
         self._check_is_async()
         return self
 
-    # No frame that a traceback may hold, directly or by ``f_back``, has the iterator.
     def __next__(self) -> Batch:
-        steps = self._steps
-        del self
         batch: Batch
-        if profiler._is_profiler_enabled:  # noqa: SLF001  (nothing public is so quick)
-            with profiler.record_function(_RANGE):
-                batch = steps.next()
-            return batch
-        batch = steps.next()
+        try:
+            if profiler._is_profiler_enabled:  # noqa: SLF001  (nothing public is so quick)
+                with profiler.record_function(_RANGE):
+                    batch = self._steps.next()
+            else:
+                batch = self._steps.next()
+        finally:
+            # No frame that a traceback may hold, directly or by ``f_back``, has the
+            # iterator; in ``iter(loader).__next__()`` nothing else held it until now.
+            del self
         return batch  # nothing is called here: an interrupt would lose it
 
     def __anext__(self) -> Coroutine[Any, Any, Batch]:

@@ -1,31 +1,49 @@
 """What the user's objects reach: random generators, memory that others write to.
 
-Attributes, small containers, partial arguments and closures are searched, and the
-user's own functions for the globals they name: some thousand objects in all. Nothing is
-called, so what is made later is only guessed from the functions that may make it.
+Attributes, the first items of containers, partial arguments and closures are searched,
+and the user's own functions for the globals they name: some thousand objects in all.
+Nothing is called, so what is made later is only guessed from the functions that may
+make it.
 """
 
 import contextlib
 import dis
 import gc
 import itertools
+import mmap
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
 import torch
 
-_LEAVES = (str, bytes, int, float, ModuleType, np.ndarray, torch.Tensor, CodeType)
+_LEAVES = (
+    str, bytes, bytearray, int, float, ModuleType, CodeType, GeneratorType, FrameType,
+    np.ndarray, torch.Tensor, memoryview, mmap.mmap,
+)  # fmt: skip
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # What refers to functions and to little else.
 _WRAPPERS = (partial, MethodType, property, staticmethod, classmethod)
 _OWN = Path(__file__).parents[1]
 _MOST_SEARCHED, _MOST_ITEMS = 2000, 64
+# Yielded if there is more than that.
+_TOO_MANY = object()
 # What makes a generator, by its name in code that calls it.
 _MAKERS = {"default_rng", "Generator", "RandomState", "Random"}
 # What keeps it for later calls.
@@ -54,12 +72,17 @@ def holds_generator(*objects: Any) -> bool:
 
 
 def holds_shared_memory(*objects: Any) -> bool:
-    """Tell whether objects hold memory that other processes see.
+    """Tell whether objects hold memory that other processes see, or may hold some.
 
-    That is ``multiprocessing``'s values, arrays, shared memory and managers, ctypes,
-    and tensors in shared memory.
+    That is ``multiprocessing``'s values, arrays, events, queues, shared memory and
+    managers, ctypes, tensors in shared memory, and arrays over any of these or over a
+    writable mapping. They may, if they are too many to be searched.
     """
     names = (
+        ("multiprocessing.synchronize", "Semaphore"),  # which an event has
+        ("multiprocessing.queues", "Queue"),
+        ("multiprocessing.queues", "SimpleQueue"),
+        ("multiprocessing.connection", "_ConnectionBase"),
         ("multiprocessing.sharedctypes", "SynchronizedBase"),
         ("multiprocessing.managers", "BaseProxy"),
         ("multiprocessing.shared_memory", "SharedMemory"),
@@ -75,15 +98,25 @@ def holds_shared_memory(*objects: Any) -> bool:
         if module in sys.modules
     )
     return any(
-        one.is_shared()  # type: ignore[no-untyped-call]
-        if isinstance(one, torch.Tensor)
-        else isinstance(one, types)
-        for one in reachable(*objects)
+        one is _TOO_MANY or _is_shared(one, types) for one in reachable(*objects)
     )
 
 
+def _is_shared(one: Any, types: tuple[Any, ...]) -> bool:
+    """Tell whether an object is memory that others see, or a view of some."""
+    with contextlib.suppress(ValueError):  # what was released or closed is no memory
+        while isinstance(one, (np.ndarray, memoryview)):
+            one = one.base if isinstance(one, np.ndarray) else one.obj
+        if isinstance(one, mmap.mmap):
+            with memoryview(one) as view:
+                return not view.readonly
+    if isinstance(one, torch.Tensor):
+        return bool(one.is_shared())  # type: ignore[no-untyped-call]
+    return isinstance(one, types)
+
+
 def reachable(*objects: Any) -> Iterator[Any]:
-    """Yield objects and what they hold, each once, as far as the search goes."""
+    """Yield objects and what they hold, each once; ``_TOO_MANY`` if it gives up."""
     found, seen = list(objects), set[int]()
     for one in found:
         if one is None or id(one) in seen:
@@ -92,26 +125,26 @@ def reachable(*objects: Any) -> Iterator[Any]:
         if isinstance(one, _LEAVES):
             continue
         if len(seen) > _MOST_SEARCHED:
+            yield _TOO_MANY
             return
         seen.add(id(one))
         found += _held(one)
 
 
 def _held(one: Any) -> Iterable[Any]:
-    if type(one) in {list, tuple, dict}:
-        items = one.values() if type(one) is dict else one
-        return itertools.islice(items, _MOST_ITEMS)
     if isinstance(one, type):
         file = getattr(sys.modules.get(one.__module__), "__file__", None) or ""
         if _is_basic(file) or (not file and one.__module__ != "__main__"):
             return ()
         # What a constructor keeps is an attribute of the instance.
         return [value for name, value in vars(one).items() if name != "__init__"]
-    found: list[Any] = []
+    found = [*itertools.islice(_items(one), _MOST_ITEMS)]
+    if type(one) in _CONTAINERS:
+        return found
     with contextlib.suppress(AttributeError):
         # Not by ``getattr``, which may call the user's code.
         found += object.__getattribute__(one, "__dict__").values()
-    found += type(one).__mro__
+    found += [*type(one).__mro__, *_slots(one)]
     if isinstance(one, FunctionType):
         found += _of_function(one)
     elif isinstance(one, _WRAPPERS):
@@ -119,15 +152,32 @@ def _held(one: Any) -> Iterable[Any]:
     return found
 
 
+def _items(one: Any) -> Iterable[Any]:
+    """Return the items of a container, not by a user's ``__iter__``."""
+    if isinstance(one, dict):
+        return dict.values(one)
+    kind: Any = next((kind for kind in _CONTAINERS if isinstance(one, kind)), None)
+    return () if kind is None else kind.__iter__(one)
+
+
+def _slots(one: Any) -> Iterator[Any]:
+    """Yield the values of ``__slots__``."""
+    with_slots = (base for base in type(one).__mro__ if "__slots__" in vars(base))
+    for base in with_slots:
+        for part in vars(base).values():
+            if type(part) is MemberDescriptorType:
+                with contextlib.suppress(AttributeError):
+                    yield part.__get__(one)
+
+
 def _of_function(function: FunctionType) -> list[Any]:
-    """Return its closure and, of a user's, the globals it names, but for classes."""
+    """Return its closure and, of a user's, the globals it names."""
     cells = function.__closure__ or ()
     found = [cell.cell_contents for cell in cells if cell != CellType()]
     file, space = function.__code__.co_filename, function.__globals__
     if not (_is_basic(file) or _is_installed(file)):
         names = {name for code in _codes(function) for name in code.co_names}
-        parts = (space.get(name) for name in names)
-        found += [part for part in parts if not isinstance(part, type)]
+        found += [space.get(name) for name in names]
     return found
 
 
