@@ -266,11 +266,6 @@ def s3(s3_bucket: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def quick() -> dict[str, Any]:
-    return dict(QUICK)
-
-
-@pytest.fixture
 def unused_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -342,7 +337,6 @@ def noise() -> Iterator[list[dict[str, Any]]]:
 
 # Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
 ON_BOTH_LOOPS = {
-    "test_cached",
     "test_files",
     "test_interleave",
     "test_laws",

@@ -1,4 +1,4 @@
-"""Databases for tests: a real PostgreSQL server, and files of SQLite.
+"""Databases for tests, a real PostgreSQL server and files of SQLite; ways to read them.
 
 SQLite's statements run in a process of their
 own, for Python and ADBC have a copy of SQLite each, and within one process these do not
@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ import asyncpg
 import pyarrow.compute
 import pytest
 
+from aioloader.datasets import SQLDataset
 from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.session import SQLReader
+from aioloader.datasets.sql import SQLFormat, SQLRows
 
 # Imported before any event loop runs: a format imports them when it is made.
 DRIVERS = (adbc_driver_postgresql.dbapi, adbc_driver_sqlite.dbapi, pyarrow.compute)
@@ -216,3 +220,80 @@ def database(
 ) -> Database:
     made: Database = request.getfixturevalue(request.param)
     return made
+
+
+# -- range by range, and by key -------------------------------------------------------
+
+BUDGET = 1 << 20
+
+
+@asynccontextmanager
+async def opened(
+    made: SQLFormat, budget: int = BUDGET, known: dict[str, Any] | None = None
+) -> AsyncIterator[list[SQLReader]]:
+    async with AsyncExitStack() as stack:
+        shards = await made.shards(stack, known)
+        readers = [made.open(shard, {}, budget) for shard in shards]
+        for reader in readers:
+            stack.push_async_callback(reader.aclose)
+        yield readers
+
+
+async def rest_of(reader: SQLReader, limit: int = 100) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    while len(block := await reader.pull(limit)):
+        assert len(block) <= limit
+        rows.extend(block)
+    return rows
+
+
+async def parts_of(made: SQLFormat, limit: int = 100) -> list[list[dict[str, Any]]]:
+    parts: list[list[dict[str, Any]]] = []
+    async with AsyncExitStack() as stack:
+        for shard in await made.shards(stack):
+            reader = made.open(shard, {}, BUDGET)
+            parts.append(await rest_of(reader, limit))
+            assert reader.is_draining()
+            await reader.aclose()
+    return parts
+
+
+async def rows_of(made: SQLFormat, limit: int = 100) -> list[dict[str, Any]]:
+    return [row for part in await parts_of(made, limit) for row in part]
+
+
+async def read(make: Any, url: str, table: str, **options: Any) -> list[Any]:
+    options = {"key": "id", **options}
+    if make is SQLDataset:
+        stream: Any = SQLDataset(url, table, **options)
+        async with aiter(stream) as iterator:
+            return [row async for row in iterator]
+    async with await SQLRows.discover(url, table, **options) as rows:
+        return await rows.__getitems__(range(len(rows)))
+
+
+async def keys_of(made: SQLFormat, key: str = "id") -> list[Any]:
+    return [row[key] for row in await rows_of(made)]
+
+
+async def resumed(made: SQLFormat, number: int, count: int) -> list[dict[str, Any]]:
+    """Return one range's rows, read in two iterations: ``count``, then the rest."""
+    first: list[dict[str, Any]] = []
+    async with opened(made) as readers:
+        while len(first) < count:
+            first += await readers[number].pull(count - len(first))
+        state = json.loads(json.dumps(readers[number].position()))
+    async with AsyncExitStack() as stack:
+        reader = made.open((await made.shards(stack))[number], state, BUDGET)
+        first += await rest_of(reader)
+        await reader.aclose()
+    return first
+
+
+@asynccontextmanager
+async def listed(
+    database: Database, table: str = "t", **options: Any
+) -> AsyncIterator[SQLRows]:
+    made = await SQLRows.discover(database.url, table, **{"key": "id", **options})
+    async with made:
+        yield made

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from aioloader.datasets._arrow.csv import CSVFormat
@@ -23,6 +24,7 @@ from aioloader.errors import DatasetError
 from datasets.shards import bytes_of
 
 Format = ParquetFormat | ArrowFormat | CSVFormat
+PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 
 
 class Local:

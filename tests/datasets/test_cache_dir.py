@@ -1,4 +1,4 @@
-"""The cache directory: laws, damage, the bound, full disks, and many users at once."""
+"""The cache directory: laws, damage, the bound, failing disks, many users at once."""
 
 import contextlib
 import fcntl
@@ -86,6 +86,19 @@ def dead_pid() -> int:
 
 # -- laws ---------------------------------------------------------------------------
 
+# A key is no path.
+KEYS = [
+    "",
+    "a",
+    "x" * 10_000,
+    "ü/../\0",
+    "\udcff",
+    "a" * 62,
+    "a'",
+    "/",
+    ".",
+    "s3://b/k",
+]
 operations = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "get", "damage", "reopen", "vanish"]),
@@ -113,10 +126,10 @@ def run_and_check(directory: str, max_bytes: int, steps: list[Operation]) -> Non
     """Do what is asked to a cache and to a dict."""
     cache, model = CacheDir(directory, max_bytes), dict[str, bytes]()
     for what, number in steps:
-        key = f"https://host/{number}?sig=x"
+        key = KEYS[number]
         match what:
             case "put":
-                model[key] = contents(key, 400 * number)
+                model[key] = contents(f"{number}", 400 * number)
                 cache.put(key, model[key])
             case "damage":
                 damage(path_of(cache, key), 13 * number)
@@ -129,24 +142,6 @@ def run_and_check(directory: str, max_bytes: int, steps: list[Operation]) -> Non
         found = cache.get(key)
         assert found == model.get(key) or (found is None and max_bytes != ROOMY)
         assert total(directory) <= max_bytes
-
-
-@pytest.mark.parametrize("key", ["", "a", "x" * 10_000, "ü/../\0", "\udcff", "a" * 62])
-@pytest.mark.parametrize("data", [b"", b"x", b"\0" * 100_000])
-def test_any_key_and_any_bytes(cache: CacheDir, key: str, data: bytes) -> None:
-    """A key is no path."""
-    cache.put(key, data)
-    cache.put(key + "'", b"another")
-    assert cache.get(key) == data
-    assert len(files(cache.directory)) == 2
-
-
-def test_takes_any_buffer(cache: CacheDir) -> None:
-    """As obstore and pyarrow have them; what comes back is bytes."""
-    cache.put("a", bytearray(b"abc"))
-    cache.put("b", memoryview(b"abcdef").cast("H"))
-    assert (cache.get("a"), cache.get("b")) == (b"abc", b"abcdef")
-    assert type(cache.get("a")) is bytes
 
 
 def test_large_pieces_are_read_and_written_in_parts(
@@ -273,20 +268,6 @@ def test_processes_with_bounds_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1000, 40])
-def test_what_one_process_adds_another_makes_room_for(
-    tmp_path: Path, size: int
-) -> None:
-    """Each measures after a part of the bound; it is passed by no more than that."""
-    max_bytes, caches = 100_000, [CacheDir(tmp_path, 100_000) for _ in range(3)]
-    for number in range(150_000 // size):
-        caches[number % 3].put(str(number), bytes(size))
-        if not number % 50:
-            assert total(tmp_path) <= max_bytes * (1 + 3 / 32)
-    assert total(tmp_path) > max_bytes * 3 // 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "most"), [(1, 16), (2, 120)])
 def test_scans_are_few(
     processes: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -306,20 +287,6 @@ def test_scans_are_few(
     assert total(tmp_path) <= (1 << 20) * (1 + processes / 32)
 
 
-def test_entries_that_nearly_fill_it(tmp_path: Path) -> None:
-    """One stays, the newest; one that is larger than the bound is not stored."""
-    cache = CacheDir(tmp_path, 10_000)
-    for number in range(3):
-        cache.put(str(number), bytes(9_500))
-        age(path_of(cache, str(number)), 1000 - number)
-    assert kept(cache) == {2}
-    cache.put("3", bytes(9_990))
-    assert kept(cache) == {2}
-    CacheDir(tmp_path, ROOMY).put("4", bytes(20_000))
-    cache.put("5", bytes(400))
-    assert kept(cache) == {5}
-
-
 def test_while_another_process_makes_room(tmp_path: Path) -> None:
     """What finds no room waits, and is stored."""
     cache = filled(tmp_path)
@@ -330,15 +297,6 @@ def test_while_another_process_makes_room(tmp_path: Path) -> None:
         assert kept(cache) == set(range(10))
     waiting.join()
     assert kept(cache) == set(range(3, 11))
-
-
-def test_readers_go_on_while_an_entry_is_evicted(tmp_path: Path) -> None:
-    """An open entry is whole until it is closed."""
-    cache = filled(tmp_path)
-    with path_of(cache, "0").open("rb") as reader:
-        cache.put("10", b"x" * 1000)
-        assert not path_of(cache, "0").exists()
-        assert reader.read()[HEADER:] == contents("0", 1000)
 
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -407,47 +365,23 @@ def put_many(cache: CacheDir) -> int:
     return len(found)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of half a megabyte."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(small)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as exc:
-        pytest.skip(f"may not mount: {exc}")
-    yield small
-    subprocess.run(["umount", str(small)], check=True)
-
-
-def test_full_disk(small_disk: Path, one_warning: list[str]) -> None:
-    """ENOSPC of a real file system: what was stored before stays to be read."""
-    assert 10 < put_many(CacheDir(small_disk / "cache", ROOMY)) < 26
-
-
 def test_files_may_not_be_so_large(tmp_path: Path, one_warning: list[str]) -> None:
-    """EFBIG, after a part was written; storing pauses, then goes on."""
+    """EFBIG, after a part was written; storing pauses, then goes on.
+
+    What was stored before stays to be read.
+    """
     cache = CacheDir(tmp_path, ROOMY)
+    cache.put("7?sig=MARKER", contents("7?sig=MARKER", 20_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        assert put_many(cache) == 0
+        assert put_many(cache) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert put_many(cache) == 0
+    assert put_many(cache) == 1
     assert cache._paused_until > time.monotonic() + 50
     cache._paused_until = 0.0
     assert put_many(cache) == 50
-
-
-def test_no_permission(one_warning: list[str]) -> None:
-    """EACCES: also for root's tests, which give up being root."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o555)
-        with as_nobody():
-            assert put_many(CacheDir(f"{directory}/cache", ROOMY)) == 0
-        assert not list(Path(directory).iterdir())
 
 
 def test_may_read_only(tmp_path: Path) -> None:
@@ -527,7 +461,7 @@ def test_threads(tmp_path: Path) -> None:
 
 
 HAMMER = """
-import itertools, os, random, select, signal, sys
+import itertools, os, random, signal, sys
 from aioloader.datasets._stores.cache_dir import CacheDir
 
 directory, max_bytes, workers, lives = sys.argv[1], *map(int, sys.argv[2:])
@@ -543,7 +477,7 @@ def check(cache, key):
         os._exit(3)
     return found
 
-def work(seed, said, turns):
+def work(seed, turns):
     draw, cache = random.Random(seed), CacheDir(directory, max_bytes)
     for _ in turns:
         key = f"key {draw.randrange(150)}"
@@ -552,16 +486,14 @@ def work(seed, said, turns):
         os.write(said, b".")
     os._exit(0)
 
-def begin(seed, mortal):
-    hears, said = os.pipe()
+def begin(seed, turns):
     pid = os.fork()
     if not pid:
         try:
-            work(seed, said, itertools.count() if mortal else range(500))
+            work(seed, turns)
         finally:
             os._exit(4)
-    os.close(said)
-    return pid, hears
+    return pid
 
 def size():
     found = 0
@@ -574,28 +506,25 @@ def size():
                     pass
     return found
 
-draw, begun, most = random.Random(0), 0, 0
-left = {}  # by what is heard from it: process, and operations until it is killed
-ended = []
-while len(ended) < lives:
-    while len(left) < workers and begun < lives:
-        # The last of them live to the end; the others would go on for ever.
-        mortal = begun < lives - workers
-        pid, hears = begin(begun, mortal)
-        left[hears] = [pid, draw.randrange(10, 300) if mortal else 10 ** 9]
-        begun += 1
-    for hears in select.select(list(left), [], [])[0]:
-        heard = len(os.read(hears, 16))
-        left[hears][1] -= heard
-        if left[hears][1] <= 0:
-            os.kill(left[hears][0], signal.SIGKILL)
-        if not heard or left[hears][1] <= 0:
-            os.close(hears)
-            status = os.waitpid(left.pop(hears)[0], 0)[1]
-            ended.append(os.waitstatus_to_exitcode(status))
-    most = max(most, size())
-assert set(ended) == {-signal.SIGKILL, 0}, ended
-assert ended.count(0) == workers, ended
+def operate(count):
+    global most
+    while count > 0 and (heard := len(os.read(hears, min(count, 16)))):
+        count, most = count - heard, max(most, size())
+
+draw, most = random.Random(0), 0
+hears, said = os.pipe()
+left = [begin(seed, itertools.count()) for seed in range(workers)]
+for seed in range(lives):
+    operate(draw.randrange(10, 300))
+    killed = left.pop(0)
+    os.kill(killed, signal.SIGKILL)
+    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+    # The last of them live to the end; the others would go on for ever.
+    is_last = seed >= lives - workers
+    left.append(begin(workers + seed, range(500) if is_last else itertools.count()))
+os.close(said)
+operate(10**9)
+assert {os.waitpid(pid, 0)[1] for pid in left} == {0}
 
 cache = CacheDir(directory, max_bytes)
 hits = sum(check(cache, f"key {number}") is not None for number in range(150))
@@ -617,7 +546,7 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
     """Four at a time, fourteen killed: no wrong bytes, the bound, nothing left."""
     workers, max_bytes, largest = 4, 1_000_000, 40_000 + HEADER
     ended = subprocess.run(
-        [sys.executable, "-c", HAMMER, tmp_path, str(max_bytes), str(workers), "18"],
+        [sys.executable, "-c", HAMMER, tmp_path, str(max_bytes), str(workers), "14"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -10,7 +10,7 @@ import torch
 from obstore.store import LocalStore
 
 from aioloader import DataLoader
-from aioloader.datasets import Decoder, FileDataset, ObjectDataset
+from aioloader.datasets import FileDataset, ObjectDataset
 from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
 from datasets.pictures import TREE, write_tree
@@ -58,19 +58,6 @@ async def test_as_torchvision_has_them(folders: Any) -> None:
         await dataset[6]
 
 
-def test_what_torchvision_says(tree: Path) -> None:
-    try:
-        from torchvision.datasets import ImageFolder  # noqa: PLC0415
-    except (ImportError, RuntimeError):
-        pytest.skip("no torchvision for this torch")
-    theirs = ImageFolder(str(tree))
-    ours = FileDataset(f"{tree}/**/*").class_folders(str(tree))
-    assert ours.classes == theirs.classes
-    assert ours.class_to_idx == theirs.class_to_idx
-    assert ours.samples == theirs.samples
-    assert ours.targets == theirs.targets
-
-
 async def test_decoded(folders: Any) -> None:
     dataset = folders[0].decode("torchrgb8")
     assert dataset.classes == CLASSES
@@ -81,20 +68,6 @@ async def test_decoded(folders: Any) -> None:
     assert images[:, 0, 0, 0].tolist() == pytest.approx(expected, abs=2)  # a JPEG
     again = pickle.loads(pickle.dumps(dataset))
     assert torch.equal((await again[0])[0], images[0])
-
-
-def test_decoded_in_workers(tree: Path) -> None:
-    for dataset in (FileDataset("**/*", root=tree), ObjectDataset(str(tree))):
-        loader: Any = DataLoader(
-            dataset.class_folders(),
-            batch_size=6,
-            num_workers=1,
-            transform=Decoder("torch"),
-        )
-        with loader:
-            ((images, labels),) = loader
-        assert images.shape == (6, 3, 6, 6)
-        assert labels.tolist() == [label for _, label in SAMPLES]
 
 
 @pytest.mark.slow

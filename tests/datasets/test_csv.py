@@ -24,6 +24,7 @@ from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.errors import DatasetError, StateMismatchError
 from datasets.shards import check_resumes, read
 from datasets.tables import (
+    PLACES,
     Local,
     expected,
     plain,
@@ -33,8 +34,6 @@ from datasets.tables import (
     shards,
 )
 
-PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
-
 
 def made(paths: Any, *, is_remote: bool = False, **options: Any) -> CSVFormat:
     names = [name for name in Dialect.__dataclass_fields__ if name[0] != "_"]
@@ -42,19 +41,17 @@ def made(paths: Any, *, is_remote: bool = False, **options: Any) -> CSVFormat:
     return CSVFormat(paths, Local(is_remote=is_remote), dialect=dialect, **options)
 
 
+PACKED: dict[str, Any] = {
+    "gz": lambda data: gzip.compress(data[:99]) + gzip.compress(data[99:]),
+    "zst": zstandard.compress,
+    "bz2": bz2.compress,
+}
+
+
 def written(folder: Path, *texts: str, ending: str = "csv") -> list[str]:
     paths = [str(folder / f"{at}.{ending}") for at in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
-        data = text.encode()
-        if ending.endswith("gz"):
-            data = gzip.compress(data[: len(data) // 2]) + gzip.compress(
-                data[len(data) // 2 :]
-            )
-        elif ending.endswith("zst"):
-            data = zstandard.compress(data)
-        elif ending.endswith("bz2"):
-            data = bz2.compress(data)
-        put(path, data)
+        put(path, PACKED.get(ending.rpartition(".")[2], bytes)(text.encode()))
     return paths
 
 

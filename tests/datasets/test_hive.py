@@ -14,7 +14,6 @@ from pyarrow import compute as pc
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
 from aioloader.errors import DatasetError
-from aioloader.testing import assert_resumes_exactly
 from datasets.tables import write
 from object_server import ObjectServer
 
@@ -100,20 +99,6 @@ def test_dates(tmp_path: Path) -> None:
     assert read("*-01-*/*")[0]["day"] == datetime.date(2026, 1, 31)
     with pytest.raises(DatasetError, match=r"day.*2026-02-30/0.parquet.*date32"):
         read("*/*")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("resumed", [1, 2])
-def test_ranks_and_resuming(resumed: int, folder: Path) -> None:
-    stream = ParquetDataset(
-        PATTERN, filters=[("year", ">", 2022)], shuffle=True, store=folder
-    )
-    parts = [ours(stream, rank=r, world_size=2, tail="uneven") for r in range(2)]
-    expected = theirs(folder, filter=pc.field("year") > 2022)
-    assert in_order(parts[0] + parts[1]) == expected
-    assert_resumes_exactly(
-        lambda: DataLoader(stream, 5, collate_fn=list), stops=[resumed]
-    )
 
 
 @pytest.mark.slow

@@ -114,13 +114,6 @@ async def test_listed_objects_take_one_request(
     assert len(loopback.heads) == requests
 
 
-async def test_listed_and_gone(memory: MemoryStore) -> None:
-    dataset = await ObjectDataset.discover(memory, prefix="cats")
-    obstore.delete(memory, dataset.keys[0])
-    with pytest.raises(ObjectNotFoundError):
-        await dataset[0]
-
-
 async def test_prefix_is_whole_segments(s3: str) -> None:
     async with await ObjectDataset.discover(s3, prefix="cats") as cats:
         pass
@@ -128,16 +121,6 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
     assert [key.partition("/")[0] for key in cats.keys] == ["cats"] * 6
     with pytest.raises(ValueError, match=r"no object in 's3://bucket/train/cat'"):
         await ObjectDataset.discover(s3, prefix="cat")
-
-
-async def test_cancelled_discover_leaves_nothing(
-    loopback: Any, noise: list[Any]
-) -> None:
-    task = asyncio.create_task(ObjectDataset.discover(loopback.url("hang")))
-    await loopback.entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 async def test_listing_of_a_missing_bucket(s3: str) -> None:
@@ -212,15 +195,6 @@ async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) 
     options = {"default_headers": {"authorization": "Bearer x"}}
     await serve("ok", "cats/z.bin", user="me@", client_options=options)[0]
     assert "authorization: Bearer x" in loopback.heads[1]
-
-
-async def test_store_is_made_anew_after_close(serve: Serve) -> None:
-    dataset = serve("ok", "cats/z.bin")
-    store: Any = dataset._store
-    first = store.open()
-    assert store.open() is first
-    await dataset.aclose()
-    assert store.open() is not first
 
 
 def run(script: str) -> "subprocess.CompletedProcess[str]":

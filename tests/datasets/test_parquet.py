@@ -18,9 +18,10 @@ from aioloader._order.blocks import Bad, Block
 from aioloader.datasets import ParquetDataset
 from aioloader.datasets._arrow import files, parquet, reader
 from aioloader.datasets._arrow.parquet import ParquetFormat
+from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.errors import DatasetError, TruncatedReadError
-from datasets.shards import bytes_of
 from datasets.tables import (
+    PLACES,
     Local,
     contents,
     flip,
@@ -32,9 +33,6 @@ from datasets.tables import (
     shards,
     write,
 )
-from object_server import ObjectServer
-
-PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 
 
 @pytest.fixture
@@ -44,22 +42,6 @@ def numbered(tmp_path: Path) -> str:
 
 
 # -- what is read ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [
-    {"data_page_version": "2.0"},
-    {"compression": "zstd", "use_dictionary": False},
-    {"compression": "none", "column_encoding": {"n": "DELTA_BINARY_PACKED"},
-     "use_dictionary": ["text"]},
-    {"write_page_index": True, "store_schema": False},
-    {"version": "1.0", "write_statistics": False},
-])  # fmt: skip
-async def test_reads_all_dialects(options: dict[str, Any], tmp_path: Path) -> None:
-    table = pa.table({"n": range(50), "text": [f"{n % 4}" for n in range(50)]})
-    path = write(tmp_path / "a.parquet", table, **options)
-    for is_remote in (False, True):
-        made = ParquetFormat(path, Local(is_remote=is_remote))
-        assert plain(await read_all(made)) == table.to_pylist()
 
 
 # -- columns -----------------------------------------------------------------------
@@ -138,6 +120,19 @@ async def test_closing_ends_requests_and_threads(numbered: str) -> None:
     await reader.aclose()
 
 
+def test_a_loop_that_is_gone_is_an_error() -> None:
+    async def read(_start: int, _stop: int) -> bytes:
+        return b""
+
+    async def begin() -> None:
+        ranges.begin()
+
+    ranges = Ranges(read, 9, [], budget=10, location="there")
+    asyncio.run(begin())
+    with pytest.raises(DatasetError, match="event loop is closed"):
+        ranges.read(0, 9)
+
+
 async def test_no_error_is_kept(tmp_path: Path) -> None:
     """Not even one of those by which footers are checked: pyarrow would keep it."""
     write(tmp_path / "a.parquet", pa.table({"row": range(9)}))
@@ -210,19 +205,6 @@ async def test_few_numbers_are_collated_on_the_loop(
 
 
 # -- epochs ------------------------------------------------------------------------
-
-
-async def test_footers_are_read_once() -> None:
-    tables = [pa.table({"n": range(n * 9, n * 9 + 9)}) for n in range(3)]
-    objects = {f"{n}.parquet": bytes_of(one, "parquet") for n, one in enumerate(tables)}
-    with ObjectServer(objects) as server:
-        stream = ParquetDataset([*objects], store=server.url)
-        sent = []
-        for _ in range(2):
-            before = server.counts().requests
-            assert [row["n"] async for row in stream] == [*range(27)]
-            sent.append(server.counts().requests - before)
-    assert sent[0] - sent[1] == 3
 
 
 async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
@@ -337,21 +319,16 @@ def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
     return found
 
 
-async def numbers(made: ParquetDataset, state: Any = None, limit: int = 64) -> Any:
+async def numbers(made: ParquetDataset) -> list[Any]:
     found: list[Any] = []
-    states: list[tuple[int, Any]] = []
-    if state is not None:
-        made.load_state_dict(state)
     async with aiter(made) as rows:
-        while len(block := await rows.pull(limit)):
+        while len(block := await rows.pull(64)):
             found += [row if isinstance(row, Bad) else int(row["n"]) for row in block]
-            states.append((len(found), rows.state_dict()))
-    return found, states
+    return found
 
 
 async def test_few_hops(small: str, hops: list[Any]) -> None:
-    found, _ = await numbers(ParquetDataset(small))
-    assert found == [*range(GROUPS * ROWS)]
+    assert await numbers(ParquetDataset(small)) == [*range(GROUPS * ROWS)]
     assert len(hops) < GROUPS / 4
     assert sum(len(shards) for shards in hops) == GROUPS
 
@@ -361,7 +338,7 @@ async def test_only_the_damaged_one_is_lost(small: str) -> None:
     data = bytearray(contents(small))
     data[chunk.dictionary_page_offset + chunk.total_compressed_size - 8] ^= 255
     put(small, data)
-    found, _ = await numbers(ParquetDataset(small))
+    found = await numbers(ParquetDataset(small))
     (at,) = [at for at, row in enumerate(found) if isinstance(row, Bad)]
     assert at == 7 * ROWS
     assert isinstance(found[at].error, DatasetError)

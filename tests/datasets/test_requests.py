@@ -1,13 +1,16 @@
 """Requests that fail, stall or dawdle: tried again by cause, hedged, given up."""
 
 import asyncio
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from aioloader.datasets import Requests
+from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.requests import (
     Server,
     Tries,
@@ -103,25 +106,6 @@ async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
     assert caplog.records[0].levelname == "WARNING"
 
 
-async def test_a_cancellation_is_no_failure() -> None:
-    """It goes through, and no other try is made."""
-    entered = asyncio.Event()
-    calls = 0
-
-    async def attempt() -> None:
-        nonlocal calls
-        calls += 1
-        entered.set()
-        await hang()
-
-    task = asyncio.create_task(Tries(AT_ONCE).make(attempt, *PLACE))
-    await entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert calls == 1
-
-
 async def hedging() -> Tries:
     """Return tries that have seen enough to know what is slow."""
     tries = Tries(Requests(hedge=True, base_delay=0))
@@ -147,20 +131,6 @@ async def test_a_slow_request_is_sent_twice() -> None:
 
     assert await tries.make(attempt, *PLACE) == "second"
     assert ended.is_set()
-
-
-async def test_what_may_not_run_twice_is_sent_once() -> None:
-    """However long it takes."""
-    tries = await hedging()
-    calls = itertools.count()
-
-    async def attempt() -> int:
-        for _ in range(100):
-            await asyncio.sleep(0)
-        return next(calls)
-
-    assert await tries.make(attempt, *PLACE, may_hedge=False) == 0
-    assert next(calls) == 1
 
 
 @pytest.mark.slow
@@ -200,3 +170,55 @@ async def test_of_two_requests_one_may_fail() -> None:
 
     assert await tries.make(attempt, *PLACE) == "data"
     assert next(calls) == 4
+
+
+# -- their end ----------------------------------------------------------------------
+
+
+async def test_drain_waits_for_requests_in_flight() -> None:
+    """What is followed when the drain begins is awaited."""
+    flights, request = Flights(), asyncio.get_running_loop().create_future()
+    following = asyncio.create_task(flights.follow(request))
+    await asyncio.sleep(0)
+    draining = asyncio.create_task(flights.drain(60.0))
+    await asyncio.sleep(0)
+    assert not draining.done()
+    request.set_result(7)
+    del request
+    assert await following == 7
+    await draining
+
+
+async def test_drain_waits_for_what_is_held() -> None:
+    """A request that is over but still referred to is one a thread may be busy with."""
+    flights, held = Flights(), [asyncio.get_running_loop().create_future()]
+    following = asyncio.create_task(flights.follow(held[0]))
+    await asyncio.sleep(0)
+    following.cancel()
+    draining = asyncio.create_task(flights.drain(60.0))
+    await asyncio.wait({following})
+    await asyncio.sleep(0)
+    assert not draining.done()
+    held.clear()
+    del following
+    await draining
+
+
+async def test_a_request_that_is_kept_keeps_no_frames() -> None:
+    """obstore's threads may hold a failed request until the next call of obstore."""
+
+    class Iterator:
+        """What the frames that await a request hold."""
+
+    async def read() -> None:
+        iterator = Iterator()
+        seen.append(weakref.ref(iterator))
+        await Flights().follow(held[0])
+
+    seen: list[weakref.ref[Iterator]] = []
+    held = [asyncio.get_running_loop().create_future()]
+    held[0].set_exception(FileNotFoundError(2, "not there"))
+    with pytest.raises(FileNotFoundError, match="not there"):
+        await read()
+    gc.collect()
+    assert seen[0]() is None

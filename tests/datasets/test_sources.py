@@ -36,7 +36,6 @@ from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
     ObjectPermissionError,
-    ShardChangedError,
     TruncatedReadError,
 )
 from beside import beside
@@ -45,7 +44,6 @@ from datasets.shards import (
     bytes_of,
     check_resumes,
     names,
-    read,
     write_tar,
     write_text,
 )
@@ -103,15 +101,6 @@ def shop(tmp_path: Path) -> Shop:
     write_tar(tmp_path)
     found = {f"train/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
     return Shop({**found, "big.txt": BIG, "b.txt.gz": gzip.compress(BIG)})
-
-
-def shown(error: BaseException) -> str:
-    link: BaseException | None = error
-    said = ""
-    while link is not None:
-        said += f"{link!r} {vars(link)!r}"
-        link = link.__cause__ or link.__context__
-    return said
 
 
 # -- what works as with every store -------------------------------------------------
@@ -274,21 +263,6 @@ async def test_cut_answers(shop: Shop) -> None:
     words = "gave 32,768 of 65,536 bytes from byte 0 on"
     with pytest.raises(TruncatedReadError, match=words):
         await names(TextDataset("big.txt", store=shop, requests=QUICK))
-
-
-async def test_changed_objects(shop: Shop) -> None:
-    options: Any = {"store": shop, "max_bytes": 1 << 16}
-    async with aiter(TextDataset("big.txt", **options)) as iterator:
-        await anext(iterator)
-        shop.objects["big.txt"] = BIG.replace(b"1", b"2")
-        with pytest.raises(DatasetError, match="changed while being read"):
-            [_ async for _ in iterator]
-    stream = TextDataset("big.txt", **options)
-    _, state = await read(stream, 100)
-    shop.objects["big.txt"] = BIG
-    stream.load_state_dict(state)
-    with pytest.raises(ShardChangedError, match="another ETag"):
-        await read(stream)
 
 
 async def test_without_a_list(shop: Shop) -> None:

@@ -19,8 +19,17 @@ from aioloader.errors import (
     ObjectPermissionError,
 )
 from beside import beside
-from datasets.pg import PASSWORD, Database, Server
-from datasets.sql_reads import keys_of, listed, opened, read, rest_of, rows_of
+from datasets.pg import (
+    PASSWORD,
+    Database,
+    Server,
+    keys_of,
+    listed,
+    opened,
+    read,
+    rest_of,
+    rows_of,
+)
 from datasets.test_secrets import everything_said
 
 SMALL = 1 << 18
@@ -236,6 +245,8 @@ async def test_any_name_can_be_read(database: Database, name: str) -> None:
         ({"partitions": 0}, "partitions must be at least 1, got 0"),
         ({"deadline": -1}, "deadline must not be negative, got -1"),
         ({"parameters": [1]}, "parameters are for a query"),
+        ({"infinity": "x"}, "infinity must be 'error' or 'null', got 'x'"),
+        ({"numeric": 1, "keys": [1]}, "numeric must be 'decimal' or 'float', got 1"),
         ({"query": "SELECT 1", "keys": [1]}, "table must be a table: name a query by"),
         ({"connections": 0, "keys": [1]}, "connections must be at least 1, got 0"),
     ],

@@ -13,10 +13,8 @@ import torch
 from aioloader import DataLoader
 from aioloader.datasets.sql import SQLRows
 from aioloader.errors import DatasetError, ObjectNotFoundError
-from aioloader.protocols import Kind, batch_getter, kind_of, reads_async
 from beside import beside
-from datasets.pg import Database
-from datasets.sql_reads import listed
+from datasets.pg import Database, listed
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +24,11 @@ async def test_keys_are_sorted_integers(database: Database) -> None:
     async with listed(database) as rows:
         assert rows.keys.dtype == np.int64  # type: ignore[union-attr]
         assert [*rows.keys] == [*range(-6000, 9000, 3)]
+        with pytest.raises(TypeError, match="not iterable"):
+            iter(rows)
         assert len(rows) == 5000
+    blocking = await asyncio.to_thread(SQLRows, database.url, "t", key="id")
+    assert np.array_equal(blocking.keys, rows.keys)
 
 
 async def test_rows_by_index(database: Database) -> None:
@@ -52,19 +54,6 @@ async def test_rows_of_a_batch(database: Database) -> None:
         assert found[1] == found[3]
         assert found[1] is not found[3]
         assert await rows.__getitems__([]) == []
-
-
-async def test_one_query_for_a_batch(postgresql: Database) -> None:
-    postgresql.fill("t", 100)
-    asked: list[str] = []
-
-    async def watch(connection: Any) -> None:
-        connection.add_query_logger(lambda record: asked.append(record.query))
-
-    async with asyncpg.create_pool(postgresql.url, min_size=1, init=watch) as pool:
-        rows = SQLRows(pool, "t", key="id", keys=range(100))
-        await rows.__getitems__([*range(0, 100, 2)])
-    assert sum('WHERE q."id" = ANY($1)' in query for query in asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -171,15 +160,6 @@ async def test_rows_without_a_key_are_left_out(database: Database) -> None:
 # -- in a loader ------------------------------------------------------------------
 
 
-def test_a_loader_asks_by_the_batch() -> None:
-    rows = SQLRows("sqlite:///x.db", "t", key="id", keys=range(3))
-    assert kind_of(rows) is Kind.MAP
-    assert reads_async(rows)
-    assert batch_getter(rows) == rows.__getitems__
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(rows)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
     database.fill("t", 100)
@@ -196,13 +176,22 @@ async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
 
 
 async def test_the_pool_of_a_service(postgresql: Database) -> None:
+    """A batch is one query."""
     postgresql.fill("t", 50)
-    async with asyncpg.create_pool(postgresql.url, min_size=3, max_size=3) as pool:
+    asked: list[str] = []
+
+    async def watch(connection: Any) -> None:
+        connection.add_query_logger(lambda record: asked.append(record.query))
+
+    async with asyncpg.create_pool(
+        postgresql.url, min_size=3, max_size=3, init=watch
+    ) as pool:
         rows = await SQLRows.discover(pool, "t", key="id", columns=["id"])
         loader: Any = DataLoader(rows, 10, loop="caller", shuffle=True)
         for _ in range(2):
             batches = [batch["id"] async for batch in loader]
             assert sorted(torch.cat(batches).tolist()) == [*range(50)]
+        assert sum('WHERE q."id" = ANY($1)' in query for query in asked) == 10
         assert await pool.fetchval("SELECT 1") == 1
         assert "asyncpg.Pool" in repr(rows)
         with pytest.raises(pickle.PicklingError, match="pass a URL instead"):
@@ -261,8 +250,3 @@ async def test_cancelled_reads_leave_nothing(database: Database) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         assert (await rows[499])["id"] == 499
-
-
-def test_listing_blocks_when_asked_to(database: Database) -> None:
-    database.fill("t", 20)
-    assert [*SQLRows(database.url, "t", key="id").keys] == [*range(20)]

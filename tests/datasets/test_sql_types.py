@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from aioloader import DataLoader
-from aioloader.datasets import SQLDataset, SQLRows
+from aioloader.datasets import SQLDataset
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.errors import DatasetError
-from datasets.pg import Database
-from datasets.sql_reads import listed, opened, rest_of, resumed, rows_of
+from datasets.pg import Database, listed, opened, rest_of, resumed, rows_of
 
 # Loaded before a loop runs: Arrow would read a file when the first time is shown.
 UTC = zoneinfo.ZoneInfo("UTC")
@@ -406,10 +405,3 @@ async def test_ranges_of_infinite_dates(postgresql: Database) -> None:
     assert row["d"] == "[2020-01-01,infinity]"
     with pytest.raises(DatasetError, match="id = 1 has an infinite date"):
         await values_of(postgresql, "keys")
-
-
-def test_other_words_are_an_error() -> None:
-    with pytest.raises(ValueError, match="numeric must be 'decimal' or 'float', got 1"):
-        SQLRows("sqlite:///x", "t", key="id", keys=(), numeric=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="infinity must be 'error' or 'null', got 'x'"):
-        SQLDataset("sqlite:///x", "t", key="id", infinity="x")  # type: ignore[arg-type]

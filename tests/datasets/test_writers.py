@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import itertools
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import tarfile
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -24,7 +24,7 @@ import torch
 import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import (
     ParquetDataset,
@@ -36,6 +36,13 @@ from aioloader.datasets import (
 )
 from aioloader.datasets._write import sinks
 from aioloader.errors import DatasetError, StateMismatchError
+from datasets.killed_writing import (
+    LARGE_BYTES,
+    LARGE_SAMPLES,
+    SIGKILLED,
+    run,
+)
+from datasets.killed_writing import SAMPLES as KILLED_SAMPLES
 from datasets.pictures import pixels
 from datasets.test_secrets import MARKER, everything_said
 
@@ -335,17 +342,6 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
     assert peak < 16 << 20
 
 
-async def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
-    await write(tmp_path / "a")
-    await write(tmp_path / "b", until=12)
-    await write(tmp_path / "b")
-    one, other = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in "ab"
-    )
-    assert one == other
-
-
 async def test_each_shard_has_its_index(tmp_path: Path) -> None:
     """Where samples begin, and where the last one ends: 64-bit numbers."""
     async with TarWriter(tmp_path) as writer:
@@ -371,64 +367,45 @@ async def test_writes_at_once(tmp_path: Path) -> None:
 # -- two writers at one place ---------------------------------------------------------
 
 
-async def test_two_writers_at_once(tmp_path: Path) -> None:
-    first = TarWriter(tmp_path, shard_samples=2)
-    with pytest.raises(StateMismatchError, match="another writer has written"):
-        async with first:
-            await first.write(SAMPLES[0])
-            await write(tmp_path)
-            await first.write(SAMPLES[1])
-    assert await labels(tmp_path) == list(range(COUNT))
-
-
-@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("before", [None, b"old"])
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 async def test_two_writers_in_the_same_moment(
     kind: str,
-    is_resumed: bool,
+    before: bytes | None,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
     s3_port: int,
 ) -> None:
-    """One of them succeeds, also if both have seen the same manifest."""
+    """One of them succeeds, also if both have seen the same list of shards."""
     destination: Any = MemoryStore()
     if kind == "s3":
         loop = request.node.callspec.id
         destination = request.getfixturevalue("s3") + f"-meeting-{loop}"
-    if is_resumed:
-        await write(destination, until=6)
+    pair: list[Any] = [sinks.make_sink(destination, {}) for _ in range(2)]
+    if before is not None:
+        await pair[0].put("list.json", before)
     barrier, version = asyncio.Barrier(2), sinks.StoreSink._version
-    calls, is_one_over = itertools.count(), asyncio.Event()
+    is_one_over = asyncio.Event()
 
     async def both_have_seen(sink: Any, file: str) -> Any:
         found = await version(sink, file)
         # One after the other: the test's server compares and writes in two steps.
-        if next(calls) < 2 and await barrier.wait():
+        if await barrier.wait():
             await is_one_over.wait()
         return found
 
-    async def run(job: Any) -> None:
-        try:
-            await job
-        finally:
-            is_one_over.set()
+    async def swap(number: int) -> bool:
+        done: bool = await pair[number].swap("list.json", before, b"%d" % number)
+        is_one_over.set()
+        return done
 
-    pair: list[Any] = [TarWriter(destination, shard_samples=6) for _ in range(2)]
-    async with contextlib.AsyncExitStack() as stack:
-        if is_resumed:
-            for writer in pair:
-                await stack.enter_async_context(writer)
-                for sample in SAMPLES[6:11]:
-                    await writer.write(sample)
-            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
-            jobs: list[Any] = [writer.write(SAMPLES[11]) for writer in pair]
-        else:
-            monkeypatch.setattr(sinks.StoreSink, "_version", both_have_seen)
-            jobs = [stack.enter_async_context(writer) for writer in pair]
-        ended = await asyncio.gather(*map(run, jobs), return_exceptions=True)
-        lost = [one for one in ended if isinstance(one, BaseException)]
-        assert [type(one) for one in lost] == [StateMismatchError]
-        assert "run one writer at a time, or give each a different name" in str(lost[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(sinks.StoreSink, "_version", both_have_seen)
+        done = await asyncio.gather(swap(0), swap(1))
+    assert sum(done) == 1
+    assert await pair[0].read("list.json") == b"%d" % done.index(True)
+    for sink in pair:
+        await sink.aclose()
 
 
 @pytest.mark.parametrize("before", [None, b"old"])
@@ -462,7 +439,10 @@ async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
         index = tmp_path / "shard-000000.tar.idx"
         before = await asyncio.to_thread(index.read_bytes)
         assert first.shards
-        with pytest.raises(StateMismatchError, match="another writer has written"):
+        words = (
+            "another writer has written.*; run one writer at a time, or give each a di"
+        )
+        with pytest.raises(StateMismatchError, match=words):
             for row in rows[1:]:
                 await second.write(row)
     stream = TarDataset(f"{tmp_path}/*.tar")
@@ -592,3 +572,91 @@ async def test_parquet_that_ends_early(tmp_path: Path) -> None:
     assert [entry["samples"] for entry in manifest["shards"]] == [2, 2]
     async with ParquetWriter(tmp_path) as writer:
         assert writer.next_sample == 4
+
+
+# -- writers that are killed by SIGKILL before any operation, and begun again ---------
+
+
+def texts(kind: str, data: bytes) -> list[str]:
+    if kind == "parquet":
+        column: list[str] = pq.read_table(BytesIO(data))["txt"].to_pylist()
+        return column
+    with tarfile.open(fileobj=BytesIO(data)) as tar:
+        members: list[Any] = [
+            tar.extractfile(member) for member in tar if member.name.endswith("txt")
+        ]
+        assert data.endswith(bytes(1024))
+        return [member.read().decode() for member in members]
+
+
+def seen(kind: str, folder: Path) -> list[str]:
+    shards = sorted(folder.glob(f"*.{kind}"))
+    return [text for shard in shards for text in texts(kind, shard.read_bytes())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        # Of the beginning, of one shard, and one after the end.
+        pytest.param([2, 3, 4, 5, 6, 7, 8, 11, 15, 16, 24], id="some"),
+        pytest.param(range(26), marks=pytest.mark.fuzz, id="all"),
+    ],
+)
+def test_killed_before_any_operation(tmp_path: Path, numbers: list[int]) -> None:
+    """Readers see whole shards; the next process writes the rest, to the same bytes."""
+    expected = [str(number) for number in range(KILLED_SAMPLES)]
+    jobs = [
+        (kind, str(tmp_path / f"{kind}-{number}"), number)
+        for kind in ("tar", "parquet")
+        for number in numbers
+        if kind == "tar" or number % 4 == 0
+    ]
+    ended = run("kill", jobs)
+    killed = [job for job, end in zip(jobs, ended, strict=True) if end == SIGKILLED]
+    assert set(ended) == {SIGKILLED, 0}  # the last ones had no operation left
+    counts = set()
+    for kind, folder, _ in killed:
+        found = seen(kind, Path(folder))
+        assert found == expected[: len(found)]
+        counts.add(len(found))
+    assert counts == {0, 6, 12, 18}
+    assert set(run("write", jobs)) == {0}
+    files: dict[str, list[Any]] = {}
+    for kind, folder, _ in jobs:
+        assert seen(kind, Path(folder)) == expected
+        content = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        files.setdefault(kind, []).append(content)
+    assert all(one == every[0] for every in files.values() for one in every)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "numbers",
+    [[7, 13], pytest.param([3, 5, 6, 7, 8, 10, 12, 13], marks=pytest.mark.fuzz)],
+    ids=["some", "all"],
+)
+def test_killed_while_it_uploads(s3: str, s3_port: int, numbers: list[int]) -> None:
+    """A store shows no part of an upload; each sample is there once in the end."""
+    base = f"{s3}-killed-{len(numbers)}"
+    jobs = [("tar", f"{base}-{number}", number) for number in numbers]
+    assert set(run("kill", jobs)) == {SIGKILLED}
+    store = S3Store("bucket", client_options={"allow_http": True})
+
+    def found() -> dict[str, list[str]]:
+        content: dict[str, list[str]] = {job[1]: [] for job in jobs}
+        keys = [meta["path"] for page in obstore.list(store) for meta in page]
+        for key in sorted(keys):
+            folder, _, file = f"s3://bucket/{key}".rpartition("/")
+            if folder in content and file.endswith("tar"):
+                data = bytes(obstore.get(store, key).bytes())
+                content[folder] += texts("tar", data)
+                assert len(data) > 2 * LARGE_BYTES
+        return content
+
+    counts = [len(content) for content in found().values()]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 4)
+    assert set(run("write", jobs)) == {0}
+    expected = [str(number) for number in range(LARGE_SAMPLES)]
+    assert all(content == expected for content in found().values())

@@ -11,8 +11,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -31,8 +30,8 @@ from object_server.answers import (
     answer,
     failure,
 )
-from object_server.faults import Fault, Faults
-from object_server.tally import Counts, Tally
+from object_server.faults import Faults
+from object_server.tally import Tally
 
 _Started: TypeAlias = "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]"
 _PIECE = 1 << 18
@@ -110,7 +109,7 @@ class _Talk:
             await asyncio.sleep(self.free_at - now)
 
 
-class ObjectServer:
+class ObjectServer(Tally):
     """Serves objects over HTTP or HTTPS on loopback, while a ``with`` block runs.
 
     GET and HEAD of ``{url}/{name}``, and as an S3 bucket, path style and unsigned, of
@@ -157,6 +156,7 @@ class ObjectServer:
         bytes_per_second: float | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
+        super().__init__()
         self.faults: Faults = faults or Faults()
         self.latency = latency
         self.bytes_per_second = bytes_per_second
@@ -164,7 +164,6 @@ class ObjectServer:
         self.url: str = ""
         self._shelf = Shelf(objects or {}, make, sizes or {})
         self._ssl = ssl_context
-        self._tally = Tally()
         self._talks: set[_Talk] = set()
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
         self._failure: Exception | None = None
@@ -174,26 +173,6 @@ class ObjectServer:
     def replace(self, name: str, data: Buffer) -> None:
         """Replace ``name`` by ``data``; answers in progress continue."""
         self._shelf.replace(name, data)
-
-    def counts(self, name: str | None = None) -> Counts:
-        """Return a copy of the counts for one name, or for all.
-
-        Args:
-            name: An object; the empty name counts listings.
-        """
-        return self._tally.counts(name)
-
-    def injected(self) -> Counter[str]:
-        """Return how often each fault was injected, by the names of ``Faults``."""
-        return self._tally.faults()
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        """Block the thread until ``condition``, about the counts, holds.
-
-        Raises:
-            TimeoutError: If it did not within ``seconds``.
-        """
-        self._tally.wait_for(condition, seconds)
 
     # -- its thread -------------------------------------------------------------------
 
@@ -223,12 +202,7 @@ class ObjectServer:
 
     def _run(self, listener: socket.socket, started: _Started) -> None:
         with listener, asyncio.Runner(loop_factory=new_event_loop) as runner:
-            try:
-                runner.run(self._serve(listener, started))
-            except Exception as exc:
-                if started.done():
-                    raise
-                started.set_exception(exc)
+            runner.run(self._serve(listener, started))
 
     async def _serve(self, listener: socket.socket, started: _Started) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -293,16 +267,9 @@ class ObjectServer:
 
     async def _exchange(self, talk: _Talk, head: bytes) -> bool:
         """Answer one request; return whether the connection continues."""
-        try:
-            request = Request.parse(head)
-        except ValueError:
-            refusal = failure(400, "BadRequest")
-            talk.writer.writelines(
-                [refusal.head(), memoryview(refusal.read(0, refusal.stop))]
-            )
-            return False
+        request = Request.parse(head)
         talk.is_busy = True
-        with self._tally.request(request.name) as number:
+        with self._request(request.name) as number:
             goes_on = await self._reply(talk, request, number)
         talk.is_busy = False
         return goes_on
@@ -311,21 +278,17 @@ class ObjectServer:
         fault = self.faults.draw(number)
         if self.latency:
             await asyncio.sleep(self.latency)
-        if fault is not None:
-            self._tally.add_fault(fault.kind)
-            return await self._answer_badly(talk, request, fault)
-        await self._send(talk, request, self._honest(request))
-        return not request.is_last
-
-    def _honest(self, request: Request) -> Answer:
-        return answer(request, self._shelf, self.max_keys)
-
-    async def _answer_badly(self, talk: _Talk, request: Request, fault: Fault) -> bool:
-        honest = self._honest(request)
+        honest = answer(request, self._shelf, self.max_keys)
+        if fault is None:
+            await self._send(talk, request, honest)
+            return not request.is_last
+        self._add_fault(fault.kind)
         cut = honest.start + int((honest.stop - honest.start) * fault.where)
         match fault.kind:
             case "errors":
-                await self._send(talk, request, self._error(request, fault))
+                is_slow = fault.where >= 0.5
+                reply = (503, "SlowDown") if is_slow else (500, "InternalError")
+                await self._send(talk, request, failure(*reply))
             case "lying":
                 await self._send(talk, request, replace(honest, stop=cut))
             case "hangs":
@@ -341,12 +304,6 @@ class ObjectServer:
                 return False
         return not request.is_last
 
-    def _error(self, request: Request, fault: Fault) -> Answer:
-        has_body = request.method != "HEAD"
-        if fault.where < 0.5:
-            return failure(500, "InternalError", has_body=has_body)
-        return failure(503, "SlowDown", has_body=has_body)
-
     async def _send(
         self, talk: _Talk, request: Request, reply: Answer, stop: int | None = None
     ) -> None:
@@ -355,9 +312,10 @@ class ObjectServer:
         talk.writer.write(reply.head())
         piece = max(1, min(_PIECE, int(speed / _STEPS))) if speed else _PIECE
         end = reply.stop if stop is None else stop
-        for at in range(reply.start, end if reply.has_body else 0, piece):
+        end = 0 if request.method == "HEAD" else end
+        for at in range(reply.start, end, piece):
             data = memoryview(reply.read(at, min(at + piece, end))).cast("B")
             await talk.pace(len(data), speed)
             talk.writer.write(data)
-            self._tally.add_bytes(request.name, len(data))
+            self._add_bytes(request.name, len(data))
             await talk.writer.drain()

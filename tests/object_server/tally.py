@@ -21,10 +21,6 @@ class Counts:
     bytes: int = 0
     in_flight: int = 0
 
-    def enter(self) -> None:
-        self.requests += 1
-        self.in_flight += 1
-
 
 class Tally:
     """Counts requests, bytes and faults."""
@@ -33,20 +29,20 @@ class Tally:
         self._changed = threading.Condition()
         self._total = Counts()
         self._by_name: defaultdict[str, Counts] = defaultdict(Counts)
-        self._faults: Counter[str] = Counter()
+        self._injected: Counter[str] = Counter()
 
-    def counts(self, name: str | None) -> Counts:
-        """Return a copy of the counts for one name, or for all."""
+    def counts(self, name: str | None = None) -> Counts:
+        """Return a copy of the counts for one name, or for all; "" counts listings."""
         with self._changed:
             return replace(self._total if name is None else self._by_name[name])
 
-    def faults(self) -> Counter[str]:
-        """Return a copy of how often each fault was injected."""
+    def injected(self) -> Counter[str]:
+        """Return how often each fault was injected, by the names of ``Faults``."""
         with self._changed:
-            return self._faults.copy()
+            return self._injected.copy()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until ``condition`` holds.
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Block the thread until ``condition``, about the counts, holds.
 
         Raises:
             TimeoutError: If it did not within ``seconds``.
@@ -56,12 +52,13 @@ class Tally:
                 raise TimeoutError(f"not within {seconds:g} seconds: {self._total}")
 
     @contextlib.contextmanager
-    def request(self, name: str) -> Iterator[int]:
+    def _request(self, name: str) -> Iterator[int]:
         """Count a request, in flight within the block; yields its number, from 1."""
         with self._changed:
             both = self._total, self._by_name[name]
             for counts in both:
-                counts.enter()
+                counts.requests += 1
+                counts.in_flight += 1
             number = self._total.requests
             self._changed.notify_all()
         try:
@@ -72,13 +69,13 @@ class Tally:
                     counts.in_flight -= 1
                 self._changed.notify_all()
 
-    def add_bytes(self, name: str, amount: int) -> None:
+    def _add_bytes(self, name: str, amount: int) -> None:
         with self._changed:
             self._total.bytes += amount
             self._by_name[name].bytes += amount
             self._changed.notify_all()
 
-    def add_fault(self, kind: str) -> None:
+    def _add_fault(self, kind: str) -> None:
         with self._changed:
-            self._faults[kind] += 1
+            self._injected[kind] += 1
             self._changed.notify_all()
