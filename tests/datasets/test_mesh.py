@@ -113,24 +113,32 @@ def test_a_table_that_changes_between_peers(
         found[place] += one.do(do="rest")
     assert found[0] == found[1]
     assert found[2] == found[3]
-    assert sorted(keys(found[0] + found[2]))[:1000] == [*range(1000)]
+    ids = sorted(keys(found[0] + found[2]))
+    assert ids[:1000] == [*range(1000)]
+    assert len(set(ids)) == len(ids)
 
 
 def test_in_workers(tmp_path: Path) -> None:
-    """They count the looks of the process that they work for."""
-    stream = shards(tmp_path, 0, 8)
-    with ranks(4) as four:
+    """They connect to the group's store or the user's, and count for their process."""
+    (tmp_path / "more").mkdir()
+    with ranks(4) as four:  # not those of the other tests, for theirs have workers now
         met(four, 2, 2)
-        for one in four:
-            one.send(do="load", workers=1, **stream)
-        found = [one.answer() for one in four]
-        assert found[::2] == found[1::2]
-        assert sorted(map(int, found[0] + found[2])) == [*range(80)]
-        four[0].do(do="load", workers=1, **stream)
-        shards(tmp_path, 8, 10)
-        error = four[1].do(do="load", workers=1, **stream)
-        assert "rank 0 found 10 shards" in error
-        assert "a peer of rank 0, before, 8 shards" in error
+        for folder, store in ((tmp_path, None), (tmp_path / "more", "ranks")):
+            stream = shards(folder, 0, 8)
+            if store is not None:
+                stream["store"] = str(tmp_path / store)
+            for one in four:
+                one.send(do="load", workers=1, **stream)
+            found = [one.answer() for one in four]
+            assert found[::2] == found[1::2]
+            assert sorted(map(int, found[0] + found[2])) == [*range(80)]
+            four[0].do(do="load", workers=1, **stream)
+            shards(folder, 8, 10)
+            error = four[1].do(do="load", workers=1, **stream)
+            assert "rank 0 found 10 shards" in error
+            assert "a peer of rank 0, before, 8 shards" in error
+            error = four[2].do(do="load", workers=1, **stream)
+            assert "and rank 0, before, 8 shards" in error
 
 
 def test_peers_of_a_single_rank(tmp_path: Path) -> None:

@@ -57,31 +57,6 @@ def keys(rows: list[dict[str, Any]]) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def test_a_table_that_changes(two: list[RankProcess], tmp_path: Path) -> None:
-    """The second rank cuts it where the first one did: nothing lost, nothing twice."""
-    stream = table(tmp_path / "db", 1000)
-    found = two[0].do(do="open", **stream)
-    insert(tmp_path / "db", 1000, 5000)  # the second rank would cut elsewhere
-    found += two[1].do(do="open", **stream)
-    for rank in two:
-        found += rank.do(do="rest")
-    ids = sorted(keys(found))
-    assert ids[:1000] == [*range(1000)]
-    assert len(set(ids)) == len(ids)
-
-
-def test_lists_that_differ_from_the_beginning(
-    two: list[RankProcess], tmp_path: Path
-) -> None:
-    shards(tmp_path, 0, 5)
-    names = sorted(map(str, tmp_path.glob("*.txt")))
-    stream = {"kind": "TextDataset"}
-    assert two[1].do(do="open", addresses=names[:4], **stream) == ["10"]
-    error = two[0].do(do="open", addresses=names, **stream)
-    assert "rank 0 found 5 shards" in error
-    assert "rank 1, before, 4 shards" in error
-
-
 def test_both_at_once(two: list[RankProcess], tmp_path: Path) -> None:
     stream = table(tmp_path / "db", 500)
     for rank in two:
@@ -98,25 +73,6 @@ def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> N
         assert two[0].do(do="open", **stream) == ["0"]
         shards(tmp_path, 4, 4 + count)
     assert two[0].do(do="open", **stream) == ["0"]
-
-
-def test_in_workers(tmp_path: Path) -> None:
-    """They connect by themselves, to the store of the group or to the user's."""
-    (tmp_path / "more").mkdir()
-    with ranks() as two:  # not those of the other tests, for theirs have workers now
-        for folder, store in ((tmp_path, None), (tmp_path / "more", "ranks")):
-            stream = shards(folder, 0, 8)
-            if store is not None:
-                stream["store"] = str(tmp_path / store)
-            for rank in two:
-                rank.send(do="load", workers=2, **stream)
-            found = [line for rank in two for line in rank.answer()]
-            assert sorted(map(int, found)) == [*range(80)]
-            two[0].do(do="load", workers=2, **stream)
-            shards(folder, 8, 10)
-            error = two[1].do(do="load", workers=2, **stream)
-            assert "found 10 shards" in error
-            assert "before, 8 shards" in error
 
 
 def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:

@@ -13,18 +13,13 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._order.stream_states import opened, sealed
-from aioloader.datasets import (
-    ShardedStream,
-    ShardFormat,
-    ShardReader,
-    TextDataset,
-    from_iterable,
-)
+from aioloader.datasets import ShardedStream, TextDataset, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
 from datasets.shards import check_resumes, parquet, read, sqlite, write_lines
+from datasets.test_interleave import Memory, Reader
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
@@ -224,29 +219,16 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
     assert cuts == [cuts[0]] * 4
 
 
-class Empty(ShardReader):
-    async def pull(self, _limit: int) -> list[Any]:
-        return []
-
-    def position(self) -> dict[str, Any]:
-        return {}
-
-
-class Budgets(ShardFormat):
+class Budgets(Memory):
     """24 empty shards; notes the budget of each that is opened."""
 
     def __init__(self) -> None:
-        self.noted: list[int] = []
+        super().__init__(list)
+        self.made, self.noted = [[] for _ in range(24)], list[int]()
 
-    async def shards(self, _stack: Any, _known: Any = None, /) -> range:
-        return range(24)
-
-    def summary(self, shards: Any) -> dict[str, Any]:
-        return {"count": len(shards)}
-
-    def open(self, _shard: Any, _position: Any, budget: int) -> Empty:
+    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
         self.noted.append(budget)
-        return Empty()
+        return super().open(shard, position, budget)
 
 
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
@@ -346,17 +328,6 @@ def changed(state: Any, **values: Any) -> Any:
     return sealed({**opened(state), **values})
 
 
-async def test_a_state_between_batches() -> None:
-    state = merge_states(await states_of(4))
-    found: list[Any] = []
-    for rank in range(3):
-        stream = numbers().shard(rank, 3)
-        stream.load_state_dict(state)
-        with pytest.warns(UserWarning, match="3 ranks .* at 4 readers"):
-            found += (await read(stream))[0]
-    assert sorted(found) == sorted((await read(numbers()))[0])[8:]
-
-
 async def test_states_that_do_not_belong_together() -> None:
     three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
     for states, words in (
@@ -374,6 +345,13 @@ async def test_states_that_do_not_belong_together() -> None:
     ):
         with pytest.raises(StateMismatchError, match=words):
             merge_states(states)
+    async with Ranks(numbers(4), 2) as reading:
+        first = (await reading.batches(2, 1), reading.states())[1]
+        await reading.batches(2)
+        ended = reading.states()
+    assert merge_states(ended)["position"] == 4
+    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
+        merge_states([first[0], ended[1]])
     with pytest.raises(ValueError, match="no states"):
         merge_states([])
     with pytest.raises(
@@ -412,17 +390,6 @@ async def test_integers_of_numpy(tmp_path: Path) -> None:
     async with loader:
         await anext(aiter(loader))
         json.dumps(loader.state_dict())
-
-
-async def test_a_rank_that_ended_too_far_on() -> None:
-    """All ended behind the second batch, and one says that it is at the first."""
-    async with Ranks(numbers(4), 2) as reading:
-        first = (await reading.batches(2, 1), reading.states())[1]
-        await reading.batches(2)
-        ended = reading.states()
-    assert merge_states(ended)["position"] == 4
-    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
-        merge_states([first[0], ended[1]])
 
 
 async def test_a_state_is_small_and_of_the_samples_given() -> None:
