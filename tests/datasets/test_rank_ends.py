@@ -24,7 +24,6 @@ from aioloader.errors import BatchTimeoutError, DatasetError
 from datasets.rank_process import ranks
 from datasets.ranks import lines, numbers
 from datasets.shards import write_lines
-from datasets.test_rank_lists import two
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +69,6 @@ def masked(batches: list[Any]) -> list[Any]:
         if is_kept
     ]
 
-
-__all__ = ["two"]
 
 TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
 

@@ -18,7 +18,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
-from datasets.shards import check_resumes, parquet, read, sqlite, write_lines
+from datasets.shards import check_resumes, items, parquet, read, sqlite, write_lines
 from datasets.test_interleave import Memory, Reader
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
@@ -87,52 +87,15 @@ async def test_goes_on_with_other_ranks(
         assert trimmed(found) == whole, count
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 5])
-async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
-    stream = lines(tmp_path)  # the first rank has far more than others
-    async with Ranks(stream, 4) as reading:
-        whole = await reading.batches(4 * size)
-        ends = reading.states()
-    positions = [state["position"] for state in ends]
-    assert positions != [max(positions)] * 4
-    for count in range(len(whole) + 2):
-        async with Ranks(stream, 4) as reading:
-            found = await reading.batches(4 * size, count)
-            states, state = reading.states(), reading.state()
-        async with Ranks(stream, 4, state) as reading:
-            assert trimmed(found + await reading.batches(4 * size)) == whole
-        rest: list[str] = []
-        for rank, own in enumerate(states):
-            part = stream.shard(rank, 4)
-            part.load_state_dict(own)
-            rest += await rest_of(part, size)
-        assert sorted([*chain(*found), *rest]) == sorted(chain(*whole))
-
-
-async def rest_of(stream: Any, size: int) -> list[str]:
-    async with aiter(stream) as iterator:
-        found: list[str] = []
-        while len(block := await iterator.pull(size)):
-            found += block
-        return found
-
-
 async def test_samples_one_by_one(tmp_path: Path) -> None:
-    source = lines(tmp_path)  # files that are written again are others to a state
-
-    def make() -> Any:
-        return source.shuffle(3).readers(13)
-
-    whole, end = await read(make())
-    assert sorted(whole) == sorted(await rest_of(source, 64))
-    await check_resumes(make(), whole, range(0, len(whole) + 1, 9))
+    stream = lines(tmp_path).shuffle(3).readers(13)
+    whole, end = await read(stream)
+    assert await read(stream, state=end) == ([], end)
+    assert sorted(whole) == sorted(await items(lines(tmp_path)))
     assert end["ended"]
     assert all(one["ended"] for one in end["streams"].values())
-    stream = make()
-    stream.load_state_dict(end)
-    assert (await read(stream))[0] == []
     assert merge_states([end]) == end
+    await check_resumes(stream, whole, range(0, len(whole) + 1, 9))
 
 
 async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
@@ -207,7 +170,7 @@ async def test_no_order_no_turns(tmp_path: Path) -> None:
         state = reading.state()
     async with Ranks(stream, 3, state) as reading:
         found += await reading.batches(12)
-    assert sorted(chain(*found)) == sorted(await rest_of(lines(tmp_path), 64))
+    assert sorted(chain(*found)) == sorted(await items(lines(tmp_path)))
 
 
 async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
@@ -432,3 +395,10 @@ async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None
         batches: Any = await beside(partial(list, loader))
         assert [*chain(*batches)] == [*range(begin, 20)]
     loader.close()
+
+
+def test_without_a_process_group() -> None:
+    loader = DataLoader([1, 2])
+    assert len(list(loader)) == 2
+    (said,) = loader.report(ranks="train").remarks
+    assert said == "Ranks are not compared: there is no process group."
