@@ -249,7 +249,10 @@ async def pulled(
     async with aiter(stream) as iterator:
         for size in itertools.cycle(sizes):
             limit = size if count is None else min(size, count - len(found))
-            block = await iterator.pull(limit) if limit else []
+            try:
+                block = await iterator.pull(limit) if limit else []
+            except StopAsyncIteration:
+                break
             assert len(block) <= limit
             if not limit or (iterator.fills and not len(block)):
                 break

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
@@ -109,7 +110,7 @@ async def test_ends() -> None:
 
 
 TABLE = pa.table({"n": range(13), "text": [f"t {n}" for n in range(13)]})
-CHAINS = {
+CHAINS: dict[str, Callable[[], Any]] = {
     "ends": lambda: mix([of("a", 30), of("b", 5), of("c", 17)], [2, 2, 1]),
     "first": lambda: mix([of("a", 30), of("b", 9)], until="first"),
     "stages": lambda: mix([of("a", 30), of("b", 30)], [(0, [1, 3]), (13, [5, 1])]),
@@ -126,7 +127,7 @@ CHAINS = {
 async def test_resumes_anywhere(name: str) -> None:
     whole = await items(CHAINS[name]())
     for count in range(len(whole) + 1):
-        stream: Any = CHAINS[name]()
+        stream = CHAINS[name]()
         head, state = await pulled(stream, (1, 3, 64), count)
         middle, state = await read(stream, 3, state)
         rest, _ = await pulled(CHAINS[name](), (5, 64), state=state)
