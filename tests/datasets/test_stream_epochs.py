@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,9 @@ import pytest
 
 from aioloader import DataLoader, merge_states
 from aioloader._order.ranks import Share
-from aioloader.datasets import (
-    JSONLinesDataset,
-    TextDataset,
-    from_async_iterable,
-    from_iterable,
-)
+from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
 from aioloader.datasets._streams.cursors import Reading
+from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import lines
@@ -58,26 +54,38 @@ async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
 
 
 async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
-    closed: list[bool] = []
+    closed: list[int] = []
     is_closing = asyncio.Event()
 
-    async def ones() -> AsyncIterator[int]:
-        try:
-            while True:
-                yield 1
-        finally:
+    class Pass:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        async def pull(self, _limit: int) -> list[Any]:
+            return []
+
+        def state(self) -> dict[str, Any]:
+            return {}
+
+        async def aclose(self) -> None:
             is_closing.set()
             await asyncio.sleep(0)
-            closed.append(True)
+            closed.append(self.number)
 
-    async with aiter(from_async_iterable(ones).take(1).repeat()) as iterator:
-        assert await anext(iterator) == 1
-        pulling = asyncio.ensure_future(anext(iterator))
-        await is_closing.wait()
-        pulling.cancel()
-        await asyncio.gather(pulling, return_exceptions=True)
-        assert closed == [True]
-    assert closed == [True] * 2
+    async def open_pass(number: int, _state: Any) -> Any:
+        return Pass(number)
+
+    reading = Reading(0, Share(), contextlib.AsyncExitStack())
+    state = {"good": True}
+    first: Any = Pass(0)
+    repeated = Repeated(first, state, reading, open_pass=open_pass, times=None)
+    pulling = asyncio.create_task(repeated.pull(1))
+    await is_closing.wait()
+    pulling.cancel()
+    await asyncio.gather(pulling, return_exceptions=True)
+    assert closed == [0]
+    await repeated.aclose()
+    assert closed == [0, 1]
 
 
 async def test_an_empty_pass_is_not_the_end(tmp_path: Path) -> None:
