@@ -20,7 +20,8 @@ from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader.datasets import from_arrow, from_iterable
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.errors import StateMismatchError
+from aioloader.datasets._streams.unbatched import Unbatched
+from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
 from datasets import shards
 from datasets.shards import read
@@ -184,6 +185,27 @@ async def test_a_sample_that_fails_when_made_again_is_a_failure() -> None:
         is_broken = True
         found, _ = await pulled(stream)
         assert found == ["connection lost", *[2] * 6]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [([Bad(OSError("gone"))], "now it cannot: gone"), ([], "there are 0 now")],
+)
+async def test_a_sample_that_had_items_is_lost(now: list[Any], words: str) -> None:
+    class Source:
+        ready = len(now)
+
+        async def fill(self, _limit: int) -> bool:
+            return bool(now)
+
+        def take(self, _limit: int) -> list[Any]:
+            return now
+
+    source: Any = Source()
+    reading: Any = None
+    cursor = Unbatched(source, {"up": {}, "taken": 2, "failed": []}, reading)
+    with pytest.raises(ShardChangedError, match=words):
+        await cursor.pull(5)
 
 
 TABLE = pa.table({"n": range(50), "s": [f"t {n}" for n in range(50)]})
