@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from aioloader import DataLoader, datasets
 
@@ -164,31 +162,6 @@ class Rank:
         assert len(list(loader)) == 4
         assert not loader.report().remarks
         return list(loader.report(ranks="train").remarks)
-
-    async def steps(self, batch_size: int, **options: Any) -> list[Any]:
-        """Train by DDP, a step per batch; return each batch and its mask."""
-        model = DistributedDataParallel(torch.nn.Linear(1, 1))
-        tail = options.pop("tail", None)
-        stream = self.stream(**options)
-        loader: Any = DataLoader(
-            stream,
-            batch_size,
-            collate_fn=_numbers,
-            rank="auto",
-            tail=tail,
-        )
-        found = []
-        async with loader:
-            async for batch in loader:
-                numbers = batch[0] if tail == "pad" else batch
-                mask = batch[1].tolist() if tail == "pad" else None
-                model(torch.tensor(numbers).float()[:, None]).sum().backward()
-                found.append([numbers, mask])
-        return found
-
-
-def _numbers(samples: list[Any]) -> list[float]:
-    return [float(sample) for sample in samples]
 
 
 def _plain(sample: Any) -> Any:

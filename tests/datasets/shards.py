@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gzip
 import io
+import itertools
 import json
 import sqlite3
 import struct
@@ -209,9 +210,12 @@ EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, *OTHERS]
 
 
 async def read(
-    stream: Any, count: int | None = None, state: Any = None
+    stream: Any, count: int | None = None, state: Any = None, *, errors: Any = ()
 ) -> tuple[list[Any], Any]:
-    """Return the first samples, all if not told, and the state behind them."""
+    """Return the first samples, all if not told, and the state behind them.
+
+    Errors of these kinds stand among the samples.
+    """
     if state is not None:
         stream.load_state_dict(state)
     found: list[Any] = []
@@ -221,6 +225,38 @@ async def read(
                 found.append(await anext(iterator))
             except StopAsyncIteration:
                 break
+            except errors as error:
+                found.append(error)
+        return found, json.loads(json.dumps(iterator.state_dict()))
+
+
+async def items(stream: Any) -> list[Any]:
+    return (await read(stream))[0]
+
+
+async def pulled(
+    stream: Any,
+    sizes: Iterable[int] = (64,),
+    count: int | None = None,
+    state: Any = None,
+    *,
+    show: Callable[[Any], Any] = lambda one: one,
+) -> tuple[list[Any], Any]:
+    """Return the first samples as ``show`` has them, pulled so many at a time."""
+    if state is not None:
+        stream.load_state_dict(state)
+    found: list[Any] = []
+    async with aiter(stream) as iterator:
+        for size in itertools.cycle(sizes):
+            limit = size if count is None else min(size, count - len(found))
+            try:
+                block = await iterator.pull(limit) if limit else []
+            except StopAsyncIteration:
+                break
+            assert len(block) <= limit
+            if not limit or (iterator.fills and not len(block)):
+                break
+            found += map(show, block)
         return found, json.loads(json.dumps(iterator.state_dict()))
 
 

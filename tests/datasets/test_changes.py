@@ -1,30 +1,35 @@
-"""Shards that change while they are read, or between a state and its resumption."""
+"""Shards that change while they are read or before a resume, and bad answers."""
 
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from aioloader import DataLoader
 from aioloader.datasets import (
+    ObjectDataset,
+    ParquetDataset,
     Requests,
     TextDataset,
     from_async_iterable,
     from_iterable,
 )
 from aioloader.datasets._stores.versions import Version
-from aioloader.errors import DatasetError, ShardChangedError
-from datasets.changing import ChangingServer
-from datasets.shards import check_resumes, read
+from aioloader.errors import (
+    BatchTimeoutError,
+    DatasetError,
+    ShardChangedError,
+    TruncatedReadError,
+)
+from datasets.changing import ALWAYS, Bad, ChangingServer, Sender
+from datasets.shards import bytes_of, check_resumes, items, read
 
 QUICK = Requests(timeout=5.0, deadline=2.0, base_delay=0.001, max_delay=0.01)
 AT_ONCE: dict[str, Any] = {"store_options": {"retry_config": {"max_retries": 0}}}
 SMALL: dict[str, Any] = {"max_bytes": 1 << 18, "requests": QUICK, **AT_ONCE}
-
-
-async def rest_of(stream: Any) -> list[Any]:
-    async with aiter(stream) as iterator:
-        return [sample async for sample in iterator]
 
 
 def lines(count: int, mark: str = "a") -> bytes:
@@ -62,7 +67,7 @@ async def test_while_it_is_read(tags: str, count: int, failures: int) -> None:
 async def test_what_does_not_change_is_read(tags: str) -> None:
     """A weak tag is no condition: a server must refuse it, as the standard says."""
     with ChangingServer(lines(2000), tags=tags) as server:
-        found = await rest_of(TextDataset(f"{server.url}/a", **SMALL))
+        found = await items(TextDataset(f"{server.url}/a", **SMALL))
     assert len(found) == 2000
 
 
@@ -81,33 +86,9 @@ async def test_a_server_without_ranges(fault: str, tags: str) -> None:
         stream = TextDataset(f"{server.url}/a", **SMALL)
         if fault == "changed":
             with pytest.raises(DatasetError, match="changed while being read"):
-                await rest_of(stream)
+                await items(stream)
             return
         await check_resumes(stream, body.decode().splitlines(), [0, 4321])
-
-
-async def test_a_server_that_always_breaks_off() -> None:
-    with ChangingServer(lines(5000), has_ranges=False) as server:
-        server.break_off(at=3_000_000, times=10**9)
-        policy = Requests(deadline=0.3, base_delay=0.001, max_delay=0.01)
-        stream = TextDataset(f"{server.url}/a", requests=policy, **AT_ONCE)
-        with pytest.raises(
-            DatasetError, match=r"bytes announced|UnexpectedEof|given up"
-        ):
-            await rest_of(stream)
-
-
-async def test_a_shard_that_grew_before_it_is_resumed(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(lines(2000))
-    stream = TextDataset(str(path))
-    _, state = await read(stream, 1500)
-    path.write_bytes(lines(2001))
-    stream.load_state_dict(state)
-    with pytest.raises(
-        ShardChangedError, match="had 2,000,000 bytes and has 2,001,000"
-    ):
-        await rest_of(stream)
 
 
 async def one_by_one(count: int) -> AsyncIterator[int]:
@@ -124,6 +105,9 @@ ITERABLES: dict[str, Callable[[int], Any]] = {
     "generator": lambda count: from_iterable(lambda: iter(range(count))),
     "async generator": lambda count: from_async_iterable(lambda: one_by_one(count)),
     "map": lambda count: from_iterable([*range(count)]).map(same),
+    "flat_map": lambda count: from_iterable(range(count // 2)).flat_map(
+        lambda number: [2 * number, 2 * number + 1]
+    ),
     "mix": lambda count: from_iterable([*range(count)]).mix(from_iterable([])),
     "readers": lambda count: from_iterable([*range(count)]).readers(2),
 }
@@ -137,12 +121,12 @@ async def test_an_iterable_that_shrank_before_it_is_resumed(kind: str) -> None:
         first, state = await read(make(8), taken)
         stream = make(8)
         stream.load_state_dict(state)
-        assert first + await rest_of(stream) == [*range(8)]
+        assert first + await items(stream) == [*range(8)]
         for count in range(taken):
             stream = make(count)
             stream.load_state_dict(state)
             with pytest.raises(ShardChangedError, match="restart the epoch"):
-                await rest_of(stream)
+                await items(stream)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +149,188 @@ def test_versions(one: Version, other: Version, is_same: bool) -> None:
     """A strong tag decides; else the tag, the date and the length must agree."""
     assert one.is_of(other) == other.is_of(one) == is_same
     assert one.strong == (None if "W/" in (one.e_tag or "W/") else one.e_tag)
+
+
+# -- bad answers ----------------------------------------------------------------------
+
+
+BODY = b"".join(b"%09d\n" % line for line in range(30_000))
+SHORT = Requests(deadline=1.0, base_delay=0.01, max_delay=0.01)
+SOON = Requests(base_delay=0.001, max_delay=0.001)
+
+
+def short(to: Sender, start: int, stop: int) -> None:
+    """Send half of a range, of which the field names all."""
+    to.send_part(206, start, stop, (start + stop) // 2)
+
+
+def less(to: Sender, start: int, stop: int) -> None:
+    """Give half of a range, and say so."""
+    half = (start + stop) // 2
+    to.send_part(206, start, half, half)
+
+
+def cut(to: Sender, start: int, stop: int) -> None:
+    """Announce all, and hang up in the middle."""
+    to.send_part(206, start, stop, (start + stop) // 2, length=stop - start)
+
+
+def page(to: Sender, _start: int, _stop: int) -> None:
+    """Answer as a gateway does."""
+    to.answer(200, b"<html/>", {"Content-Type": "text/html; charset=utf-8"})
+
+
+def tagged_page(to: Sender, _start: int, _stop: int) -> None:
+    to.answer(200, b"<html/>", {"Content-Type": "text/html", "ETag": '"page"'})
+
+
+def silent(to: Sender, _start: int, _stop: int) -> None:
+    to.served.ended.wait()
+
+
+def stuck(to: Sender, _start: int, _stop: int) -> None:
+    """Answer without ranges, and stop in the middle."""
+    to.answer(200, to.served.body[:1000], {"Content-Length": len(to.served.body)})
+    to.wfile.flush()
+    silent(to, 0, 0)
+
+
+def endless(to: Sender, _start: int, _stop: int) -> None:
+    """Answer without a length, and stop in the middle."""
+    to.protocol_version = "HTTP/1.1"
+    to.send_head(200, {"Transfer-Encoding": "chunked"})
+    to.wfile.write(b"3\r\nabc\r\n")
+    to.wfile.flush()
+    silent(to, 0, 0)
+
+
+@contextlib.contextmanager
+def serving(bad: Bad, when: Any, body: bytes = BODY) -> Iterator[str]:
+    tags = "strong unconditional"
+    with ChangingServer(body, tags=tags, bad=bad, when=when) as server:
+        yield server.url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [short, less, cut, page, tagged_page])
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
+    with serving(bad, [number]) as url:
+        lines = [x async for x in TextDataset("a.txt", store=url, requests=SOON)]
+    assert len(lines) == 30_000
+    assert lines[-1] == "000029999"
+
+
+@pytest.mark.parametrize("bad", [page, tagged_page, cut])
+async def test_an_object_is_read_in_spite_of(bad: Bad) -> None:
+    for size in (0, len(BODY)):
+        with serving(bad, [0]) as url:
+            async with ObjectDataset(url, ["a.bin"], requests=SOON) as objects:
+                objects._sizes = [size]  # type: ignore[assignment]
+                assert memoryview(await objects[0]) == BODY
+
+
+async def test_an_object_whose_listed_size_did_not_come() -> None:
+    """A shorter body is the object only if the server says so when asked."""
+
+    def half(to: Sender, _start: int, _stop: int) -> None:
+        to.send_part(200, 0, 5, 5)
+
+    with serving(half, [0, 1]) as url:
+        async with ObjectDataset(url, ["a.bin"], requests=SOON) as objects:
+            objects._sizes = [len(BODY)]  # type: ignore[assignment]
+            assert memoryview(await objects[0]) == BODY
+
+
+@pytest.mark.parametrize("bad", [short, page])
+async def test_a_table_is_read_in_spite_of(bad: Bad) -> None:
+    body = bytes_of(pa.table({"x": range(9)}), "parquet")
+    with serving(bad, [2], body) as url:
+        table = ParquetDataset("a.parquet", store=url, requests=SOON)
+        assert [row["x"] async for row in table] == [*range(9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bad", "kind", "words"),
+    [
+        (short, TruncatedReadError, "gave 32,768 of 65,536 bytes from byte 0 on; giv"),
+        (less, DatasetError, "bytes 0..65536 were requested, 0..32768 came"),
+        (page, DatasetError, r"a web page \(text/html; charset=utf-8, 7 bytes\)"),
+    ],
+)
+async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
+    with serving(bad, ALWAYS) as url, pytest.raises(kind, match=words) as caught:
+        [x async for x in TextDataset("a.txt", store=url, requests=SHORT)]
+    assert "given up after 1 s" in str(caught.value)
+    assert caught.value.attempts > 1
+
+
+async def test_pages_that_were_asked_for() -> None:
+    """A name can say so; or a store has a tag for what has no ending."""
+    for bad, name in ((page, "index.html"), (tagged_page, "crawled/0f3a")):
+        with serving(bad, range(9)) as url:
+            async with ObjectDataset(url, [name]) as objects:
+                assert bytes(await objects[0]) == b"<html/>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [silent, stuck, endless])
+@pytest.mark.parametrize("kind", ["object", "shard"])
+async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
+    """From the first attempt on, with or without a length or an answer."""
+    requests = Requests(timeout=0.1, deadline=0.4, base_delay=0.1, max_delay=0.1)
+    with serving(bad, ALWAYS) as url:
+        dataset: Any = ObjectDataset(url, ["a.txt"], requests=requests)
+        if kind == "shard":
+            dataset = TextDataset("a.txt", store=url, requests=requests)
+        loader: Any = DataLoader(dataset, None, collate_fn=str)
+        words = r"given up after 0\.4 s"
+        words = rf"no answer within 0.\d+ s; {words}" if bad is silent else words
+        with pytest.raises(DatasetError, match=words):
+            async with asyncio.timeout(20):  # obstore's own limit is 30 s
+                [batch async for batch in loader]
+
+
+def test_a_listing_that_hangs() -> None:
+    requests = Requests(timeout=0.1, deadline=0.3, base_delay=0)
+    with serving(silent, ALWAYS) as url:
+        options = {"endpoint": url, "region": "x", "skip_signature": True}
+        with pytest.raises(DatasetError, match=r"no answer within .*; given up after"):
+            ObjectDataset("s3://b", store_options=options, requests=requests)
+
+
+@pytest.mark.parametrize("kind", ["object", "shard", "listing"])
+def test_a_wrong_port(kind: str, unused_port: int) -> None:
+    """It ends within seconds, not at the deadline of two minutes."""
+    url = f"http://127.0.0.1:{unused_port}"
+    requests = Requests(base_delay=1e12, max_delay=1e12)  # later than 5 s
+    options = {"endpoint": url, "region": "x", "skip_signature": True}
+
+    def read() -> None:
+        if kind == "listing":
+            ObjectDataset("s3://b", store_options=options, requests=requests)
+        elif kind == "shard":
+            list(DataLoader(TextDataset(["a", "b"], store=url, requests=requests)))
+        else:
+            list(DataLoader(ObjectDataset(url, ["a"] * 8, requests=requests)))
+
+    words = r"Connection refused.*given up after 5 s, \d+ attempts"
+    with pytest.raises(DatasetError, match=words) as caught:
+        read()
+    assert kind == "listing" or str(unused_port) in caught.value.location
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_timeout_names_the_last_error(workers: int, unused_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_port}"
+    requests = Requests(base_delay=1e12, max_delay=1e12, deadline=1e13)
+    once = {"retry_config": {"max_retries": 0}}
+    objects = ObjectDataset(url, ["a"] * 8, requests=requests, store_options=once)
+    objects._store.has_answered = True  # patience
+    loader: Any = DataLoader(
+        objects, num_workers=workers, fetch="workers" if workers else "auto", timeout=1
+    )
+    with pytest.raises(BatchTimeoutError, match="being retried after: cannot read 'ht"):
+        next(iter(loader))

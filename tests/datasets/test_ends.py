@@ -5,7 +5,6 @@ import bz2
 import functools
 import gzip
 import lzma
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
     CSVDataset,
@@ -29,7 +27,7 @@ from aioloader.datasets.tar import write_index
 from aioloader.errors import TruncatedReadError
 from datasets.changing import ALWAYS, ChangingServer, Sender
 from datasets.shards import bytes_of
-from datasets.tar_archives import FORMATS, ZEROS, Member, archive, member
+from datasets.tar_archives import ZEROS, Member, archive, member
 
 QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
 LONG = "n" * 150
@@ -63,32 +61,6 @@ async def whole_or_cut(make: Any, path: Path, data: bytes, cut: int) -> bool:
     assert isinstance(error, TruncatedReadError)
     assert error.location == str(path)
     return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
-async def test_a_tar_cut_anywhere(form: str, tmp_path: Path) -> None:
-    names = [f"{name}.{field}" for name in ("a", LONG, "c") for field in ("x", "yy")]
-    if form == "ustar":
-        names = [name.replace(LONG, "b") for name in names]
-    data = archive([Member(name, b"1" * 600, mtime=0.5) for name in names], form)
-    rng = random.Random(0)
-    cuts = {*range(0, len(data), 512), *rng.sample(range(len(data)), 40)}
-    end = -(-len(data.rstrip(b"\0")) // 512) * 512
-    for at in cuts:
-        is_cut = at < end + 1024 and at != end + 512
-        path = tmp_path / "a.tar"
-        assert await whole_or_cut(TarDataset, path, data, at) == is_cut
-
-
-async def test_a_tar_with_a_hole(tmp_path: Path) -> None:
-    """Lost blocks are zeros, as its end is; so are joined archives."""
-    data = archive([Member(f"{at}.x", b"1") for at in range(4)])
-    for damaged in (data[:1024] + bytes(1024) + data[2048:], data + data):
-        whole, _ = await read(TarDataset(written(tmp_path / "a.tar", data)))
-        found, error = await read(TarDataset(written(tmp_path / "a.tar", damaged)))
-        assert found == whole[: 4 if damaged.startswith(data) else 1]
-        assert "with other bytes after them" in str(error)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 9])
@@ -129,16 +101,6 @@ async def test_resume_at_an_end_that_is_missing(tmp_path: Path) -> None:
     stream.load_state_dict(state)
     with pytest.warns(UserWarning, match="without the zeros"):
         assert await read(stream) == ([], None)
-
-
-def test_a_cut_tar_in_a_loader(tmp_path: Path) -> None:
-    """It is one failed sample, in place of the rest of its shard."""
-    data = archive([Member(f"{at}.x", b"1") for at in range(4)])
-    (tmp_path / "a.tar").write_bytes(data[: 3 * 1024])
-    (tmp_path / "b.tar").write_bytes(data)
-    stream = TarDataset(str(tmp_path / "*.tar"))
-    loader: Any = DataLoader(stream, None, on_error="skip")
-    assert [sample["__key__"] for sample in loader] == [*"01", *"0123"]
 
 
 async def test_the_last_part_of_a_cut_tar(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +18,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
-from aioloader.datasets import from_arrow, from_async_iterable, from_iterable
+from aioloader.datasets import from_arrow, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
+from datasets import shards
 from datasets.shards import read
 
 
-async def pulled(
-    stream: Any, sizes: Sequence[int] = (64,), count: int | None = None
-) -> tuple[list[Any], Any]:
-    """Return the first samples, errors as their texts, pulled so many at a time."""
-    found: list[Any] = []
-    async with aiter(stream) as iterator:
-        for size in itertools.cycle(sizes):
-            limit = size if count is None else min(size, count - len(found))
-            block = await iterator.pull(limit) if limit else []
-            if not len(block):
-                break
-            found += [str(one.error) if type(one) is Bad else one for one in block]
-        return found, json.loads(json.dumps(iterator.state_dict()))
+def told(one: Any) -> Any:
+    return str(one.error) if type(one) is Bad else one
+
+
+pulled = partial(shards.pulled, show=told)
 
 
 def plain(samples: Sequence[Any]) -> list[Any]:
@@ -53,9 +45,8 @@ async def check_resumes(
     whole = plain((await pulled(make(), sizes))[0])
     for count in range(0, len(whole) + 1, step):
         head, state = await pulled(make(), sizes, count)
-        stream = make()
-        stream.load_state_dict(state)
-        assert plain(head + (await pulled(stream, sizes))[0]) == whole, count
+        rest, _ = await pulled(make(), sizes, state=state)
+        assert plain(head + rest) == whole, count
     return whole
 
 
@@ -99,9 +90,9 @@ SAMPLES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_siz
 @pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.one_loop
-@given(SAMPLES, st.lists(st.integers(1, 9), min_size=1, max_size=3))
+@given(SAMPLES, st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans())
 async def test_items_of_any_samples(
-    samples: list[tuple[str, int]], sizes: list[int]
+    samples: list[tuple[str, int]], sizes: list[int], is_async: bool
 ) -> None:
     ends = itertools.accumulate(length for _, length in samples)
     each = [
@@ -109,41 +100,17 @@ async def test_items_of_any_samples(
         for (kind, length), end in zip(samples, ends, strict=True)
     ]
 
+    async def awaited(sample: Any) -> Any:
+        for _ in range(len(sample[1]) % 3):
+            await asyncio.sleep(0)
+        return sample_of(*sample)
+
     def make() -> Any:
-        return from_iterable(each).flat_map(lambda sample: sample_of(*sample))
+        function: Any = awaited if is_async else lambda sample: sample_of(*sample)
+        return from_iterable(each).flat_map(function, concurrency=3)
 
     whole = await check_resumes(make, sizes)
     assert whole == [one for sample in each for one in expected(*sample)]
-
-
-async def several(number: int) -> list[int]:
-    for _ in range(number % 3):
-        await asyncio.sleep(0)
-    return [number] * (number % 4)
-
-
-CHAINS: dict[str, Callable[[Any], Any]] = {
-    "coroutines": lambda s: s.flat_map(several, concurrency=3),
-    "of batches": lambda s: s.batch(7).unbatch(),
-    "of windows": lambda s: s.shuffle(9).batch(4).unbatch().shuffle(5),
-    "twice": lambda s: s.batch(3).batch(2).unbatch().unbatch(),
-    "mixed": lambda s: s.flat_map(several).mix(s.batch(5).unbatch()).batch(3),
-    "repeated": lambda s: s.flat_map(several).epoch_length(37),
-    "of an epoch": lambda s: s.epoch_length(23).flat_map(several).filter(bool),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS)
-async def test_chains(chain: str) -> None:
-    def make() -> Any:
-        return CHAINS[chain](from_iterable(range(30)))
-
-    whole = await check_resumes(make, (5, 1, 8))
-    if chain in {"of batches", "twice"}:
-        assert whole == [*range(30)]
-    elif chain == "coroutines":
-        assert whole == [n for n in range(30) for _ in range(n % 4)]
 
 
 async def test_only_one_sample_is_made_again() -> None:
@@ -453,37 +420,3 @@ async def test_a_state_of_another_tokenizer_is_refused() -> None:
     stream = from_iterable(TEXTS).tokenize(tokenizer(), "text")
     with pytest.raises(StateMismatchError, match="column of tokenize was None"):
         stream.load_state_dict(state)
-
-
-async def test_workers_tokenize() -> None:
-    stream = from_iterable(TEXTS).tokenize(tokenizer()).batch(3)
-    options: Any = {"num_workers": 1, "fetch": "workers", "collate_fn": list}
-    found = await beside(lambda: list(DataLoader(stream, 1, **options)))
-    assert [one.tolist() for (batch,) in found for one in batch] == IDS
-
-
-def test_wrong_arguments() -> None:
-    stream = from_iterable(TEXTS)
-
-    async def awaited(texts: list[str]) -> list[list[int]]:
-        return codes(texts)
-
-    for wrong in (None, "gpt2", WORDS, awaited):
-        with pytest.raises(TypeError, match="tokenizer must be a tokenizers"):
-            stream.tokenize(wrong)
-    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
-        stream.tokenize(codes, batch=0)
-    with pytest.raises(TypeError, match="column must be a name, got int"):
-        stream.tokenize(codes, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
-        stream.flat_map(several, concurrency=0)
-
-
-async def test_texts_that_are_awaited() -> None:
-    async def texts() -> Any:
-        for text in TEXTS:
-            await asyncio.sleep(0)
-            yield text
-
-    stream = from_async_iterable(texts).tokenize(codes, batch=8).shuffle(8)
-    assert sorted(plain((await read(stream))[0])) == sorted(codes(TEXTS))

@@ -3,9 +3,6 @@
 import asyncio
 import doctest
 import gzip
-import json
-import struct
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,11 @@ from typing import Any
 import own_format
 import pytest
 
+from aioloader._order.blocks import Block
 from aioloader.datasets import (
     ByteStream,
     Parser,
     ShardedStream,
-    ShardFormat,
-    ShardReader,
     TarDataset,
     TextDataset,
     decoders,
@@ -41,6 +37,7 @@ from datasets.shards import (
     tar_zstd,
     text,
 )
+from datasets.test_interleave import Memory, Reader
 from object_server import ObjectServer
 
 ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
@@ -70,84 +67,58 @@ async def test_the_laws_hold_in_a_store(ending: str, tmp_path: Path) -> None:
         await check_shard_format(stream.made_by, samples=3)
 
 
-class Rows(ShardFormat):
-    """A format of the smallest kind: each shard is a list in a JSON file."""
+class Rows(Memory):
+    """Two shards, one of them empty, and readers that may be wrong."""
 
-    def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.json"))
-        self.rows = {path.name: json.loads(path.read_text()) for path in files}
-        self.reader: Any = RowsReader
+    reader: Any = Reader
 
-    async def shards(self, _stack: AsyncExitStack, _known: Any = None, /) -> list[str]:
-        return list(self.rows)
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.made = [[1, 2, 3, 4, 5], []]
 
-    def summary(self, shards: Any) -> dict[str, Any]:
-        return {"count": len(shards), "names": list(shards)}
-
-    def open(self, shard: str, position: dict[str, Any], _budget: int) -> ShardReader:
-        reader: ShardReader = self.reader(self.rows[shard], position.get("at", 0))
+    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
+        reader: Reader = self.reader(shard, position.get("at", 0), 1000, list)
         return reader
 
 
-class RowsReader(ShardReader):
-    def __init__(self, rows: list[int], at: int) -> None:
-        self.rows, self.at = rows, at
-
-    async def pull(self, limit: int) -> list[int]:
-        await asyncio.sleep(0)
-        found = self.rows[self.at : self.at + limit]
-        self.at += len(found)
-        return found
-
-    def position(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-
-class TooMany(RowsReader):
-    async def pull(self, limit: int) -> list[int]:
+class TooMany(Reader):
+    async def pull(self, limit: int) -> Block:
         return await super().pull(limit + 1)
 
 
-class LosesOne(RowsReader):
+class LosesOne(Reader):
     def position(self) -> dict[str, Any]:
-        return {"at": self.at + (self.at > 2)}
+        return {"at": self._at + (self._at > 2)}
 
 
-class ForgetsCancelled(RowsReader):
-    async def pull(self, limit: int) -> list[int]:
+class ForgetsCancelled(Reader):
+    async def pull(self, limit: int) -> Block:
         self.task = asyncio.create_task(self.slow(limit))
         return await asyncio.shield(self.task)
 
-    async def slow(self, limit: int) -> list[int]:
+    async def slow(self, limit: int) -> Block:
         for _ in range(30):
             await asyncio.sleep(0)
         return await super().pull(limit)
 
 
-class AfterTheEnd(RowsReader):
-    async def pull(self, limit: int) -> list[int]:
+class AfterTheEnd(Reader):
+    async def pull(self, limit: int) -> Block:
         found = await super().pull(limit)
-        self.at = self.at if found else 0
+        self._at = self._at if len(found) else 0
         return found
 
 
-class Tuples(RowsReader):
+class Tuples(Reader):
     """Has a position that JSON changes."""
 
     def position(self) -> dict[str, Any]:
-        return {"at": (self.at,)}
+        return {"at": (self._at,)}
 
 
-@pytest.fixture
-def rows(tmp_path: Path) -> Rows:
-    (tmp_path / "a.json").write_text("[1, 2, 3, 4, 5]")
-    (tmp_path / "b.json").write_text("[]")
-    return Rows(tmp_path)
-
-
-async def test_a_format_of_ones_own(rows: Rows) -> None:
-    await check_shard_format(rows)
-    assert await names(ShardedStream(rows)) == ["1", "2", "3", "4", "5"]
+async def test_a_format_of_ones_own() -> None:
+    await check_shard_format(Rows())
+    assert await names(ShardedStream(Rows())) == ["1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -160,63 +131,51 @@ async def test_a_format_of_ones_own(rows: Rows) -> None:
         (Tuples, "a position must be JSON"),
     ],
 )
-async def test_what_is_wrong_is_named(rows: Rows, reader: Any, words: str) -> None:
+async def test_what_is_wrong_is_named(reader: Any, words: str) -> None:
+    rows = Rows()
     rows.reader = reader
     with pytest.raises(AssertionError, match=words):
         await check_shard_format(rows)
 
 
 async def test_a_summary_without_a_count_is_named(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lanes are dealt by it."""
+    rows = Rows()
     monkeypatch.setattr(rows, "summary", lambda _shards: {})
     with pytest.raises(AssertionError, match="summary must have 'count'"):
         await check_shard_format(rows)
 
 
-DATA = b"".join(struct.pack("<I", at) + bytes([at] * at) for at in range(9))
+DATA = bytes(range(36))
 
 
 class RecordParser:
+    """Records of four bytes."""
+
     mistake = ""
 
-    def __init__(self, url: str, offset: int) -> None:
+    def __init__(self, _url: str, offset: int) -> None:
         self.offset = offset  # of the next record in the shard
-        self.is_over = self._has_ended = False
-        self._url, self._rest = url, b""
-        self._kept: Any = b""
+        self.is_over = False
+        self._rest, self._kept = b"", list[Any]()
 
     def feed(self, piece: Any) -> None:
         """Add bytes; the piece is invalid after the next ``take``."""
-        if self.mistake == "keeps":
-            self._kept = piece
-        else:
-            self._rest += bytes(piece)
+        self._kept.append(piece if self.mistake == "keeps" else bytes(piece))
 
-    def end(self) -> None:
-        self._has_ended = True
+    def end(self) -> None: ...
 
-    def take(self, limit: int) -> list[Any]:
-        records, before, at = list[bytes](), self.offset, 0
-        while len(records) < limit and at + 4 <= len(self._rest):
-            stop = at + 4 + struct.unpack_from("<I", self._rest, at)[0]
-            if stop > len(self._rest):
-                break
-            records.append(self._rest[at + 4 : stop])
-            at = stop
-            if self.mistake == "few":
-                break
-        self._rest, self.offset = self._rest[at:], self.offset + at
-        if self._has_ended and self._rest and not records:
-            raise ValueError(
-                f"{self._url!r} ends within a record, byte {self.offset:,}"
-            )
-        if self.mistake == "offset":
-            self.offset = before
-        if not records:
-            self._rest, self._kept = self._rest + bytes(self._kept), b""
-        return records
+    def take(self, limit: int) -> list[bytes]:
+        if self.mistake != "keeps" or len(self._kept) > 1:
+            self._rest += b"".join(self._kept)
+            self._kept = []
+        count = min(limit, len(self._rest) // 4, 1 if self.mistake == "few" else 99)
+        found = [self._rest[at : at + 4] for at in range(0, 4 * count, 4)]
+        self._rest = self._rest[4 * count :]
+        self.offset += 0 if self.mistake == "offset" else 4 * count
+        return found
 
 
 def test_every_format_of_ones_own() -> None:

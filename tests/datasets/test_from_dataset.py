@@ -15,10 +15,9 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._order.blocks import Bad
-from aioloader.datasets import from_dataset, from_iterable
-from aioloader.errors import StateMismatchError
+from aioloader.datasets import from_dataset
 from aioloader.protocols import HasLifespan
-from datasets.shards import check_resumes, read
+from datasets.shards import check_resumes, items, read
 from datasets.test_rank_ends import masked
 
 N = 23
@@ -68,7 +67,10 @@ class Coroutines(Plain):
 class CoroutinesTogether(Coroutines):
     """Reads several in one call."""
 
+    calls = 0
+
     async def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.calls += 1
         await asyncio.sleep(0)
         return [super(Coroutines, self).__getitem__(index) for index in indices]
 
@@ -82,10 +84,6 @@ class Wrapped(Plain):
 
 KINDS: list[type[Plain]] = [Plain, Together, Coroutines, CoroutinesTogether, Wrapped]
 KIND = pytest.mark.parametrize("kind", KINDS)
-
-
-async def items(stream: Any) -> list[Any]:
-    return (await read(stream))[0]
 
 
 @KIND
@@ -254,27 +252,6 @@ async def test_steps_and_passes() -> None:
     assert sorted(found[:N]) == sorted(found[N : 2 * N])
     assert found[:N] != found[N : 2 * N]
     assert from_dataset(Plain()).map(float).total() == N
-
-
-# -- what is refused ------------------------------------------------------------------
-
-
-async def test_a_state_of_another_length_or_order_is_refused() -> None:
-    _, state = await read(from_dataset(Plain()), 3)
-    for other, words in (
-        (from_dataset(Plain(N + 1)), "length of dataset was 23, and is 24"),
-        (from_dataset(Plain(), shuffle=True), "shuffle of dataset was False"),
-    ):
-        with pytest.raises(StateMismatchError, match=words):
-            other.load_state_dict(state)
-
-
-def test_wrong_arguments() -> None:
-    for wrong in (from_iterable([1]), iter([1]), {1: 2}.values(), object):
-        with pytest.raises(TypeError, match=r"__getitem__"):
-            from_dataset(wrong)
-    with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
-        from_dataset([1], concurrency=0)
     assert repr(from_dataset(Plain()).take(2)) == "stream of Plain.take(...)"
 
 

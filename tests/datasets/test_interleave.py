@@ -2,21 +2,21 @@
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from aioloader._order.blocks import Bad, Block, weave
-from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams import lane
 from aioloader.datasets._streams import weave as weaving
-from aioloader.datasets._streams.cursors import Reading, State
+from aioloader.datasets._streams.cursors import State
 from aioloader.datasets._streams.shards import ShardFormat, ShardReader
 from aioloader.datasets.sharded import ShardedStream
+from datasets.shards import pulled
 
 # Uneven shards, dealt to three lanes: the last lane ends first, the first one last.
 LENGTHS = (7, 20, 3, 11, 0, 2, 13)
@@ -96,16 +96,6 @@ def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(weaving, "_WOVEN", 2 * request.param)
 
 
-@asynccontextmanager
-async def cursor_of(made: Memory, state: State) -> AsyncIterator[Any]:
-    """Open three lanes."""
-    stream: Any = ShardedStream(made, interleave=LANES)
-    async with AsyncExitStack() as stack:
-        cursor = await stream.open(Reading(0, Share(), stack), state)
-        stack.push_async_callback(cursor.aclose)
-        yield cursor
-
-
 def number_of(sample: Any) -> Any:
     """Return the number of a sample of either kind."""
     if isinstance(sample, dict):
@@ -115,17 +105,11 @@ def number_of(sample: Any) -> Any:
 
 
 async def read(
-    made: Memory, state: State, limits: Any, count: int = 10**9
+    made: Memory, state: State, sizes: list[int], count: int | None = None
 ) -> tuple[list[Any], State]:
-    """Return about the next ``count`` samples, and the state behind them."""
-    found: list[Any] = []
-    async with cursor_of(made, state) as cursor:
-        while len(found) < count:
-            block = await cursor.pull(min(next(limits), count - len(found)))
-            if not len(block):
-                break
-            found += map(number_of, block)
-        return found, cursor.state()
+    """Return the next samples of three lanes, and the state after them."""
+    stream: Any = ShardedStream(made, interleave=LANES)
+    return await pulled(stream, sizes, count, state or None, show=number_of)
 
 
 KINDS = pytest.mark.parametrize("make", [list, as_rows], ids=["list", "rows"])
@@ -136,7 +120,7 @@ KINDS = pytest.mark.parametrize("make", [list, as_rows], ids=["list", "rows"])
 async def test_each_lane_in_its_turn(make: Samples, limits: list[int]) -> None:
     """Whatever is pulled at once."""
     made = Memory(make)
-    found, _ = await read(made, {}, itertools.cycle(limits))
+    found, _ = await read(made, {}, limits)
     assert found == made.in_turn()
 
 
@@ -147,7 +131,7 @@ async def test_a_lane_that_fails_keeps_its_turn(make: Samples) -> None:
     expected = [n if n != 105 else "sample -1" for n in made.in_turn()]
     lost = set(range(106, 120))
     made.made[1][5] = -1
-    found, _ = await read(made, {}, itertools.repeat(64))
+    found, _ = await read(made, {}, [64])
     assert sorted(map(str, found)) == sorted(str(n) for n in expected if n not in lost)
     place = expected.index("sample -1")
     assert found[: place + 1] == expected[: place + 1]
@@ -159,10 +143,10 @@ async def test_goes_on_behind_a_failure(make: Samples) -> None:
     """From any place: what was lost with a shard does not come after all."""
     made = Memory(make)
     made.made[1][5] = -1
-    whole, _ = await read(made, {}, itertools.repeat(64))
+    whole, _ = await read(made, {}, [64])
     for count in range(len(whole) + 1):
-        first, state = await read(made, {}, itertools.cycle([3, 7]), count)
-        rest, _ = await read(made, state, itertools.repeat(5))
+        first, state = await read(made, {}, [3, 7], count)
+        rest, _ = await read(made, state, [5])
         assert first + rest == whole
 
 
@@ -171,11 +155,11 @@ async def test_a_failure_before_the_position_of_a_state(make: Samples) -> None:
     """Until it is passed on, the samples before that position still count."""
     made = Memory(make)
     whole = made.in_turn()
-    first, state = await read(made, {}, itertools.repeat(1), 6)
+    first, state = await read(made, {}, [1], 6)
     made.made[1][0] = -1
-    one, state = await read(made, state, itertools.repeat(1), 1)
+    one, state = await read(made, state, [1], 1)
     made.made[1][0] = 100
-    rest, _ = await read(made, state, itertools.repeat(5))
+    rest, _ = await read(made, state, [5])
     assert first + one + rest == whole
 
 
@@ -184,9 +168,9 @@ async def test_the_shard_after_such_a_failure_is_whole(make: Samples) -> None:
     """Nothing of it was passed on before."""
     made = Memory(make)
     whole = made.in_turn()
-    _, state = await read(made, {}, itertools.repeat(1), 6)
+    _, state = await read(made, {}, [1], 6)
     made.made[0][0] = -1
-    rest, _ = await read(made, state, itertools.repeat(5))
+    rest, _ = await read(made, state, [5])
     lost = {*range(2, 7)}
     assert Counter(rest) == Counter({*whole[6:]} - lost | {"sample -1"})
 
@@ -195,8 +179,9 @@ async def test_columns_stay_columns() -> None:
     """What several lanes give is one block."""
     made = Memory(as_rows, most=100)
     made.made = [[100 * s + k for k in range(30)] for s in range(LANES)]
-    async with cursor_of(made, {}) as cursor:
-        block = await cursor.pull(5)
+    stream: Any = ShardedStream(made, interleave=LANES)
+    async with aiter(stream) as iterator:
+        block = await iterator.pull(5)
         assert type(block) is Rows
         assert block.collate()["n"].tolist() == [0, 100, 200, 1, 101]
 

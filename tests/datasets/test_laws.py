@@ -29,9 +29,20 @@ async def read_all(dataset: AnyDataset) -> list[bytes]:
     return [bytes(memoryview(body)) for body in await asyncio.gather(*reads)]
 
 
-def test_is_sized_and_sorted(dataset: AnyDataset, contents: dict[str, bytes]) -> None:
+async def test_it_is_like_a_list(
+    dataset: AnyDataset, contents: dict[str, bytes], bodies: list[bytes]
+) -> None:
+    """But no iterable: that would never end, for the IndexError comes when awaited."""
     assert len(dataset) == len(contents)
     assert names(dataset) == sorted(contents)
+    assert memoryview(await dataset[-1]) == bodies[-1]
+    assert memoryview(await dataset[-len(bodies)]) == bodies[0]
+    assert memoryview(await dataset[np.int64(2)]) == bodies[2]
+    for index in (12, -13, 2**40):
+        with pytest.raises(IndexError, match=f"{index} is out of range for 12 samp"):
+            await dataset[index]
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(dataset)
 
 
 @pytest.mark.slow
@@ -40,27 +51,6 @@ async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> Non
         read = await dataset[index]
         assert memoryview(read) == body
         assert np.frombuffer(memoryview(read), np.uint8).nbytes == len(body)
-
-
-async def test_negative_indices_count_from_the_end(
-    dataset: AnyDataset, bodies: list[bytes]
-) -> None:
-    assert memoryview(await dataset[-1]) == bodies[-1]
-    assert memoryview(await dataset[-len(bodies)]) == bodies[0]
-    assert memoryview(await dataset[np.int64(2)]) == bodies[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", [12, -13, 2**40])
-async def test_out_of_range_is_an_index_error(dataset: AnyDataset, index: int) -> None:
-    with pytest.raises(IndexError, match=f"index {index} is out of range for 12 samp"):
-        await dataset[index]
-
-
-def test_is_no_iterable(dataset: AnyDataset) -> None:
-    """Iterating by index would never end, for the IndexError comes when awaited."""
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(dataset)
 
 
 @pytest.mark.slow

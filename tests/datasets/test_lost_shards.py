@@ -5,21 +5,17 @@ is one failed sample there: to count over it would lose samples, or double them.
 """
 
 import itertools
-import json
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.blocks import Bad
-from aioloader._order.ranks import Share
 from aioloader.datasets import TextDataset, from_iterable
-from aioloader.datasets._streams.cursors import Reading
 from aioloader.errors import DatasetError, ShardChangedError
 from beside import beside
+from datasets import shards
 
 GOOD = {f"{shard}-{place}" for shard in (0, 1, 3, 4) for place in range(5)}
 LOST = {f"2-{place}" for place in range(5)}
@@ -64,25 +60,13 @@ CHAINS: dict[str, Callable[[Path], Any]] = {
 
 
 async def read(stream: Any, count: int | None = None, state: Any = None) -> Any:
+    """Return samples, the texts of errors, and the state after so many of both."""
     stream = stream.shard(0, 1)
-    if state is not None:
-        stream.load_state_dict(json.loads(json.dumps(state)))
-    iterator = aiter(stream)
-    samples: list[str] = []
-    errors: list[str] = []
-    try:
-        for _ in itertools.count() if count is None else range(count):
-            try:
-                sample = await anext(iterator)
-            except FileNotFoundError as error:
-                errors.append(str(error))
-                continue
-            except StopAsyncIteration:
-                break
-            samples += sample if isinstance(sample, list) else [sample]
-        return samples, errors, iterator.state_dict()
-    finally:
-        await iterator.aclose()
+    found, state = await shards.read(stream, count, state, errors=FileNotFoundError)
+    errors = [str(one) for one in found if isinstance(one, FileNotFoundError)]
+    samples = [one for one in found if not isinstance(one, FileNotFoundError)]
+    flat = [one if isinstance(one, list) else [one] for one in samples]
+    return [*itertools.chain.from_iterable(flat)], errors, state
 
 
 def hide(folder: Path, *, is_hidden: bool) -> None:
@@ -169,37 +153,22 @@ async def test_a_pass_that_was_lost_is_not_repeated(tmp_path: Path) -> None:
     await iterator.aclose()
 
 
-async def test_a_shard_before_what_is_skipped(tmp_path: Path) -> None:
-    """It is told: samples of others are dropped in its place."""
-    stream = lines(tmp_path).skip(12)
-    hide(tmp_path, is_hidden=True)
-    samples, errors, _ = await read(stream)
-    assert (len(samples), len(errors)) == (20 - 11, 1)
-
-
 @pytest.mark.parametrize("limit", [1, 2, 5])
 async def test_each_shard_before_what_is_skipped(limit: int, tmp_path: Path) -> None:
     stream = lines(tmp_path, interleave=5).skip(12)
     for name in ("0.txt", "1.txt", "3.txt"):
         (tmp_path / name).unlink()
 
-    async def pulled(state: Any) -> tuple[list[Any], list[Any]]:
-        found: list[Any] = []
-        async with AsyncExitStack() as stack:
-            cursor = await stream.open(Reading(0, Share(), stack), state)
-            states = [(0, cursor.state())]
-            while len(block := await cursor.pull(limit)):
-                assert len(block) <= limit
-                found += [one if type(one) is str else "lost" for one in block]
-                states.append((len(found), json.loads(json.dumps(cursor.state()))))
-            await cursor.aclose()
-        return found, states
+    def show(one: Any) -> Any:
+        return one if type(one) is str else "lost"
 
-    whole, states = await pulled({})
+    whole, _ = await shards.pulled(stream.shard(0, 1), [limit], show=show)
     assert whole == ["lost"] * 3 + ["4-4"]  # nine samples of the others are dropped
-    for count, state in states:
-        again, _ = await pulled(state)
-        assert again == whole[count:]
+    for count in range(len(whole) + 1):
+        part = stream.shard(0, 1)
+        head, state = await shards.pulled(part, [limit], count, show=show)
+        rest, _ = await shards.pulled(part, [limit], state=state, show=show)
+        assert head + rest == whole
 
 
 @pytest.mark.parametrize("size", [4, 30])
@@ -237,8 +206,3 @@ async def test_what_fails_in_a_function_may_succeed_later(tmp_path: Path) -> Non
         after, _, _ = await read(stream, None, state)
         assert len({*before, *after}) >= 24
     assert (before, len(errors), after[0]) == ([], 1, "0-0")
-
-
-def test_a_placeholder_says_whose_error_it_is() -> None:
-    """That of a source, if nobody says otherwise."""
-    assert not Bad(OSError()).is_users

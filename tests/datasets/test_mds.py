@@ -9,7 +9,6 @@ import io
 import json
 import zipfile
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aioloader._order.blocks import Bad
 from aioloader.datasets import MDSDataset
 from aioloader.datasets._mds_encodings import decoder_of
-from aioloader.datasets.mds import samples
-from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
+from aioloader.errors import DatasetError, StateMismatchError
 from aioloader.testing import check_shard_format
 from datasets.shards import read
-from datasets.stepping import steps
 from object_server import ObjectServer
 
 WRITTEN = Path(__file__).with_name("mds_written.zip")
@@ -144,17 +140,10 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
     data[at] = ord("?")
     (raw / "shard.00001.mds").write_bytes(data)
     (raw / "shard.00002.mds").write_bytes((raw / "shard.00002.mds").read_bytes()[:-9])
-    found: list[Any] = []
-    async with aiter(MDSDataset(raw)) as iterator:
-        while block := await iterator.pull(3):
-            found += block
-    assert [one["i"] for one in found if type(one) is not Bad] == [
-        *range(0, -3, -1),
-        -4,
-        -5,
-        -6,
-    ]
-    failures = [str(one.error) for one in found if type(one) is Bad]
+    found, _ = await read(MDSDataset(raw), errors=DatasetError)
+    failures = [str(one) for one in found if isinstance(one, DatasetError)]
+    numbers = [one["i"] for one in found if isinstance(one, dict)]
+    assert numbers == [0, -1, -2, -4, -5, -6]
     assert ["column 'j': JSONDecodeError" in text for text in failures] == [True, False]
     assert "shard.00002.mds' has 6,560 of 6,569 bytes" in failures[1]
 
@@ -178,18 +167,3 @@ async def test_an_index_that_does_not_fit(
     change(folder / "raw" / "index.json", key, value)
     with pytest.raises(DatasetError, match=words):
         await read(MDSDataset(folder / "raw"))
-
-
-@pytest.mark.parametrize("size", [1 << 20, 700, 3])
-def test_samples_do_not_depend_on_the_pieces(size: int, folder: Path) -> None:
-    data = (folder / "raw" / "shard.00002.mds").read_bytes()
-    index = json.loads((folder / "raw" / "index.json").read_text())["shards"][2]
-    names, sizes = index["column_names"], index["column_sizes"]
-    columns = [(name, bytes, size) for name, size in zip(names, sizes, strict=True)]
-    make = partial(samples, columns, index["samples"], len(data))
-    whole = [*steps(make, data)]
-    assert [*steps(make, data, [size])] == whole
-    for number, (_, at) in enumerate(whole, 1):
-        assert [*steps(make, data, [size], at=at)] == whole[number:]
-    *_, ((cut,), _) = steps(make, data[:-1], [size])
-    assert isinstance(cut.error, TruncatedReadError)

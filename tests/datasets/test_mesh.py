@@ -1,7 +1,13 @@
-"""Processes that differ only in other dimensions of a mesh deliver the same batches."""
+"""Ranks in real processes, and peers of a mesh, read one list and end together.
 
+Peers differ only in other dimensions of the mesh, and deliver the same batches.
+"""
+
+import contextlib
 import itertools
 import pickle
+import re
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +22,18 @@ from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import DatasetError
 from datasets.rank_process import RankProcess, ranks
 from datasets.shards import write_lines
-from datasets.test_rank_lists import insert, keys, shards, table
 
 pytestmark = pytest.mark.slow
 
 dist: Any = torch.distributed
 TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad", "uneven"])
 LENGTHS = (7, 3, 11, 1, 5, 9, 2)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[RankProcess]]:
+    with ranks() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +48,38 @@ def met(processes: list[RankProcess], *shape: int) -> list[Any]:
     for one in processes:
         one.send(do="meet", shape=shape)
     return [one.answer() for one in processes]
+
+
+def table(path: Path, count: int) -> dict[str, Any]:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("PRAGMA journal_mode=WAL")  # so that readers do not lock it
+        db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, name TEXT)")
+    insert(path, 0, count)
+    return {
+        "kind": "SQLDataset",
+        "url": f"sqlite:///{path}",
+        "query": "t",
+        "key": "id",
+        "partitions": 4,
+    }
+
+
+def insert(path: Path, start: int, stop: int) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        rows = ((number, f"row {number}") for number in range(start, stop))
+        db.executemany("INSERT INTO t VALUES (?, ?)", rows)
+
+
+def shards(folder: Path, start: int, stop: int) -> dict[str, Any]:
+    for shard in range(start, stop):
+        lines = "".join(f"{shard * 10 + line}\n" for line in range(10))
+        (folder / f"{shard:03}.txt").write_text(lines)
+    return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
+
+
+def keys(rows: list[dict[str, Any]]) -> list[int]:
+    assert all(isinstance(row, dict) for row in rows), "".join(map(str, rows))
+    return [row["id"] for row in rows]
 
 
 # -- what is asked for ----------------------------------------------------------------
@@ -81,6 +124,65 @@ def test_bad_meshes(mesh: Any, places: Any, options: Any, message: str) -> None:
 # -- one list of shards ---------------------------------------------------------------
 
 
+def test_both_at_once(two: list[RankProcess], tmp_path: Path) -> None:
+    stream = table(tmp_path / "db", 500)
+    for rank in two:
+        rank.send(do="open", **stream)
+    found = [row for rank in two for row in rank.answer()]
+    for rank in two:
+        found += rank.do(do="rest")
+    assert sorted(keys(found)) == [*range(500)]
+
+
+def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> None:
+    stream = shards(tmp_path, 0, 4)
+    for count in (1, 2):
+        assert two[0].do(do="open", **stream) == ["0"]
+        shards(tmp_path, 4, 4 + count)
+    assert two[0].do(do="open", **stream) == ["0"]
+
+
+def test_a_store_that_is_gone(two: list[RankProcess], tmp_path: Path) -> None:
+    stream = shards(tmp_path, 0, 4)
+    (tmp_path / "away").mkdir()
+    store = {"store": str(tmp_path / "away" / "ranks"), "gone": str(tmp_path / "away")}
+    error = two[0].do(do="open", **store, **stream)
+    assert "could not compare its shards with those of the other ranks" in error
+    assert "with agree()" in error
+
+
+async def test_a_store_that_workers_cannot_reach(tmp_path: Path) -> None:
+    stream = TextDataset(str(tmp_path / "*.txt")).shard(0, 2)
+    with pytest.raises(pickle.PicklingError, match="HashStore cannot be reached from"):
+        pickle.dumps(stream.agree(dist.HashStore()))
+    store = dist.PrefixStore("a", dist.FileStore(str(tmp_path / "store")))
+    sent = pickle.loads(pickle.dumps(stream.agree(store, timeout=3)))
+    assert repr(sent.rank_store) == f"FileStore({str(tmp_path / 'store')!r})"
+    assert pickle.loads(pickle.dumps(stream)).rank_store.found() is None
+
+
+async def test_what_is_compared(tmp_path: Path) -> None:
+    """Each time and each stream for itself; steps and order do not count."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    shards(tmp_path / "a", 0, 4), shards(tmp_path / "b", 0, 5)
+    store = dist.HashStore()
+
+    async def begin(rank: int, folder: str) -> None:
+        stream = TextDataset("*.txt", store=tmp_path / folder).take(3)
+        iterator = aiter(stream.agree(store).shard(rank, 2))
+        await anext(iterator)
+        await iterator.aclose()
+
+    for rank, folder in ((0, "a"), (1, "b"), (0, "b"), (1, "a"), (0, "a")):
+        await begin(rank, folder)
+    shards(tmp_path / "a", 4, 6)
+    with pytest.raises(DatasetError, match=r"found 6 shards .* rank 0, before, 4 sh"):
+        await begin(1, "a")
+    await begin(1, "a")
+    await begin(0, "a")
+
+
 def test_a_prefix_that_grows_between_peers(
     four: list[RankProcess], tmp_path: Path
 ) -> None:
@@ -113,24 +215,32 @@ def test_a_table_that_changes_between_peers(
         found[place] += one.do(do="rest")
     assert found[0] == found[1]
     assert found[2] == found[3]
-    assert sorted(keys(found[0] + found[2]))[:1000] == [*range(1000)]
+    ids = sorted(keys(found[0] + found[2]))
+    assert ids[:1000] == [*range(1000)]
+    assert len(set(ids)) == len(ids)
 
 
 def test_in_workers(tmp_path: Path) -> None:
-    """They count the looks of the process that they work for."""
-    stream = shards(tmp_path, 0, 8)
-    with ranks(4) as four:
+    """They connect to the group's store or the user's, and count for their process."""
+    (tmp_path / "more").mkdir()
+    with ranks(4) as four:  # not those of the other tests, for theirs have workers now
         met(four, 2, 2)
-        for one in four:
-            one.send(do="load", workers=1, **stream)
-        found = [one.answer() for one in four]
-        assert found[::2] == found[1::2]
-        assert sorted(map(int, found[0] + found[2])) == [*range(80)]
-        four[0].do(do="load", workers=1, **stream)
-        shards(tmp_path, 8, 10)
-        error = four[1].do(do="load", workers=1, **stream)
-        assert "rank 0 found 10 shards" in error
-        assert "a peer of rank 0, before, 8 shards" in error
+        for folder, store in ((tmp_path, None), (tmp_path / "more", "ranks")):
+            stream = shards(folder, 0, 8)
+            if store is not None:
+                stream["store"] = str(tmp_path / store)
+            for one in four:
+                one.send(do="load", workers=1, **stream)
+            found = [one.answer() for one in four]
+            assert found[::2] == found[1::2]
+            assert sorted(map(int, found[0] + found[2])) == [*range(80)]
+            four[0].do(do="load", workers=1, **stream)
+            shards(folder, 8, 10)
+            error = four[1].do(do="load", workers=1, **stream)
+            assert "rank 0 found 10 shards" in error
+            assert "a peer of rank 0, before, 8 shards" in error
+            error = four[2].do(do="load", workers=1, **stream)
+            assert "and rank 0, before, 8 shards" in error
 
 
 def test_peers_of_a_single_rank(tmp_path: Path) -> None:
@@ -227,3 +337,22 @@ def test_one_process_of_each_rank_is_enough(
             found[place] = four[place].answer()
     assert found[::2] == found[1::2]
     check([found[0][0], found[2][0]], "pad")
+
+
+# -- the slowest one ------------------------------------------------------------------
+
+SLOWEST = r"Rank 2 of 3 waits longest for data: \d+\.?\d* ms a batch; the median rank "
+MISSING = "Not reported yet in epoch {}: rank{}."
+
+
+def test_the_slowest_of_three_ranks() -> None:
+    """No rank waits for another, and an earlier epoch does not count."""
+    with ranks(3) as (first, second, third):
+        assert first.do(do="report", seconds=0)[1:] == [MISSING.format(0, "s 1, 2")]
+        slowest, missing = third.do(do="report", seconds=0.05)
+        assert re.match(SLOWEST, slowest)
+        assert missing == MISSING.format(0, " 1")
+        (slowest,) = second.do(do="report", seconds=0)
+        assert re.match(SLOWEST, slowest)
+        _, missing = second.do(do="report", seconds=0, epoch=1)
+        assert missing == MISSING.format(1, "s 0, 2")

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,17 +18,14 @@ from aioloader import DataLoader
 from aioloader._order.mixture import Schedule
 from aioloader._order.ranks import Share
 from aioloader._order.stream_states import opened, sealed
-from aioloader.datasets import from_iterable, mix
+from aioloader.datasets import from_arrow, from_iterable, mix
 from aioloader.errors import StateMismatchError
-from datasets.shards import read
+from datasets.shards import items, pulled, read
+from datasets.test_from_dataset import KINDS, Plain
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 9), st.floats(0.001, 10)), min_size=1, max_size=7
 )
-
-
-async def items(stream: Any) -> list[Any]:
-    return (await read(stream))[0]
 
 
 def of(name: str, count: int) -> Any:
@@ -79,17 +78,6 @@ def test_each_reader_has_all_sources(readers: int, weights: Any) -> None:
         assert counts == pytest.approx(shares(weights), rel=0.05)
 
 
-@pytest.mark.slow
-async def test_the_order_is_that_of_all_readers() -> None:
-    stream = endless().readers(6)
-    found = [name[0] for name in (await read(stream, 600))[0]]
-    for name, share in zip("abc", [0.5, 0.3, 0.2], strict=True):
-        for at, count in enumerate(accumulate(one == name for one in found), 1):
-            assert abs(count - share * at) <= 1.5
-    parts = [(await read(stream.shard(rank, 3), 200))[0] for rank in range(3)]
-    assert [name[0] for turn in zip(*parts, strict=True) for name in turn] == found
-
-
 async def test_weights_by_name_and_in_stages() -> None:
     stages: Any = [(0, {"b": 1, "a": 3}), (80, [1, 1]), (120, {"a": 0.25, "b": 0.75})]
     sources = {"a": of("a", 999), "b": of("b", 999)}
@@ -121,12 +109,14 @@ async def test_ends() -> None:
     assert rest == {"a": pytest.approx(40, abs=2), "c": pytest.approx(20, abs=2)}
 
 
-CHAINS = {
+TABLE = pa.table({"n": range(13), "text": [f"t {n}" for n in range(13)]})
+CHAINS: dict[str, Callable[[], Any]] = {
     "ends": lambda: mix([of("a", 30), of("b", 5), of("c", 17)], [2, 2, 1]),
     "first": lambda: mix([of("a", 30), of("b", 9)], until="first"),
     "stages": lambda: mix([of("a", 30), of("b", 30)], [(0, [1, 3]), (13, [5, 1])]),
     "readers": lambda: endless().readers(4).take(15),
     "in a mixture": lambda: endless().mix(of("d", 40), until="first").shuffle(5),
+    "columns": lambda: from_arrow(TABLE).mix(from_arrow(TABLE[3:]).shuffle(4)),
     "epochs": lambda: endless().readers(2).epoch_length(50),
     "of an epoch": lambda: of("a", 40).epoch_length(12).mix(of("b", 3), of("c", 5)),
 }
@@ -137,26 +127,17 @@ CHAINS = {
 async def test_resumes_anywhere(name: str) -> None:
     whole = await items(CHAINS[name]())
     for count in range(len(whole) + 1):
-        stream: Any = CHAINS[name]()
-        head, state = await read(stream, count)
-        stream.load_state_dict(state)
-        middle, state = await read(stream, 3)
-        rest: Any = CHAINS[name]()
-        rest.load_state_dict(json.loads(json.dumps(state)))
-        assert head + middle + await items(rest) == whole, count
+        stream = CHAINS[name]()
+        head, state = await pulled(stream, (1, 3, 64), count)
+        middle, state = await read(stream, 3, state)
+        rest, _ = await pulled(CHAINS[name](), (5, 64), state=state)
+        assert head + middle + rest == whole, count
 
 
-async def test_a_state_fits_its_mixture_only() -> None:
-    """It has the names, the weights, and the words of mixtures before these."""
-    stream = mix({"a": of("a", 9), "b": of("a", 9)}, [2, 1])
-    _, state = await read(stream, 5)
-    for other, words in (
-        (mix({"b": of("a", 9), "a": of("a", 9)}, [2, 1]), "names of mix was"),
-        (mix({"a": of("a", 9), "b": of("a", 9)}, [1, 2]), "weights of mix was"),
-    ):
-        with pytest.raises(StateMismatchError, match=words):
-            other.load_state_dict(state)
-    state = opened(state)
+async def test_a_state_of_an_older_version_is_refused() -> None:
+    """It has the words of mixtures before these."""
+    stream = of("a", 9).mix(of("a", 9), weights=[2, 1])
+    state = opened((await read(stream, 5))[1])
     state["stream"] = {**state["stream"], "seed": 0, "weights": [2.0, 1.0]}
     with pytest.raises(StateMismatchError, match="seed of mix was 0, and is None"):
         stream.load_state_dict(sealed(state))
@@ -210,53 +191,20 @@ def test_shares_of_billions() -> None:
         assert abs(index - starts[source] - at * lengths[source] / 10**10) <= 1.5
 
 
-class Items:
-    """A map-style dataset that notes how it is read."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count, self.asked = name, count, list[Any]()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> str:
-        self.asked.append(index)
-        return f"{self.name}{index}"
-
-
-class AsyncItems(Items):
-    async def __getitem__(self, index: int) -> str:  # type: ignore[override]
-        return super().__getitem__(index)
-
-
-class Batches(Items):
-    def __getitems__(self, indices: list[int]) -> list[str]:
-        self.asked.append(indices)
-        return [f"{self.name}{index}" for index in indices]
-
-
-class AsyncBatches(AsyncItems):
-    async def __getitems__(self, indices: list[int]) -> list[str]:
-        self.asked.append(indices)
-        return [f"{self.name}{index}" for index in indices]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Items, AsyncItems, Batches, AsyncBatches])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_reads_each_kind(kind: Any, num_workers: int) -> None:
     """Beside a plain one; a batch is read at once by those that can."""
-    first, second = kind("a", 12), Items("b", 6)
-    mixture: Any = mix({"a": first, "b": second}, [2, 1])
+    first = kind(12)
+    mixture: Any = mix({"a": first, "b": Plain(6)}, [2, 1])
     loader: Any = DataLoader(mixture, 6, collate_fn=list, num_workers=num_workers)
     with loader:
         batches = list(loader)
-    found = [name for batch in batches for name in batch]
-    assert sorted(found) == sorted(f"a{n}" for n in range(12)) + [
-        f"b{n}" for n in range(6)
-    ]
-    if num_workers == 0 and issubclass(kind, (Batches, AsyncBatches)):
-        assert first.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    found = [square for batch in batches for square in batch]
+    assert sorted(found) == sorted(n**2 for n in [*range(12), *range(6)])
+    if num_workers == 0 and hasattr(first, "calls"):
+        assert first.calls == 3
     state = loader.state_dict()
     loader.load_state_dict(json.loads(json.dumps(state)))
 
@@ -308,32 +256,3 @@ def test_figures_of_a_mixture_in_a_mixture() -> None:
     assert [*sources] == ["inner", "inner/x", "inner/y", "z"]
     assert sources["inner"].samples == pytest.approx(16, abs=3)
     assert sources["inner/x"].samples == pytest.approx(8, abs=4)
-
-
-# -- wrong arguments ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sources", "options", "error", "words"),
-    [
-        ([], {}, ValueError, "at least one stream or dataset, got none"),
-        ([[1], [2]], {"weights": [1, -1]}, ValueError, "must be 2 positive numbers"),
-        ([[1], [2]], {"weights": [1, "x"]}, ValueError, "must be 2 positive numbers"),
-        ([[1], [2]], {"weights": [1, float("inf")]}, ValueError, "must be 2 positive"),
-        ([[1], [2]], {"weights": [1, float("nan")]}, ValueError, "must be 2 positive"),
-        ([[1], [2]], {"weights": [1, 2, 3]}, ValueError, "must be 2 positive numbers"),
-        ([[1], [2]], {"weights": []}, ValueError, "must be 2 positive numbers"),
-        ({"a": [1]}, {"weights": {"b": 1}}, ValueError, r"are of \['b'\], but .*'a'"),
-        ([[1]], {"weights": [(1, [1])]}, ValueError, r"start at 0 .*, got \[1\]"),
-        ([[1]], {"weights": [(0, [1])] * 2}, ValueError, r"ascend, got \[0, 0\]"),
-        ([[1]], {"weights": [(0, [1]), (5, [0])]}, ValueError, "must be 1 positive"),
-        ([[1]], {"until": "last"}, ValueError, "must be 'all' or 'first', got 'last'"),
-        ([[1], of("a", 1)], {}, TypeError, "'1' is of "),
-        ({"a": iter([1])}, {}, TypeError, "'a' is of list_iterator"),
-    ],
-)
-def test_wrong_arguments(
-    sources: Any, options: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        mix(sources, **options)

@@ -138,30 +138,6 @@ async def test_on_disk(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["memory", "local", "s3", "s3 url", "quoted url"])
-async def test_in_a_store(how: str, tmp_path: Path, moto: Any) -> None:
-    visible = sorted((n for n in NASTY if n[0] != "."), key=lambda name: f"{name}.txt")
-    if how in {"s3 url", "quoted url"}:
-        await fill(moto, NASTY, "nasty names/")
-        folder = "nasty names" if how == "s3 url" else "nasty%20names"
-        stream = TextDataset(f"s3://bucket/{folder}/*.txt")
-        assert await texts(stream) == visible
-        return
-    prefix = "nasty/" if how == "s3" else ""
-    write(tmp_path, NASTY if how == "local" else ())
-    store = {"memory": MemoryStore(), "local": LocalStore(tmp_path), "s3": moto}[how]
-    if how != "local":
-        await fill(store, NASTY, prefix)
-    stream = TextDataset(f"{prefix}*.txt", store=store)
-    assert await texts(stream) == visible
-    one_by_one = [f"{glob.escape(prefix + name)}.txt" for name in visible]
-    assert await texts(TextDataset(one_by_one, store=store)) == visible
-    async with ObjectDataset(store, [f"{prefix}{n}.txt" for n in visible]) as objects:
-        found = [bytes(await objects[at]).decode() for at in range(len(visible))]
-    assert found == visible
-
-
-@pytest.mark.slow
 async def test_in_a_listing_of_the_web() -> None:
     """WebDAV lists names as parts of URLs; they are decoded once."""
     names = [name for name in NASTY if "\\" not in name and name[0] != "."]
@@ -314,42 +290,55 @@ def escaped(name: str) -> str:
     return re.sub(r"([\\{},])", r"\\\1", pattern) if "{" in pattern else pattern
 
 
-async def check_names(names: set[str], depth: int, folder: Path, port: int) -> None:
-    below, prefix = "d/" * depth, f"{folder.name}/"
-    chosen = [name for name in names if len(os.fsencode(name)) < 200]
+async def check_names(chosen: set[str], depth: int, folder: Path, port: int) -> None:
+    """Read files of these names from every kind of store, by pattern and by name."""
+    below, prefix = "d/" * depth, f"{folder.name} x/"
     options: Any = {
         "endpoint": f"http://127.0.0.1:{port}",
         "region": "us-east-1",
         "access_key_id": "id",
         "secret_access_key": "key",
     }
-    memory = MemoryStore()
+    memory, local = MemoryStore(), LocalStore(folder)
     moto = S3Store("bucket", client_options={"allow_http": True}, config=options)
     write(folder / below, chosen)
     await fill(memory, chosen, prefix + below)
     await fill(moto, chosen, prefix + below)
     visible = sorted(n for n in chosen if not n.startswith("."))
+    s3: Any = {"store_options": options}
     for stream in (
         TextDataset(f"{below}*.txt", store=folder),
+        TextDataset(f"{below}*.txt", store=local),
         TextDataset(f"{prefix}{below}*.txt", store=memory),
-        TextDataset(f"s3://bucket/{prefix}**/*.txt", store_options=options),
+        TextDataset(f"{prefix}{below}*.txt", store=moto),
+        TextDataset(f"s3://bucket/{prefix}**/*.txt", **s3),
+        TextDataset(f"s3://bucket/{quote(prefix)}**/*.txt", **s3),
     ):
         if visible:
             assert sorted(await texts(stream)) == visible
         else:
             with pytest.raises(ValueError, match="no shard matches"):
                 await texts(stream)
-    exact = [escaped(f"{prefix}{below}{name}.txt") for name in sorted(chosen)]
-    assert await texts(TextDataset(exact, store=memory)) == sorted(chosen)
+    for store, start in ((memory, prefix + below), (local, below)):
+        keys = [f"{start}{name}.txt" for name in sorted(chosen)]
+        exact = TextDataset([*map(escaped, keys)], store=store)
+        assert await texts(exact) == sorted(chosen)
+        async with ObjectDataset(store, keys) as objects:
+            found = [bytes(await objects[at]).decode() for at in range(len(keys))]
+        assert found == sorted(chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=3 if settings().max_examples < 100 else 100)
 @given(found=st.sets(SEGMENTS, min_size=1, max_size=8), depth=st.integers(0, 1))
-async def test_any_names(
+@example(found={*NASTY}, depth=1)
+async def test_in_a_store(
     found: set[str],
     depth: int,
     tmp_path_factory: pytest.TempPathFactory,
     s3_bucket: str,
     s3_port: int,
 ) -> None:
-    await check_names(found, depth, tmp_path_factory.mktemp("names"), s3_port)
+    chosen = {name for name in found if len(os.fsencode(name)) < 200}
+    folder = tmp_path_factory.mktemp("names")
+    await check_names(chosen, depth, folder, s3_port)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import own_format
 import pytest
 
 from aioloader import DataLoader
@@ -21,22 +20,6 @@ from object_server import Faults, ObjectServer
 
 DATA = b"".join(struct.pack("<I", 5) + b"%05d" % at for at in range(3000))
 RECORDS = [b"%05d" % at for at in range(3000)]
-
-
-@pytest.mark.slow
-async def test_it_resumes_at_any_record_over_http() -> None:
-    """And reads only the bytes after its position."""
-    count = 100
-    with ObjectServer({"a": DATA * count}) as server:
-        stream: Any = ByteStream("a", own_format.records, store=server.url)
-        for taken in (1, 256, 290_000):
-            before, state = await read(stream, taken)
-            assert before == (RECORDS * count)[:taken]
-            stream.load_state_dict(state)
-            sent = server.counts().bytes
-            rest = (await read(stream))[0]
-            assert rest == (RECORDS * count)[taken:]
-        assert server.counts().bytes - sent < len(DATA) * count // 10
 
 
 class Threads:

@@ -187,29 +187,6 @@ def test_from_a_store_to_a_store(s3: str, s3_port: int, tmp_path: Path) -> None:
     assert samples[0]["bin"] == b"dogs-a b"
 
 
-@pytest.mark.slow
-def test_killed_and_run_again(tree: Path, tmp_path: Path) -> None:
-    """While it reads a file; then it packs the rest, and each picture is there once."""
-    pipe = tree / "cat" / "more" / "a.png"
-    content = pipe.read_bytes()
-    pipe.unlink()
-    os.mkfifo(pipe)
-    command = [sys.executable, "-m", "aioloader", "pack", str(tree)]
-    command += [str(tmp_path / "out")]
-    command += ["--class-folders", "--shard-samples", "1", "--jobs", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        with pipe.open("wb"):  # waits until it is opened for reading
-            process.kill()
-        process.wait()
-    pipe.unlink()
-    pipe.write_bytes(content)
-    packed(*command[4:])
-    samples = read(TarDataset(f"{tmp_path}/out/*.tar"))
-    assert [int(sample["cls"]) for sample in samples] == [at for _, at in SAMPLES]
-    assert samples[2]["png"] == content
-    assert len(list((tmp_path / "out").iterdir())) == 13  # shards, indices, manifest
-
-
 WRONG: list[tuple[list[str], str]] = [
     ([], "the following arguments are required: COMMAND"),
     (["pakc"], "invalid choice: 'pakc'"),
@@ -263,13 +240,20 @@ def test_what_fails_at_work(
     packed(tree, tmp_path / "out", "--quiet")
     assert main(["pack", str(tree), str(tmp_path / "out"), "--class-folders"]) == 1
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a"\n')
-    assert main(["pack", str(tmp_path / "bad.jsonl"), str(tmp_path / "o2")]) == 1
+    again = [tmp_path / "bad.jsonl", tmp_path / "o2", "--shard-samples", "1"]
+    assert main(["pack", *map(str, again)]) == 1
     captured = capsys.readouterr()
     first, second = captured.err.splitlines()
     assert first.startswith("aioloader pack: error: ")
     assert "started with another metadata" in first
     assert "bad.jsonl" in second
     assert captured.out == ""
+    # Run again, it packs the rest.
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    packed(*again)
+    assert "2 samples (1 already written) in 2 shards" in capsys.readouterr().out
+    samples = read(TarDataset(f"{tmp_path}/o2/*.tar").decode())
+    assert [sample["json"] for sample in samples] == [{"a": 1}, {"a": 2}]
 
 
 def test_interrupted(

@@ -2,10 +2,10 @@
 
 import itertools
 import json
-import pickle
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from aioloader import DataLoader, varlen_collate
 from aioloader._order.blocks import Bad
 from aioloader.datasets import from_iterable
-from aioloader.datasets._tokens.packing import best_fit
-from aioloader.errors import ShardChangedError, StateMismatchError
+from aioloader.errors import ShardChangedError
+from datasets import shards
+from datasets.shards import read
 
 IGNORED, PAD, BOS, EOS = -100, 7_000, 7_001, 7_002
 
@@ -118,28 +119,7 @@ def plain(one: Any) -> Any:
     return {name: array.tolist() for name, array in one.items()}
 
 
-async def pulled(
-    stream: Any, limits: Iterator[int], count: int | None = None, state: Any = None
-) -> tuple[list[Any], Any]:
-    """Return the first samples and failures, all if None, and the state after them."""
-    if state is not None:
-        stream.load_state_dict(json.loads(json.dumps(state)))
-    else:
-        stream.set_epoch(0)
-    found: list[Any] = []
-    async with aiter(stream) as iterator:
-        while count is None or len(found) < count:
-            limit = next(limits)
-            limit = limit if count is None else min(limit, count - len(found))
-            try:
-                block = await iterator.pull(limit)
-            except StopAsyncIteration:
-                break
-            if not len(block) and iterator.fills:
-                break
-            assert len(block) <= limit
-            found += map(plain, block)
-        return found, iterator.state_dict()
+pulled = partial(shards.pulled, show=plain)
 
 
 def documents(some: list[Text]) -> Any:
@@ -203,7 +183,7 @@ def concatenated(some: list[Text], how: dict[str, Any]) -> list[Any]:
 @given(texts(), options("concat"), st.integers(1, 9))
 async def test_concat(some: list[Text], how: dict[str, Any], limit: int) -> None:
     """As code does that goes token by token; failures come where the documents do."""
-    found, _ = await pulled(documents(some).pack(**how), itertools.repeat(limit))
+    found, _ = await pulled(documents(some).pack(**how), [limit])
     expected = concatenated(some, how)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -217,7 +197,7 @@ async def test_concat(some: list[Text], how: dict[str, Any], limit: int) -> None
 @given(texts(), options("best_fit"), st.integers(1, 9))
 async def test_best_fit(some: list[Text], how: dict[str, Any], limit: int) -> None:
     """Each sample has whole documents, and each document is in one."""
-    found, _ = await pulled(documents(some).pack(**how), itertools.repeat(limit))
+    found, _ = await pulled(documents(some).pack(**how), [limit])
     length = how["length"]
     failed = [text for text in some if text.form in {"fails", "text"}]
     assert sum(isinstance(one, str) for one in found) == len(failed)
@@ -243,22 +223,6 @@ async def test_best_fit(some: list[Text], how: dict[str, Any], limit: int) -> No
     assert all({row[:2] for row in one} == {(PAD, IGNORED)} for one in padding)
 
 
-@given(st.lists(st.integers(1, 30)), st.integers(30, 40))
-def test_the_fullest_bin_that_fits(sizes: list[int], length: int) -> None:
-    """As best fit decreasing by search in all bins."""
-    rooms: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        fits = [room for room in rooms if room >= size]
-        if fits:
-            rooms.remove(min(fits))
-        rooms.append(min(fits, default=length) - size)
-    bins = best_fit(sizes, length)
-    assert sorted(length - sum(sizes[at] for at in one) for one in bins) == sorted(
-        rooms
-    )
-    assert sorted(itertools.chain.from_iterable(bins)) == [*range(len(sizes))]
-
-
 def real(count: int, seed: int = 0) -> list[Any]:
     rng = np.random.default_rng(seed)
     sizes = np.maximum(1, rng.lognormal(6.2, 1.1, count).astype(np.int64))
@@ -267,7 +231,7 @@ def real(count: int, seed: int = 0) -> list[Any]:
 
 async def test_best_fit_fills_samples() -> None:
     stream = from_iterable(real(2_000)).pack(4_096, "best_fit")
-    found, _ = await pulled(stream, itertools.repeat(32))
+    found, _ = await pulled(stream, [32])
     tokens = [token for one in found for token in one["input_ids"]]
     assert np.mean(np.array(tokens) > 0) >= 0.995
 
@@ -304,82 +268,51 @@ async def test_a_long_document_is_made_as_it_is_pulled() -> None:
 
 # -- positions -----------------------------------------------------------------------
 
-STEPS: dict[str, Callable[[Any], Any]] = {
-    "shuffle": lambda stream: stream.shuffle(5),
-    "filter": lambda stream: stream.filter(lambda text: text.number % 4),
-    "repeat": lambda stream: stream.repeat(2),
-    "skip": lambda stream: stream.skip(1),
-}
-AFTER: dict[str, Callable[[Any], Any]] = {
-    "nothing": lambda stream: stream,
-    "shuffle": lambda stream: stream.shuffle(4),
-    "repeat": lambda stream: stream.repeat(2),
-    "take": lambda stream: stream.take(9),
-    "readers": lambda stream: stream.readers(3),
-    "mix": lambda stream: stream.mix(stream),
-    "epoch": lambda stream: stream.epoch_length(13),
-}
-
 
 @pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.one_loop
-@given(
-    texts(),
-    EITHER,
-    st.lists(st.sampled_from([*STEPS]), max_size=2),
-    st.sampled_from([*AFTER]),
-    st.lists(st.integers(1, 9), min_size=1, max_size=4),
-)
+@given(texts(), EITHER, st.lists(st.integers(1, 9), min_size=1, max_size=4))
 async def test_resumes_at_every_sample(
-    some: list[Text], how: Any, before: list[str], after: str, limits: list[int]
+    some: list[Text], how: Any, limits: list[int]
 ) -> None:
-    """Whatever comes before and after it, and however much is pulled at once."""
-
-    # So that no pass is empty.
-    some = [*(Text(number, 1, "array") for number in (99, 103, 107)), *some]
+    """However much is pulled at once; other steps are in ``laws``."""
 
     def made() -> Any:
-        stream = from_iterable(some)
-        for name in before:
-            stream = STEPS[name](stream)
-        return AFTER[after](stream.map(given_as).pack(**{**how, "last": "pad"}))
+        return documents(some).pack(**{**how, "last": "pad"})
 
-    if after == "epoch" and "overlong" in how:
-        how["overlong"] = "split"
-    sizes = itertools.cycle(limits)
-    whole, _ = await pulled(made(), itertools.repeat(5))
+    whole, _ = await pulled(made(), [5])
     for count in range(min(len(whole), 20) + 1):
-        head, state = await pulled(made(), sizes, count)
-        middle, state = await pulled(made(), sizes, 1, state)
-        rest, _ = await pulled(made(), sizes, None, state)
+        head, state = await pulled(made(), limits, count)
+        middle, state = await pulled(made(), limits, 1, state)
+        rest, _ = await pulled(made(), limits, None, state)
         assert head + middle + rest == whole, count
 
 
 async def test_few_documents_are_read_again() -> None:
     """Those of the open sample, and at most 64."""
-    read: list[int] = []
+    seen: list[int] = []
 
     def noted(number: int) -> Any:
-        read.append(number)
+        seen.append(number)
         return np.full(100, number)
 
     for count in (1, 7, 30, 77):
         stream = from_iterable(range(1_000)).map(noted).pack(1_000)
-        read.clear()
-        _, state = await pulled(stream, itertools.repeat(8), count)
-        read.clear()
-        rest, _ = await pulled(stream, itertools.repeat(8), 1, state)
+        seen.clear()
+        _, state = await pulled(stream, [8], count)
+        seen.clear()
+        rest, _ = await pulled(stream, [8], 1, state)
         assert rest[0]["input_ids"][0] == 10 * count
-        assert read[0] >= 10 * count - 64
-        assert len(read) < 200
+        assert seen[0] >= 10 * count - 64
+        assert len(seen) < 200
 
 
 async def test_states_hold_no_tokens() -> None:
     """Those of 8 readers are under 8 KB."""
     for strategy in STRATEGIES:
         stream = from_iterable(real(300)).pack(4_096, strategy).readers(8)
-        _, state = await pulled(stream, itertools.repeat(8), 40)
+        _, state = await pulled(stream, [8], 40)
         assert len(json.dumps(state)) < 8_000
 
 
@@ -395,39 +328,21 @@ async def test_a_failure_passed_on_is_left_out() -> None:
     def stream() -> Any:
         return from_iterable(range(9)).map(made).pack(10)
 
-    whole, _ = await pulled(stream(), itertools.repeat(9))
-    head, state = await pulled(stream(), itertools.repeat(9), 1)
+    whole, _ = await pulled(stream(), [9])
+    head, state = await pulled(stream(), [9], 1)
     assert head == ["OSError('no 3')"]
     refused.remove(3)
-    rest, _ = await pulled(stream(), itertools.repeat(9), None, state)
+    rest, _ = await pulled(stream(), [9], None, state)
     assert head + rest == whole
 
 
 @pytest.mark.parametrize("size", [4, 0])
 async def test_another_document_is_refused(size: int) -> None:
     stream = from_iterable([np.arange(9), np.arange(9)]).pack(5)
-    _, state = await pulled(stream, itertools.repeat(9), 1)
+    _, state = await pulled(stream, [9], 1)
     other = from_iterable([np.arange(size), np.arange(9)]).pack(5)
     with pytest.raises(ShardChangedError, match="after 5 tokens of a document that"):
-        await pulled(other, itertools.repeat(9), None, state)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"length": 9},
-        {"strategy": "best_fit"},
-        {"eos": 1},
-        {"last": "pad"},
-        {"pad": 1},
-        {"shift": False},
-    ],
-)
-async def test_a_state_fits_one_way_of_packing(other: dict[str, Any]) -> None:
-    stream = from_iterable([np.arange(99)])
-    _, state = await pulled(stream.pack(8), itertools.repeat(9), 1)
-    with pytest.raises(StateMismatchError, match=next(iter(other))):
-        stream.pack(**{"length": 8, **other}).load_state_dict(state)
+        await pulled(other, [9], None, state)
 
 
 # -- bad input -----------------------------------------------------------------------
@@ -463,46 +378,13 @@ async def test_what_is_no_document_fails_alone(
     strategy: Any, document: Any, error: type[Exception], words: str
 ) -> None:
     good = np.arange(4)
-    iterator = aiter(
-        from_iterable([good, document, good]).pack(4, strategy, last="pad")
-    )
-    samples, errors = list[Any](), list[Exception]()
-    async with iterator:
-        for _ in range(3):
-            try:
-                samples.append(await anext(iterator))
-            except error as raised:
-                errors.append(raised)
-        with pytest.raises(StopAsyncIteration):
-            await anext(iterator)
-    assert [one["input_ids"].tolist() for one in samples] == [[0, 1, 2, 3]] * 2
-    with pytest.raises(error, match=words):
-        raise errors[0]
-    assert errors[0].__notes__ == ["aioloader: in 'pack' of the stream"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"length": 0}, ValueError, "length must be at least 1, got 0"),
-        ({"length": 2.5}, TypeError, "length must be an integer"),
-        ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-        ({"strategy": "first"}, ValueError, "'concat' or 'best_fit', got 'first'"),
-        ({"overlong": "cut"}, ValueError, "overlong must be .*, got 'cut'"),
-        ({"overlong": "drop"}, ValueError, "overlong='drop' needs strategy='best_fit'"),
-        ({"last": "keep"}, ValueError, "last must be 'drop' or 'pad', got 'keep'"),
-        ({"eos": "</s>"}, TypeError, "str"),
-    ],
-)
-def test_wrong_arguments(arguments: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        from_iterable([[1]]).pack(**{"length": 8, **arguments})
-
-
-def test_repr_and_pickle() -> None:
-    stream = from_iterable([[1]]).pack(8)
-    assert repr(stream) == repr(pickle.loads(pickle.dumps(stream)))
-    assert repr(stream) == "stream of list.pack(...)"
+    stream = from_iterable([good, document, good]).pack(4, strategy, last="pad")
+    found, _ = await read(stream, errors=error)
+    (failure,) = (one for one in found if isinstance(one, error))
+    found.remove(failure)
+    assert [one["input_ids"].tolist() for one in found] == [[0, 1, 2, 3]] * 2
+    assert re.search(words, str(failure))
+    assert failure.__notes__ == ["aioloader: in 'pack' of the stream"]
 
 
 # -- flat batches --------------------------------------------------------------------

@@ -21,10 +21,9 @@ from aioloader._pipeline.evened import EvenedQueue
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError, DatasetError
-from datasets.rank_process import RankProcess, ranks
+from datasets.rank_process import ranks
 from datasets.ranks import lines, numbers
 from datasets.shards import write_lines
-from datasets.test_rank_lists import two
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +69,6 @@ def masked(batches: list[Any]) -> list[Any]:
         if is_kept
     ]
 
-
-__all__ = ["two"]
 
 TAILS = pytest.mark.parametrize("tail", ["drop", "wrap", "pad"])
 
@@ -407,23 +404,6 @@ def test_an_error_of_one_batch() -> None:
 def shards(folder: Path, *lengths: int) -> dict[str, Any]:
     write_lines(folder, lengths, "{}{:03}")
     return {"kind": "TextDataset", "addresses": str(folder / "*.txt")}
-
-
-@TAILS
-def test_ddp(two: list[RankProcess], tmp_path: Path, tail: str) -> None:
-    stream = shards(tmp_path, 3, 40, 1, 30)
-    for _ in range(2):
-        for rank in two:
-            rank.send(do="steps", batch_size=4, interleave=4, tail=tail, **stream)
-        found = [rank.answer() for rank in two]
-        steps = {len(one) for one in found}
-        assert len(steps) == 1
-        assert steps.pop() >= (1 if tail == "drop" else 10)
-        if tail == "pad":
-            kept = [
-                n for steps in found for one in steps for n in itertools.compress(*one)
-            ]
-            assert len(kept) == len({*kept}) == 74
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:

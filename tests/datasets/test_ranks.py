@@ -13,18 +13,13 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader._order.stream_states import opened, sealed
-from aioloader.datasets import (
-    ShardedStream,
-    ShardFormat,
-    ShardReader,
-    TextDataset,
-    from_iterable,
-)
+from aioloader.datasets import ShardedStream, TextDataset, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
-from datasets.shards import check_resumes, parquet, read, sqlite, write_lines
+from datasets.shards import check_resumes, items, parquet, read, sqlite, write_lines
+from datasets.test_interleave import Memory, Reader
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
@@ -92,52 +87,15 @@ async def test_goes_on_with_other_ranks(
         assert trimmed(found) == whole, count
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 5])
-async def test_ranks_that_have_ended(size: int, tmp_path: Path) -> None:
-    stream = lines(tmp_path)  # the first rank has far more than others
-    async with Ranks(stream, 4) as reading:
-        whole = await reading.batches(4 * size)
-        ends = reading.states()
-    positions = [state["position"] for state in ends]
-    assert positions != [max(positions)] * 4
-    for count in range(len(whole) + 2):
-        async with Ranks(stream, 4) as reading:
-            found = await reading.batches(4 * size, count)
-            states, state = reading.states(), reading.state()
-        async with Ranks(stream, 4, state) as reading:
-            assert trimmed(found + await reading.batches(4 * size)) == whole
-        rest: list[str] = []
-        for rank, own in enumerate(states):
-            part = stream.shard(rank, 4)
-            part.load_state_dict(own)
-            rest += await rest_of(part, size)
-        assert sorted([*chain(*found), *rest]) == sorted(chain(*whole))
-
-
-async def rest_of(stream: Any, size: int) -> list[str]:
-    async with aiter(stream) as iterator:
-        found: list[str] = []
-        while len(block := await iterator.pull(size)):
-            found += block
-        return found
-
-
 async def test_samples_one_by_one(tmp_path: Path) -> None:
-    source = lines(tmp_path)  # files that are written again are others to a state
-
-    def make() -> Any:
-        return source.shuffle(3).readers(13)
-
-    whole, end = await read(make())
-    assert sorted(whole) == sorted(await rest_of(source, 64))
-    await check_resumes(make(), whole, range(0, len(whole) + 1, 9))
+    stream = lines(tmp_path).shuffle(3).readers(13)
+    whole, end = await read(stream)
+    assert await read(stream, state=end) == ([], end)
+    assert sorted(whole) == sorted(await items(lines(tmp_path)))
     assert end["ended"]
     assert all(one["ended"] for one in end["streams"].values())
-    stream = make()
-    stream.load_state_dict(end)
-    assert (await read(stream))[0] == []
     assert merge_states([end]) == end
+    await check_resumes(stream, whole, range(0, len(whole) + 1, 9))
 
 
 async def test_one_pull_is_one_batch(tmp_path: Path) -> None:
@@ -212,7 +170,7 @@ async def test_no_order_no_turns(tmp_path: Path) -> None:
         state = reading.state()
     async with Ranks(stream, 3, state) as reading:
         found += await reading.batches(12)
-    assert sorted(chain(*found)) == sorted(await rest_of(lines(tmp_path), 64))
+    assert sorted(chain(*found)) == sorted(await items(lines(tmp_path)))
 
 
 async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
@@ -224,29 +182,16 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
     assert cuts == [cuts[0]] * 4
 
 
-class Empty(ShardReader):
-    async def pull(self, _limit: int) -> list[Any]:
-        return []
-
-    def position(self) -> dict[str, Any]:
-        return {}
-
-
-class Budgets(ShardFormat):
+class Budgets(Memory):
     """24 empty shards; notes the budget of each that is opened."""
 
     def __init__(self) -> None:
-        self.noted: list[int] = []
+        super().__init__(list)
+        self.made, self.noted = [[] for _ in range(24)], list[int]()
 
-    async def shards(self, _stack: Any, _known: Any = None, /) -> range:
-        return range(24)
-
-    def summary(self, shards: Any) -> dict[str, Any]:
-        return {"count": len(shards)}
-
-    def open(self, _shard: Any, _position: Any, budget: int) -> Empty:
+    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
         self.noted.append(budget)
-        return Empty()
+        return super().open(shard, position, budget)
 
 
 async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
@@ -346,17 +291,6 @@ def changed(state: Any, **values: Any) -> Any:
     return sealed({**opened(state), **values})
 
 
-async def test_a_state_between_batches() -> None:
-    state = merge_states(await states_of(4))
-    found: list[Any] = []
-    for rank in range(3):
-        stream = numbers().shard(rank, 3)
-        stream.load_state_dict(state)
-        with pytest.warns(UserWarning, match="3 ranks .* at 4 readers"):
-            found += (await read(stream))[0]
-    assert sorted(found) == sorted((await read(numbers()))[0])[8:]
-
-
 async def test_states_that_do_not_belong_together() -> None:
     three, later, four = await states_of(3), await states_of(3, 5), await states_of(4)
     for states, words in (
@@ -374,6 +308,13 @@ async def test_states_that_do_not_belong_together() -> None:
     ):
         with pytest.raises(StateMismatchError, match=words):
             merge_states(states)
+    async with Ranks(numbers(4), 2) as reading:
+        first = (await reading.batches(2, 1), reading.states())[1]
+        await reading.batches(2)
+        ended = reading.states()
+    assert merge_states(ended)["position"] == 4
+    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
+        merge_states([first[0], ended[1]])
     with pytest.raises(ValueError, match="no states"):
         merge_states([])
     with pytest.raises(
@@ -412,17 +353,6 @@ async def test_integers_of_numpy(tmp_path: Path) -> None:
     async with loader:
         await anext(aiter(loader))
         json.dumps(loader.state_dict())
-
-
-async def test_a_rank_that_ended_too_far_on() -> None:
-    """All ended behind the second batch, and one says that it is at the first."""
-    async with Ranks(numbers(4), 2) as reading:
-        first = (await reading.batches(2, 1), reading.states())[1]
-        await reading.batches(2)
-        ended = reading.states()
-    assert merge_states(ended)["position"] == 4
-    with pytest.raises(StateMismatchError, match="after 2 samples of all ranks"):
-        merge_states([first[0], ended[1]])
 
 
 async def test_a_state_is_small_and_of_the_samples_given() -> None:
@@ -465,3 +395,10 @@ async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None
         batches: Any = await beside(partial(list, loader))
         assert [*chain(*batches)] == [*range(begin, 20)]
     loader.close()
+
+
+def test_without_a_process_group() -> None:
+    loader = DataLoader([1, 2])
+    assert len(list(loader)) == 2
+    (said,) = loader.report(ranks="train").remarks
+    assert said == "Ranks are not compared: there is no process group."

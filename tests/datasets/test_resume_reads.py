@@ -1,18 +1,21 @@
 """What a resumed stream reads again, as ``docs/guides/shards.md`` has it."""
 
 import gzip
+import struct
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import own_format
 import pyarrow as pa
 import pytest
 
 from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
+    ByteStream,
     ParquetDataset,
     TarDataset,
     TextDataset,
@@ -29,6 +32,10 @@ SAMPLE = 10_000
 
 def lines(count: int) -> bytes:
     return (b"x" * (SAMPLE - 1) + b"\n") * count
+
+
+def records(count: int) -> bytes:
+    return (struct.pack("<I", SAMPLE) + b"x" * SAMPLE) * count
 
 
 def tar(count: int) -> bytes:
@@ -77,10 +84,19 @@ def read_after_resuming(
         return server.counts(names[0]).bytes, server.counts(names[1]).bytes
 
 
+OWN: Any = partial(ByteStream, make=own_format.records)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.65, 0.95])
 @pytest.mark.parametrize(
-    ("stream", "make"), [(TextDataset, lines), (TarDataset, tar), (ArrowDataset, arrow)]
+    ("stream", "make"),
+    [
+        (TextDataset, lines),
+        (TarDataset, tar),
+        (ArrowDataset, arrow),
+        (OWN, records),
+    ],
 )
 def test_up_to_eight_megabytes(
     stream: Any, make: Callable[[int], bytes], share: float

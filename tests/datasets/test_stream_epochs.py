@@ -1,9 +1,11 @@
-"""Streams that repeat, epochs of a given length, and equal work for all ranks."""
+"""Streams that repeat, and epochs of a given length, which continue for each reader."""
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,20 @@ from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import lines
-from datasets.shards import parquet, read, write_lines
+from datasets.shards import items, parquet, write_lines
+
+
+def in_workers(count: int) -> dict[str, Any]:
+    return {"num_workers": count, "fetch": "workers"} if count else {}
+
+
+def of_ranks(stream: Any, ranks: int, **options: Any) -> list[Any]:
+    options = {"batch_size": 4, "collate_fn": list, "world_size": ranks, **options}
+    return [DataLoader(stream, rank=rank, **options) for rank in range(ranks)]
 
 
 def numbers(count: int = 10) -> Any:
     return from_iterable(range(count))
-
-
-async def items(stream: Any) -> list[Any]:
-    return (await read(stream))[0]
 
 
 async def test_repeat() -> None:
@@ -113,8 +120,7 @@ async def test_a_rank_without_samples_is_an_error() -> None:
 
 def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
     found = []
-    for rank in range(world_size):
-        loader: Any = DataLoader(stream, rank=rank, world_size=world_size, **options)
+    for loader in of_ranks(stream, world_size, collate_fn=None, **options):
         with loader:
             found.append([_listed(batch) for batch in loader])
     return found
@@ -129,7 +135,7 @@ def _listed(batch: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
 def test_tails(count: int, workers: int) -> None:
-    options: Any = {"num_workers": 2, "fetch": "workers"} if workers else {}
+    options = in_workers(workers)
 
     def found(tail: Any) -> Any:
         stream = numbers().epoch_length(count)
@@ -187,31 +193,17 @@ def test_failed_samples_do_not_count(
         text = [f"{shard}{n:02}" if n % 9 < 4 * shard else "{" for n in range(40)]
         (tmp_path / f"{shard}.jsonl").write_text("\n".join(["1", *text]))
     stream = JSONLinesDataset(str(tmp_path / "*"), interleave=4).epoch_length(72)
-    options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
-    options |= {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
+    options: Any = {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
+    options |= in_workers(workers)
     both = loaders(stream, 2, **options)
     assert [len(rank) for rank in both] == [36 // batch_size] * 2
     assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
-    for at in range(0, len(both[0]), 5):
-        for rank in range(2):
-            asked = {**options, "rank": rank}
-            first: Any = DataLoader(stream, world_size=2, **asked)
-            with first:
-                iterator = iter(first)
-                before = [_listed(next(iterator)) for _ in range(at)]
-                state = json.loads(json.dumps(first.state_dict()))
-            again: Any = DataLoader(stream, world_size=2, **asked)
-            with again:
-                again.load_state_dict(state)
-                rest = [_listed(batch) for batch in again]
-            assert before + rest == both[rank]
 
 
-def of_layout(stream: Any, ranks: int, workers: int, size: int = 12) -> list[Any]:
-    """Return the loaders of all ranks, of global batches of a size."""
-    options: Any = {"num_workers": workers, "fetch": "workers"} if workers else {}
-    options |= {"on_error": "skip", "world_size": ranks, "collate_fn": list}
-    return [DataLoader(stream, size // ranks, rank=k, **options) for k in range(ranks)]
+def of_layout(stream: Any, ranks: int, workers: int) -> list[Any]:
+    """Return the loaders of all ranks, of global batches of twelve samples."""
+    options = {"batch_size": 12 // ranks, "on_error": "skip"}
+    return of_ranks(stream, ranks, **options, **in_workers(workers))
 
 
 def refuse(number: int) -> int:
@@ -277,26 +269,6 @@ def test_the_next_epoch_has_what_is_left(ranks: int) -> None:
         loader.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_states_of_ranks_that_skip_differently(world_size: int, tmp_path: Path) -> None:
-    for shard in range(2):
-        text = "\n".join(f"{shard + 1}{n:02}" for n in range(40))
-        (tmp_path / f"{shard}.jsonl").write_text(("{\n" if shard else "") + text)
-    stream = JSONLinesDataset(str(tmp_path / "*"), interleave=2).epoch_length(20)
-    states, found = [], Counter[int]()
-    for rank in range(2):
-        with padded(stream, 8, rank, 2, on_error="skip") as loader:
-            found.update(_listed(next(iter(loader)))[0])
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    for rank in range(world_size):
-        with padded(stream, 8, rank, world_size, on_error="skip") as loader:
-            loader.load_state_dict(merge_states(states))
-            for samples, mask in map(_listed, loader):
-                assert mask == [True] * len(samples)
-                found.update(samples)
-    assert found == Counter([*range(100, 110), *range(200, 210)])
-
-
 def test_a_state_is_bound_to_its_tail() -> None:
     def make(tail: Any) -> Any:
         stream = numbers(40).readers(2).epoch_length(21)
@@ -343,3 +315,156 @@ async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
         await cursor.aclose()
         (orders,) = (one for one in reading.listed.values() if isinstance(one, dict))
         assert len(orders) == 2
+
+
+# -- epochs that continue -------------------------------------------------------------
+
+
+SHARDS, LINES = 16, 10
+IN_WORKERS = in_workers(2)
+
+
+def equal_lines(folder: Path, **options: Any) -> Any:
+    write_lines(folder, [LINES] * SHARDS, "{:02}{}")
+    return TextDataset(str(folder / "*.txt"), **options)
+
+
+def shuffled(folder: Path) -> Any:
+    return equal_lines(folder, shuffle=True, interleave=4).shuffle(7)
+
+
+Make = Callable[[Path, int], Any]
+STREAMS: dict[str, Make] = {
+    "plain": lambda folder, n: equal_lines(folder).epoch_length(n),
+    "shuffled": lambda folder, n: shuffled(folder).epoch_length(n),
+    "steps": lambda folder, n: shuffled(folder).epoch_length(n).map(str).shuffle(5),
+    "readers": lambda folder, n: shuffled(folder).readers(4).epoch_length(n),
+    "shared": lambda folder, n: shuffled(folder).readers(2).epoch_length(n),
+}
+
+
+def flat(batches: Any) -> list[Any]:
+    return [*itertools.chain.from_iterable(batches)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* take turns at")
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_epochs_are_one_reading(kind: str, ranks: int, tmp_path: Path) -> None:
+    short, long = (STREAMS[kind](tmp_path, n) for n in (48, 240))
+    for one, other in zip(of_ranks(short, ranks), of_ranks(long, ranks), strict=True):
+        epochs = [flat(one) for _ in range(5)]
+        assert [*map(len, epochs)] == [48 // ranks] * 5
+        found, whole = flat(epochs), flat(other)
+        assert sorted(found) == sorted(whole)
+        assert found == whole or kind == "steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tail", ["wrap", "drop", "uneven", "pad"])
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (3, {}), (2, IN_WORKERS)])
+def test_each_sample_as_often(
+    ranks: int, options: Any, tail: str, tmp_path: Path
+) -> None:
+    """But for the last pass of its reader, however long an epoch is."""
+    for length in (31,) if options else (7, 31, 50, 163):
+        stream = equal_lines(tmp_path).epoch_length(length)
+        for loader in of_ranks(stream, ranks, tail=tail, **options):
+            found: Counter[Any] = Counter()
+            for batch in itertools.chain.from_iterable(loader for _ in range(5)):
+                kept = batch[1] if tail == "pad" else [True] * len(batch)
+                samples = batch[0] if tail == "pad" else batch
+                found.update(itertools.compress(samples, kept))
+            total = sum(found.values()) / (SHARDS * LINES / ranks)
+            assert max(found.values()) - min(found.values()) <= 1
+            assert min(found.values()) >= int(total) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_on_other_ranks(at: int, world_size: int, tmp_path: Path) -> None:
+    stream = shuffled(tmp_path).readers(4).epoch_length(48)
+    (loader,) = of_ranks(stream, 1, batch_size=8)
+    epochs = [[{*batch} for batch in loader] for _ in range(4)]
+    states = []
+    for first in of_ranks(stream, 2):
+        list(first)
+        list(itertools.islice(first, at) if at < 6 else first)
+        states.append(json.loads(json.dumps(first.state_dict())))
+    again = of_ranks(stream, world_size, batch_size=8 // world_size)
+    for one in again:
+        one.load_state_dict(merge_states(states))
+    for rest in ([epochs[1][at:]] if at < 6 else []) + epochs[2:]:
+        parts = zip(*again, strict=True)
+        assert [{*flat(batches)} for batches in parts] == rest
+
+
+@pytest.mark.parametrize("options", [{}, {**IN_WORKERS, "persistent_workers": True}])
+def test_a_break_loses_nothing(options: Any, tmp_path: Path) -> None:
+    """What was not delivered is the next epoch's; also before each worker has begun."""
+    stream = equal_lines(tmp_path, shuffle=True).epoch_length(40)
+    (loader,) = of_ranks(stream, 1, **options)
+    with loader:
+        found = next(iter(loader))
+        assert all(iter(loader) for _ in range(2))  # nothing is taken from them
+        for count in (1, 3, 10, 10, 10):
+            found += flat(itertools.islice(loader, count))
+    counts = Counter(found)
+    assert max(counts.values()) - min(counts.values()) <= 1 + bool(options)
+    assert len(found) - len(counts) <= 8 * bool(options)
+
+
+async def test_the_position_is_the_loaders(tmp_path: Path) -> None:
+    stream = equal_lines(tmp_path).epoch_length(48)
+    assert await items(stream) == await items(stream)
+    one, other = (of_ranks(stream, 1)[0] for _ in range(2))
+    first = await beside(lambda: flat(one))
+    assert await beside(lambda: flat(other)) == first
+    again = await beside(lambda: flat(one))
+    assert again == await beside(lambda: flat(other)) != first
+
+
+def test_set_epoch_numbers(tmp_path: Path) -> None:
+    """The first one is also the key of the shuffles."""
+    stream = STREAMS["shuffled"](tmp_path, 48)
+
+    def epochs(*numbers: int) -> list[list[Any]]:
+        (loader,) = of_ranks(stream, 1)
+        found = []
+        for number in numbers:
+            loader.set_epoch(number)
+            found.append(flat(loader))
+            assert loader.state_dict()["epoch"] == number + 1
+        return found
+
+    (loader,) = of_ranks(stream, 1)
+    plain = [flat(loader) for _ in range(4)]
+    assert epochs(0, 1, 2, 3) == epochs(0, 5, 6, 0) == plain
+    assert not {*map(tuple, epochs(5, 6))} & {*map(tuple, plain)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("tail", ["wrap", "drop", "uneven", "pad"])
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (3, {}), (2, IN_WORKERS)])
+def test_len(
+    ranks: int, options: Any, tail: str, drop_last: bool, tmp_path: Path
+) -> None:
+    options = {**options, "tail": tail, "drop_last": drop_last}
+    for length in (7,) if options else (1, 7, 31, 48):
+        stream = equal_lines(tmp_path).epoch_length(length).map(str)
+        for loader in of_ranks(stream, ranks, **options):
+            assert [len(loader)] * 2 == [len([*loader]) for _ in range(2)]
+    with pytest.raises(TypeError, match="has no len"):
+        len(DataLoader(equal_lines(tmp_path)))
+
+
+def test_shards_that_are_added_between_epochs(tmp_path: Path) -> None:
+    """They are not in the pass that goes on."""
+    (loader,) = of_ranks(equal_lines(tmp_path).epoch_length(48), 1)
+    list(loader)
+    (tmp_path / "99.txt").write_text("more\n")
+    with pytest.raises(StateMismatchError, match=r"16 shards, but .* has 17"):
+        list(loader)

@@ -1,5 +1,6 @@
 """Streams that cannot be read at all end with an error under every policy."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -96,11 +97,16 @@ async def test_samples_before_the_error_are_given() -> None:
         yield from range(5)
         raise OSError("lost")
 
-    iterator = aiter(from_iterable(some))
-    assert [await anext(iterator) for _ in range(5)] == [*range(5)]
-    with pytest.raises(OSError, match="lost"):
-        await anext(iterator)
-    assert [one async for one in iterator] == []
+    async def same(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    for stream in (from_iterable(some), from_iterable(some).map(same, concurrency=2)):
+        iterator = aiter(stream)
+        assert [await anext(iterator) for _ in range(5)] == [*range(5)]
+        with pytest.raises(OSError, match="lost"):
+            await anext(iterator)
+        assert [one async for one in iterator] == []
 
 
 def missing(folder: Path, *names: str) -> Any:

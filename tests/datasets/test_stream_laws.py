@@ -43,19 +43,6 @@ async def test_all_samples_once_in_order(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @MAKES
-@pytest.mark.parametrize(("world_size", "interleave"), [(2, 1), (3, 8), (5, 2), (7, 3)])
-async def test_ranks_share(
-    make: Make, world_size: int, interleave: int, tmp_path: Path
-) -> None:
-    stream = make(tmp_path, shuffle=True, interleave=interleave)
-    found: list[str] = []
-    for rank in range(world_size):
-        found += await names(stream.shard(rank, world_size))
-    assert sorted(found) == sorted(NAMES)
-
-
-@pytest.mark.slow
-@MAKES
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> None:
     stream = make(tmp_path, interleave=3)
@@ -111,14 +98,6 @@ async def test_leaving_early_leaves_nothing(
 
 
 @pytest.mark.slow
-@MAKES
-def test_breaking_off_a_loader_leaves_nothing(make: Make, tmp_path: Path) -> None:
-    for batch in DataLoader(make(tmp_path, interleave=2), 4, collate_fn=list):
-        assert len(batch) == 4
-        break
-
-
-@pytest.mark.slow
 @SHARDS
 async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
     parts = [make(tmp_path).shard(rank, 11) for rank in range(11)]
@@ -127,15 +106,6 @@ async def test_too_few_shards(make: Make, tmp_path: Path) -> None:
         return
     with pytest.raises(ValueError, match=r"8 shards .*11 readers.*use fewer"):
         await names(parts[0])
-
-
-@FILES
-async def test_shards_may_move(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    head, state = await read(make(tmp_path), 21)
-    moved = make(tmp_path / "there")
-    moved.load_state_dict(state)
-    assert [*map(name_of, head), *(await names(moved))] == NAMES
 
 
 @FILES

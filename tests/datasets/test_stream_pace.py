@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from aioloader._order.permutation import ShuffledIndices
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.datasets._streams import steps
 from aioloader.datasets.sharded import ShardedStream
-from datasets.shards import parquet, read, text
+from datasets.shards import read
 from datasets.test_interleave import Memory
 
 
@@ -43,24 +43,6 @@ async def test_an_async_map_refills_as_calls_end() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(started) <= 1 + 2 * 4
-    await iterator.aclose()
-
-
-async def test_an_async_map_tells_an_error_after_the_samples_before_it() -> None:
-    def broken() -> Iterator[int]:
-        yield from range(5)
-        raise OSError("lost")
-
-    async def same(number: int) -> int:
-        await asyncio.sleep(0)
-        return number
-
-    iterator = aiter(from_iterable(broken).map(same, concurrency=2))
-    found: list[int] = []
-    with pytest.raises(OSError, match="lost"):
-        while block := await iterator.pull(100):
-            found += block
-    assert found == [*range(5)]
     await iterator.aclose()
 
 
@@ -129,11 +111,6 @@ async def test_no_task_for_each_sample(tmp_path: Path) -> None:
         with Counting() as counting:
             assert len((await read(made))[0]) >= 3000
         assert counting.tasks < 300
-    for at in (1, 2, 700, 1999, 3000):
-        found, state = await read(stream, at)
-        assert state["position"] == at
-        stream.load_state_dict(state)
-        assert found + (await read(stream))[0] == [str(n) for n in range(3000)]
 
 
 async def test_no_sample_waits_for_another_one() -> None:
@@ -151,28 +128,3 @@ async def test_no_sample_waits_for_another_one() -> None:
     more.set()
     assert await anext(iterator) == 20
     await iterator.aclose()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("until", ["all", "first"])
-async def test_mix_at_any_size_of_pull(until: Any, tmp_path: Path) -> None:
-    table = parquet(tmp_path)
-    streams = [
-        numbers(90).mix(numbers(7), numbers(30), weights=[5, 1, 1], until=until),
-        text(tmp_path).mix(numbers(300), weights=[1, 3], until=until),
-        table.mix(parquet(tmp_path, shuffle=True), until=until),
-    ]
-    for stream in streams:
-        stream.set_epoch(1)
-        whole = [str(one) for one in (await read(stream))[0]]
-        for limit in (1, 3, 64, 1000):
-            iterator = aiter(stream)
-            found: list[str] = []
-            while len(block := await iterator.pull(limit)):
-                found += map(str, block)
-                if len(found) % 5 == 0:
-                    stream.load_state_dict(iterator.state_dict())
-                    rest = [str(one) for one in (await read(stream))[0]]
-                    assert found + rest == whole
-            assert found == whole
-            await iterator.aclose()

@@ -444,25 +444,6 @@ async def test_a_bad_document_is_not_written(
     assert found.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dtype": "f4"}, "dtype must be an integer type"),
-        ({"format": "raw"}, "format must be 'flat' or 'megatron', got 'raw'"),
-        (
-            {"format": "megatron", "dtype": "uint32"},
-            "Megatron has uint8, .* got uint32",
-        ),
-        ({"eos": 1 << 16}, "eos is 65,536, and uint16 holds 0 to 65,535"),
-        ({"save_bytes": 0}, "save_bytes must be at least 1"),
-        ({"store_options": {"region": "x"}}, "is local, and takes no store_options"),
-    ],
-)
-def test_wrong_options_of_a_writer(options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        TokenWriter("a", **{"dtype": "uint16", **options})
-
-
 async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
     """An error keeps what was saved, and another writer resumes there."""
     path = tmp_path / "deep" / "a.bin"

@@ -17,7 +17,6 @@ from pyarrow import csv as pacsv
 from pyarrow import dataset as ds
 from pyarrow import parquet as pq
 
-from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, ParquetDataset
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
@@ -131,24 +130,6 @@ async def test_a_second_listing_leaves_readers_alone(tmp_path: Path, kind: str) 
             [{"n": 2.5, "x": 0.5}, {"n": None, "x": None}],
         ]
         assert type(rows[0][0]["n"]) is np.float64
-
-
-async def test_one_kind_of_columns_in_batches(tmp_path: Path) -> None:
-    paths = written(
-        tmp_path,
-        {"n": pa.array([1, 2], pa.int8()), "s": pa.array(["a", "b"])},
-        {"n": pa.array([0.5, 1.5]), "s": pa.array(["c", "d"], pa.large_string())},
-    )
-    made = ParquetFormat(paths, Local())
-    first, second = [
-        await made.open(tuple(shard), {}, 1 << 20).pull(9)
-        for shard in await shards(made)
-    ]
-    assert isinstance(first, Rows)
-    assert first.joined([second]) is not None
-    loader: Any = DataLoader(ParquetDataset(paths), 4)
-    (batch,) = [batch async for batch in loader]
-    assert batch["n"].tolist() == [1, 2, 0.5, 1.5]
 
 
 @pytest.mark.parametrize(("columns", "words"), [

@@ -36,6 +36,10 @@ async def one_by_one() -> AsyncIterator[int]:
     yield 1
 
 
+async def awaited(texts: list[str]) -> list[list[int]]:
+    return [[len(text)] for text in texts]
+
+
 # A call, and the error that it gives.
 WRONG = {
     "TarDataset([])": "ValueError: .*list of addresses is empty",
@@ -137,6 +141,16 @@ WRONG = {
     ),
     "TarWriter('/x', metadata={'x': object()})": "TypeError: .*not JSON serializable",
     "TarWriter('gopher://x')": "ValueError: no object store is known",
+    "TokenWriter('a', 'f4')": "ValueError: dtype must be an integer type",
+    "TokenWriter('a', 'u2', format='raw')": "ValueError: format must be 'flat' or 'me",
+    "TokenWriter('a', 'uint32', format='megatron')": (
+        "ValueError: .*Megatron has uint8, .* got uint32"
+    ),
+    "TokenWriter('a', 'u2', eos=1 << 16)": "ValueError: eos is 65,536, .* 0 to 65,535",
+    "TokenWriter('a', 'u2', save_bytes=0)": "ValueError: save_bytes must be at least 1",
+    "TokenWriter('a', 'u2', store_options={'region': 'x'})": (
+        "ValueError: .*is local, and takes no store_options"
+    ),
     "TarWriter(7)": "TypeError: .*must be a URL, path or store",
     "SQLDataset(5, 't', key='k')": "TypeError: url must be .* got int",
     "SQLDataset(ROWS, 5, key='k')": "TypeError: query must be a str",
@@ -162,6 +176,40 @@ WRONG = {
     "CSVDataset('a', escape_char='ab')": "ValueError: escape_char must be one .*'ab'",
     "CSVDataset('a', column_types={'a': 'integer'})": "ValueError: column_types=.*'int",
     "CSVDataset('a', column_names='ab')": "TypeError: column_names must be a list",
+    "mix([])": "ValueError: .*at least one stream or dataset, got none",
+    "mix([[1], [2]], [1, -1])": "ValueError: .*must be 2 positive numbers",
+    "mix([[1], [2]], [1, 'x'])": "ValueError: .*must be 2 positive numbers",
+    "mix([[1], [2]], [1, float('inf')])": "ValueError: .*must be 2 positive numbers",
+    "mix([[1], [2]], [1, float('nan')])": "ValueError: .*must be 2 positive numbers",
+    "mix([[1], [2]], [1, 2, 3])": "ValueError: .*must be 2 positive numbers",
+    "mix([[1], [2]], [])": "ValueError: .*must be 2 positive numbers",
+    "mix({'a': [1]}, {'b': 1})": r"ValueError: .*are of \['b'\], but .*'a'",
+    "mix([[1]], [(1, [1])])": r"ValueError: .*start at 0 .*, got \[1\]",
+    "mix([[1]], [(0, [1])] * 2)": r"ValueError: .*ascend, got \[0, 0\]",
+    "mix([[1]], [(0, [1]), (5, [0])])": "ValueError: .*must be 1 positive",
+    "mix([[1]], until='last')": "ValueError: .*must be 'all' or 'first', got 'last'",
+    "mix([[1], MIXED])": "TypeError: .*'1' is of ",
+    "mix({'a': iter([1])})": "TypeError: .*'a' is of list_iterator",
+    "MIXED.pack(0)": "ValueError: length must be at least 1, got 0",
+    "MIXED.pack(2.5)": "TypeError: length must be an integer",
+    "MIXED.pack(8, window=0)": "ValueError: window must be at least 1, got 0",
+    "MIXED.pack(8, 'first')": "ValueError: .*'concat' or 'best_fit', got 'first'",
+    "MIXED.pack(8, overlong='cut')": "ValueError: overlong must be .*, got 'cut'",
+    "MIXED.pack(8, overlong='drop')": "ValueError: .*'drop' needs strategy='best_fit'",
+    "MIXED.pack(8, last='keep')": "ValueError: last must be 'drop' or 'pad', got 'kee",
+    "MIXED.pack(8, eos='</s>')": "TypeError: .*str",
+    "MIXED.tokenize(None)": "TypeError: tokenizer must be a tokenizers",
+    "MIXED.tokenize('gpt2')": "TypeError: tokenizer must be a tokenizers",
+    "MIXED.tokenize({'a': 1})": "TypeError: tokenizer must be a tokenizers",
+    "MIXED.tokenize(awaited)": "TypeError: tokenizer must be a tokenizers",
+    "MIXED.tokenize(len, batch=0)": "ValueError: batch must be at least 1, got 0",
+    "MIXED.tokenize(len, 1)": "TypeError: column must be a name, got int",
+    "MIXED.flat_map(str, concurrency=0)": "ValueError: concurrency must be at least 1",
+    "from_dataset(MIXED)": "TypeError: .*__getitem__",
+    "from_dataset(iter([1]))": "TypeError: .*__getitem__",
+    "from_dataset({1: 2}.values())": "TypeError: .*__getitem__",
+    "from_dataset(object)": "TypeError: .*__getitem__",
+    "from_dataset([1], concurrency=0)": "ValueError: concurrency must be at least 1, g",
     "from_iterable([]).shuffle(0)": "ValueError: size must be at least 1, got 0",
     "from_iterable([]).batch(0)": "ValueError: size must be at least 1, got 0",
     "from_iterable([]).take(-1)": "ValueError: count must be at least 0, got -1",
