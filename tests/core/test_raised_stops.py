@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.kit import BY, IN_PROCESS, INLINE, WAYS, make, outcomes
+from core.kit import BY, INLINE, WAYS, make, outcomes
 from faults.error_table import (
     AsyncGenerated,
     AsyncSamples,
@@ -107,22 +107,21 @@ async def test_a_stream_that_can_go_on(
     assert [failure.index for failure in loader.skipped] == [3]
 
 
-@pytest.mark.parametrize("way", [INLINE, *WAYS])
+IN_WORKERS = {"num_workers": 1, "fetch": "workers"}
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [*((way, {}) for way in (INLINE, *WAYS)), ("for", IN_WORKERS)],
+    ids=[INLINE, *WAYS, "processes"],
+)
 @pytest.mark.parametrize("stream", [Generated, AsyncGenerated])
 @pytest.mark.parametrize("stop", [*STOPS, OSError])
-async def test_a_generator_is_never_skipped(stop: Any, stream: Any, way: str) -> None:
+async def test_a_generator_is_never_skipped(
+    stop: Any, stream: Any, way: str, options: dict[str, Any]
+) -> None:
     """An error that ends it is raised, whatever the policy; never an early end."""
-    options = {"on_error": "skip", **IN_PROCESS}
-    batches, errors, _ = await found(way, stream(Raiser(stop)), **options)
+    raiser = Raiser(stop)
+    batches, errors, _ = await found(way, stream(raiser), on_error="skip", **options)
     assert batches == GOOD[:1]
     check(errors, stop)
-
-
-@pytest.mark.parametrize("stream", [Generated, AsyncGenerated])
-async def test_a_generator_in_processes(stream: Any) -> None:
-    """The same where workers read the stream."""
-    options = {"num_workers": 1, "fetch": "workers"}
-    for stop in STOPS:
-        batches, errors, _ = await found("for", stream(Raiser(stop)), **options)
-        assert batches == GOOD[:1]
-        check(errors, stop)

@@ -15,7 +15,6 @@ from aioloader import DataLoader, ShuffledIndices
 from beside import beside
 from core.kit import PATIENCE
 from loader.states import left_at, listed, saved, seeded
-from loader.test_resume_streams import Counting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
 from working import Drawing, Numbers, draw, draw_own
@@ -303,6 +302,32 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
     return first, state, flat(iterator)
 
 
+class Counting(IterableDataset[int]):
+    """Its own iterator, with a state; counts its epochs."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place, self.is_loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_loaded:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.is_loaded = False
+        return self
+
+    def __next__(self) -> int:
+        if self.place >= 6:
+            raise StopIteration
+        self.place += 1
+        return 100 * self.epoch + self.place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.is_loaded = self.place < 6
+
+
 class Permuting(Sampler[int]):
     """Draws its order in a plain ``__iter__``, as torch's loader lets it."""
 
@@ -383,6 +408,16 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
         next(iter(loader))
     Shy.is_ready = True
     assert flat(loader) == rest
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
+def test_iterables_that_count_their_epochs(options: Any) -> None:
+    """Behind an epoch they are told, and begin the next one."""
+    loader = DataLoader(Counting(), 4, **options)
+    list(loader)
+    resumed = DataLoader(Counting(), 4, **options)
+    resumed.load_state_dict(saved(loader))
+    assert flat(resumed) == flat(loader) == [201, 202, 203, 204, 205, 206]
 
 
 def test_a_pickled_loader_keeps_what_was_loaded() -> None:

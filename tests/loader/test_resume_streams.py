@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ChainDataset, IterableDataset
+from torch.utils.data import ChainDataset
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
@@ -89,33 +89,6 @@ class OnDataset(Cursors):
         return Cursor(range(100 * self.epoch, 100 * self.epoch + self.n))
 
 
-class Counting(IterableDataset[int]):
-    """Its own iterator, with a state; counts its epochs."""
-
-    def __init__(self, n: int = 6) -> None:
-        self.n = n
-        self.epoch, self.place, self.is_loaded = 0, 0, False
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.is_loaded:
-            self.epoch, self.place = self.epoch + 1, 0
-        self.is_loaded = False
-        return self
-
-    def __next__(self) -> int:
-        if self.place >= self.n:
-            raise StopIteration
-        self.place += 1
-        return 100 * self.epoch + self.place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
-        self.is_loaded = self.place < self.n
-
-
 class Again:
     """Iterable, and nothing else."""
 
@@ -134,7 +107,6 @@ STATEFUL: dict[str, Callable[[int], Any]] = {
     "async": OnAsync,
     "streamed": Streamed,
     "streamed, async": StreamedAsync,
-    "counting": Counting,
     "epochs on the dataset": OnDataset,
     "stream": lambda n: from_iterable(range(n)).shuffle(4),
 }
@@ -187,10 +159,9 @@ async def test_states_for_tasks(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["epochs on the dataset", "counting"])
-def test_states_of_a_worker(name: str) -> None:
+def test_states_of_a_worker() -> None:
     """The epoch is set on the dataset before it is sent there."""
-    assert_resumes_exactly(lambda: DataLoader(STATEFUL[name](11), 4, num_workers=1))
+    assert_resumes_exactly(lambda: DataLoader(OnDataset(11), 4, num_workers=1))
 
 
 def test_what_a_state_saves() -> None:

@@ -20,8 +20,7 @@ from aioloader import (
     pad_collate,
 )
 from aioloader.errors import StateMismatchError
-from resuming import assert_resumes_exactly, assert_resumes_exactly_async
-from samples import AsyncMap
+from resuming import assert_resumes_exactly
 from working import Numbers
 
 LENGTHS = [1 + (7 * at) % 13 for at in range(39)]
@@ -194,15 +193,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_resume_at_every_batch(name: str) -> None:
     options = OPTIONS.get(name, {"num_workers": 2, "rank": 1, "world_size": 3})
     assert_resumes_exactly(lambda: loader_of(**options))
-
-
-@pytest.mark.slow
-async def test_resume_of_an_async_dataset() -> None:
-    def make() -> "DataLoader[Any]":
-        asked: Any = {"batch_sampler": sampler_of(), "collate_fn": list}
-        return DataLoader(AsyncMap(len(LENGTHS)), **asked)
-
-    await assert_resumes_exactly_async(make)
 
 
 def test_each_epoch_has_another_order() -> None:

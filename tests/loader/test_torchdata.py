@@ -115,15 +115,10 @@ def test_before_the_first_batch(num_workers: int) -> None:
     assert rest_of(Loader(Kept(12), 3, num_workers=num_workers), state) == whole[1:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 3, None])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_snapshots(every: Any, num_workers: int) -> None:
+def test_snapshots(every: Any) -> None:
     """Torchdata's argument is accepted; a state is that after each batch anyway."""
-    options = {"num_workers": num_workers, "snapshot_every_n_steps": every}
-    state = left_at(Loader(Cursors(), 2, **options), 3)
-    places = [one["iterator"]["place"] for one in state["states"][0].values()]
-    assert places == ([4, 2] if num_workers else [6])
-    whole = [[0, 2], [1, 3], [4, 6], [5, 7], [8], [9]]
-    expected = whole[3:] if num_workers else [[6, 7], [8, 9]]
-    assert rest_of(Loader(Cursors(), 2, **options), state) == expected
+    options = {"batch_size": 2, "snapshot_every_n_steps": every}
+    state = left_at(Loader(Cursors(), **options), 3)
+    assert state["states"][0]["0"]["iterator"]["place"] == 6
+    assert rest_of(Loader(Cursors(), **options), state) == [[6, 7], [8, 9]]
