@@ -166,7 +166,9 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
     ),
     "distributed": sampled(lambda: DistributedSampler(DATA, 3, 1), batch_size=2),
     "state": sampled(Kept),
-    "state, ahead": sampled(Kept, batch_size=2, prefetch_factor=3),
+    "state, ahead": lambda: DataLoader(
+        Numbers(N), 2, sampler=Kept(), prefetch_factor=3
+    ),
     "state, short": sampled(Kept, drop_last=True, batch_size=4),
     "iterator with a state": sampled(KeptByIterator),
     "batches of a state": batched(lambda: BatchSampler(Kept(), 3, drop_last=False)),
