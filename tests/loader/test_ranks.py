@@ -130,7 +130,9 @@ def test_kinds(kind: str, world_size: int) -> None:
             assert batches(loaders(kind, n, world_size, tail="pad")) == whole
 
 
-@pytest.mark.parametrize("kind", ["map", "iterable"])
+@pytest.mark.parametrize(
+    "kind", ["map", pytest.param("iterable", marks=pytest.mark.slow)]
+)
 @given(n=st.integers(0, 100), world_size=st.sampled_from(WORLDS), drop=st.booleans())
 def test_tails(kind: str, n: int, world_size: int, drop: bool) -> None:
     """How many samples each rank gets, and how long it says that it is."""
