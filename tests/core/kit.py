@@ -22,6 +22,7 @@ T = TypeVar("T")
 # How long a test waits before it calls a wait endless, in seconds.
 PATIENCE = 20.0
 WAYS = ["for", "thread", "caller"]
+INLINE = "inline"  # by ``for``, without a timeout: where all is plain, in its thread
 ASYNC_WAYS = WAYS[1:]
 IN_PROCESS: dict[str, Any] = {}
 THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
@@ -43,15 +44,16 @@ async def bounded(awaitable: Awaitable[T]) -> T:
 
 async def step(way: str, iterator: Any) -> Any:
     """Return the next batch, None at the end."""
-    if way == "for":
+    if way in {"for", INLINE}:
         return await beside(lambda: next(iterator, None))
     return await bounded(anext(iterator, None))
 
 
 async def outcomes(way: str, loader: DataLoader[Any]) -> list[Any]:
     """Return batches as lists and errors as they are, until the end or a hang."""
-    loader.timeout = PATIENCE
-    iterator = iter(loader) if way == "for" else aiter(loader)
+    if way != INLINE:
+        loader.timeout = PATIENCE
+    iterator = iter(loader) if way in {"for", INLINE} else aiter(loader)
     found: list[Any] = []
     try:
         while (one := await caught(way, iterator)) is not None:

@@ -13,7 +13,7 @@ import uvloop
 
 from aioloader.errors import LoaderClosedError
 from aioloader.testing import no_leaks
-from core.kit import BY, PATIENCE, make, quiet
+from core.kit import BY, PATIENCE, bounded, make, quiet
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
 
 RUNS: list[Callable[..., Any]] = [asyncio.run, uvloop.run]
@@ -56,74 +56,49 @@ async def enter(loader: Any) -> Any:
     return await first(loader)
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("begin", [first, enter])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("run", RUNS, ids=["asyncio", "uvloop"])
-def test_closing_when_the_loop_is_gone(
-    run: Any, kind: Any, begin: Any, waits: Waits
+def test_the_loop_is_gone(
+    run: Any, kind: Any, begin: Any, again: bool, waits: Waits
 ) -> None:
-    """There is nothing to wait for."""
-    with no_leaks():
-        loader = make("caller", kind())
-        iterator = run(begin(loader))
-        iterator.close()
-        loader.close()
-        assert waits.given_up == []
+    """There is nothing to wait for, and a second run works at once."""
 
-
-@pytest.mark.parametrize("begin", [first, enter])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("run", RUNS, ids=["asyncio", "uvloop"])
-def test_a_second_run(run: Any, kind: Any, begin: Any, waits: Waits) -> None:
-    """It works at once, though an iterator of the first is left."""
-
-    async def again() -> Any:
+    async def entered() -> Any:
         async with loader:
             return await collect(loader)
 
     with no_leaks():
         loader = make("caller", kind())
-        kept = run(begin(loader))
-        assert labels(run(again())) == EXPECTED
-        assert labels(run(collect(loader))) == EXPECTED
-        kept.close()
+        iterator = run(begin(loader))
+        if again:
+            assert labels(run(entered())) == EXPECTED
+            assert labels(run(collect(loader))) == EXPECTED
+        iterator.close()
         loader.close()
         assert waits.given_up == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_that_was_closed_amid_an_epoch(kind: Any, waits: Waits) -> None:
-    """Its tasks were never cancelled: an interactive session's loop, say."""
-    loop = asyncio.new_event_loop()
-    loader = make("caller", kind())
-    iterator = loop.run_until_complete(first(loader))
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-    loop.close()
-    iterator.close()
-    loader.close()
-    assert labels(asyncio.run(collect(loader))) == EXPECTED
-    assert waits.given_up == []
+    """Its tasks were never cancelled: an interactive session's loop, say.
 
-
-@pytest.mark.parametrize("kind", [AsyncMap, AsyncStream])
-def test_an_epoch_goes_on_after_its_loop_was_closed(kind: Any) -> None:
-    """What nobody makes any more is an error, not a wait without end."""
+    What nobody makes any more is an error, not a wait without end.
+    """
     loop = asyncio.new_event_loop()
     loader = make("caller", kind())
     iterator = loop.run_until_complete(first(loader))
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     loop.close()
-
-    async def rest() -> None:
-        async with asyncio.timeout(PATIENCE):
-            await collect(iterator)
-
-    with pytest.raises(LoaderClosedError, match="event loop of the loader has ended"):
-        asyncio.run(rest())
+    if kind is not SyncMap:
+        with pytest.raises(LoaderClosedError, match="loop of the loader has ended"):
+            asyncio.run(bounded(collect(iterator)))
+    iterator.close()
     loader.close()
+    assert labels(asyncio.run(collect(loader))) == EXPECTED
+    assert waits.given_up == []
 
 
 async def close(*closed: Any) -> None:

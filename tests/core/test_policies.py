@@ -9,115 +9,215 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchLoader
 
-from aioloader import SKIP, DataLoader, Failure, Skip
+from aioloader import SKIP, DataLoader, Failure, Retry, Skip
+from aioloader.datasets import from_iterable
 from aioloader.errors import FailureBudgetError
-from core.kit import BY, WAYS, make, outcomes
+from core.kit import BY, INLINE, WAYS, make, outcomes
 from working import AsyncNumbers, Numbers, double, double_async, total_async
 
-# -- on_error and __getitems__ ------------------------------------------------------
+# -- on_error, and retry ------------------------------------------------------------
 
 
-class Batches(Numbers):
-    """Reads whole batches; some samples are bad, however they are read."""
+class Alone(Numbers):
+    """Reads samples; some are bad."""
 
-    def __init__(self, n: int = 12, bad: tuple[int, ...] = (5, 6)) -> None:
-        super().__init__(n)
+    def __init__(self, *bad: int, error: Callable[[], Exception] = OSError) -> None:
+        super().__init__(12)
         self.bad = bad
+        self.error = error
         self.calls: list[Any] = []
 
     def read(self, index: int) -> int:
         """Return a sample, or fail."""
         if index in self.bad:
-            raise OSError(f"no sample {index}")
+            raise self.error()
         return index
 
     def __getitem__(self, index: int) -> Any:
         self.calls.append(index)
         return self.read(index)
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        self.calls.append(list(indices))
-        return [self.read(index) for index in indices]
 
-
-class AsyncBatches(Batches):
+class AsyncAlone(Alone):
     """The same, on a loop."""
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
-        self.calls.append(index)
-        return self.read(index)
+        return super().__getitem__(index)
 
-    async def __getitems__(self, indices: list[int]) -> Any:  # type: ignore[override]
+
+class Batches(Alone):
+    """Reads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.calls.append(list(indices))
+        return [self.read(index) for index in indices]
+
+
+class AsyncBatches(AsyncAlone):
+    """The same, on a loop."""
+
+    async def __getitems__(self, indices: list[int]) -> Any:
         await asyncio.sleep(0)
-        return super().__getitems__(indices)
+        self.calls.append(list(indices))
+        return [self.read(index) for index in indices]
 
 
-WITHOUT = [[0, 1, 2, 3], [4, 7], [8, 9, 10, 11]]
+WHOLE = [Batches, AsyncBatches]
+KINDS = [Alone, AsyncAlone, *WHOLE]
+ALL_WAYS = [INLINE, *WAYS]
+ALL = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+WITHOUT = [ALL[0], [4, 7], ALL[2]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Batches, AsyncBatches])
-async def test_skipping_samples_of_whole_batches(kind: Any, way: str, by: str) -> None:
-    """The batch that failed is read again, one by one."""
-    dataset = kind()
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_skipping(kind: Any, way: str, by: str) -> None:
+    """Bad samples are left out and listed; a batch of none is not delivered.
+
+    A whole batch that failed is read again, one by one.
+    """
+    dataset = kind(1, 4, 5, 6, 7)
     loader = make(way, dataset, on_error="skip", **BY[by])
-    assert await outcomes(way, loader) == WITHOUT
-    assert loader.stats().failures == 2
-    assert [one.index for one in loader.skipped] == [5, 6]
-    if by == "in process":
-        assert [0, 1, 2, 3] in dataset.calls
-        assert 0 not in dataset.calls
+    assert await outcomes(way, loader) == [[0, 2, 3], ALL[2]]
+    assert loader.stats().failures == 5
+    assert sorted(one.index for one in loader.skipped) == [1, 4, 5, 6, 7]
+    # What a traceback refers to would be kept as long as the list.
+    assert {one.error.__traceback__ for one in loader.skipped} == {None}
+    if by == "in process" and kind in WHOLE:
+        assert ALL[2] in dataset.calls
+        assert 8 not in dataset.calls
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Batches, AsyncBatches])
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", [None, double, double_async])
-async def test_replacing_samples_of_whole_batches(
+async def test_a_callable_replaces_or_skips_or_raises(
     kind: Any, way: str, transform: Any
 ) -> None:
-    """A callable is asked about each, with its place and its error."""
+    """It is asked about each sample, with its place and its error."""
     asked: list[Failure] = []
 
-    def replace(failure: Failure) -> Any:
+    def decide(failure: Failure) -> Any:
         asked.append(failure)
+        if failure.index == 9:
+            raise KeyError("no")
         return 100 if failure.index == 5 else SKIP
 
-    loader = make(way, kind(), on_error=replace, transform=transform)
+    loader = make(way, kind(5, 6, 9), on_error=decide, transform=transform)
     factor = 1 if transform is None else 2
+    found = await outcomes(way, loader)
     # What stands in for a read is transformed as a sample is.
-    middle = [4 * factor, 100 * factor, 7 * factor]
-    assert (await outcomes(way, loader))[1] == middle
+    assert found[1] == [4 * factor, 100 * factor, 7 * factor]
+    assert isinstance(found[2], KeyError)
     places = [(one.stage, one.batch, one.position, one.index) for one in asked]
-    assert places == [("fetch", 1, 1, 5), ("fetch", 1, 2, 6)]
+    assert sorted(places) == [
+        ("fetch", 1, 1, 5),
+        ("fetch", 1, 2, 6),
+        ("fetch", 2, 1, 9),
+    ]
     assert all(isinstance(one.error, OSError) for one in asked)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Batches, AsyncBatches])
+@pytest.mark.parametrize("kind", WHOLE)
 async def test_raising_for_whole_batches(kind: Any, way: str) -> None:
     """By default its error is the batch's, as in torch; nothing is read again."""
-    dataset = kind()
+    dataset = kind(5, 6)
     found = await outcomes(way, make(way, dataset))
     assert [found[0], found[2]] == [WITHOUT[0], WITHOUT[2]]
     assert isinstance(found[1], OSError)
     assert not any(isinstance(call, int) for call in dataset.calls)
 
 
-@pytest.mark.parametrize("kind", [Batches, AsyncBatches])
-async def test_the_budget_counts_samples_once(kind: Any) -> None:
-    """That of a batch which is read twice, too."""
-    loader = make("thread", kind(), on_error=Skip(at_most=2))
-    assert await outcomes("thread", loader) == WITHOUT
-    loader = make("thread", kind(), on_error=Skip(at_most=1))
-    found = await outcomes("thread", loader)
-    assert [isinstance(one, FailureBudgetError) for one in found] == [
-        False,
-        True,
-        False,
-    ]
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_budget_counts_samples_once(kind: Any, way: str) -> None:
+    """That of a batch which is read twice, too; the error has the numbers."""
+    loader = make(way, kind(5, 6), on_error=Skip(at_most=2))
+    assert await outcomes(way, loader) == WITHOUT
+    loader = make(way, kind(5, 6), on_error=Skip(at_most=1))
+    first, error, last = await outcomes(way, loader)
+    assert [first, last] == [ALL[0], ALL[2]]
+    assert isinstance(error, FailureBudgetError)
+    assert error.failures == 2
+    assert isinstance(error.__cause__, OSError)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+async def test_a_rank_has_no_batch_less_than_others(way: str) -> None:
+    """They would wait for it: an error, unless the samples are replaced."""
+    bad = {1, 5, 9, 13}  # the first batch of rank 1
+
+    def refuse(number: int) -> int:
+        if number in bad:
+            raise OSError("bad")
+        return number
+
+    stream = from_iterable(range(24)).epoch_length(24)
+    options: dict[str, Any] = {"transform": refuse, "rank": 1, "world_size": 4}
+    found = await outcomes(way, make(way, stream, on_error="skip", **options))
+    assert isinstance(found[0], FailureBudgetError)
+    assert "4 samples of batch 0 of epoch 0 failed" in str(found[0])
+    assert "other ranks" in str(found[0])
+    loader = make(way, stream, on_error=lambda _failure: -1, **options)
+    assert (await outcomes(way, loader))[0] == [-1] * 4
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_reads_are_retried(way: str, kind: Any) -> None:
+    """What fails twice is delivered at the third attempt, a batch as a whole."""
+    errors = [ConnectionResetError(), TimeoutError()]
+
+    class Flaky(kind):  # type: ignore[misc]
+        def read(self, index: int) -> int:
+            if index == 5 and errors:
+                raise errors.pop()
+            return index
+
+    dataset = Flaky()
+    retry = Retry(max_attempts=3, base_delay=0.0)
+    assert await outcomes(way, make(way, dataset, retry=retry)) == ALL
+    assert dataset.calls.count([4, 5, 6, 7] if kind in WHOLE else 5) == 3
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_retries_end(way: str, kind: Any) -> None:
+    """The last attempt's error is the read's own; final ones are not retried."""
+    retry = Retry(max_attempts=4, base_delay=0.0)
+    for error, asked in ((OSError, 4), (FileNotFoundError, 1), (ValueError, 1)):
+        dataset = kind(0, error=error)
+        found = await outcomes(way, make(way, dataset, retry=retry))
+        assert type(found[0]) is error
+        assert dataset.calls.count(ALL[0] if kind in WHOLE else 0) == asked
+
+
+class Short(Batches):
+    """Loses a sample."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices[:3] if indices[0] == 4 else indices
+
+
+class AsyncShort(AsyncBatches):
+    """The same, on a loop."""
+
+    async def __getitems__(self, indices: list[int]) -> list[int]:
+        return Short().__getitems__(indices)
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("kind", [Short, AsyncShort])
+async def test_batch_reads_are_counted(way: str, kind: Any) -> None:
+    """A wrong count is an error, if samples are transformed."""
+    found = await outcomes(way, make(way, kind(), transform=int))
+    assert [found[0], found[2]] == [ALL[0], ALL[2]]
+    assert "__getitems__ returned 3 samples for 4 indices" in str(found[1])
+    assert "sample indices [4, 5, 6, 7]" in found[1].__notes__[0]
 
 
 class OnlyTogether(Batches):
@@ -136,7 +236,7 @@ class OnlyTogether(Batches):
 async def test_a_batch_whose_samples_are_good(way: str) -> None:
     """Nothing is skipped."""
     loader = make(way, OnlyTogether(), on_error="skip")
-    assert await outcomes(way, loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert await outcomes(way, loader) == ALL
     assert loader.stats().failures == 0
 
 
@@ -146,46 +246,18 @@ async def test_a_batch_whose_samples_are_good(way: str) -> None:
 ORDER: Any = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
 
 
-class Tensors:
-    """A sampler of index tensors, of no dimension."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Any:
-        return iter(ORDER)
-
-
-class TensorBatches:
-    """A batch sampler that gives tensors."""
-
-    def __init__(self, as_numpy: bool = False) -> None:
-        self.as_numpy = as_numpy
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Any:
-        parts = ORDER.split(3)
-        return iter([part.numpy() for part in parts] if self.as_numpy else parts)
-
-
-class TensorList:
-    """A batch sampler that gives lists of tensors."""
-
-    def __iter__(self) -> Any:
-        return iter([list(part) for part in ORDER.split(3)])
-
-
+PARTS: Any = ORDER.split(3)
 INDICES: dict[str, Callable[[], dict[str, Any]]] = {
-    "sampler of tensors": lambda: {"sampler": Tensors(), "batch_size": 3},
+    "sampler of tensors": lambda: {"sampler": list(ORDER), "batch_size": 3},
     "batch sampler over it": lambda: {
-        "batch_sampler": BatchSampler(Tensors(), 3, True)
+        "batch_sampler": BatchSampler(list(ORDER), 3, True)
     },
-    "batches that are tensors": lambda: {"batch_sampler": TensorBatches()},
-    "batches that are arrays": lambda: {"batch_sampler": TensorBatches(as_numpy=True)},
-    "batches of tensors": lambda: {"batch_sampler": TensorList()},
-    "batches as samples": lambda: {"sampler": TensorBatches(), "batch_size": None},
+    "batches that are tensors": lambda: {"batch_sampler": PARTS},
+    "batches that are arrays": lambda: {
+        "batch_sampler": [part.numpy() for part in PARTS]
+    },
+    "batches of tensors": lambda: {"batch_sampler": [list(part) for part in PARTS]},
+    "batches as samples": lambda: {"sampler": PARTS, "batch_size": None},
     "lists as samples": lambda: {
         "sampler": BatchSampler(RandomSampler(range(10)), 3, False),
         "batch_size": None,
@@ -262,9 +334,8 @@ async def test_a_plain_dataset_that_gives_coroutines(
 ) -> None:
     """It is known by what it returns."""
     loader = make(way, kind(AsyncNumbers(12)), **BY[by])
-    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert await outcomes(way, loader) == expected
-    assert await outcomes(way, loader) == expected
+    assert await outcomes(way, loader) == ALL
+    assert await outcomes(way, loader) == ALL
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from typing import Any
 
@@ -93,29 +94,30 @@ async def ahead_of(loader: DataLoader[Any], dataset: Gated) -> int:
     return seen
 
 
-@pytest.mark.parametrize("first", [1, 8, 64])
-async def test_a_small_first_batch_does_not_open_the_window(first: int) -> None:
+def alternating() -> list[list[int]]:
+    """Return small batches and large ones in turns."""
+    sizes = [1 if number % 2 else 256 for number in range(120)]
+    ends = itertools.accumulate(sizes)
+    return [[*range(end - size, end)] for end, size in zip(ends, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "most"),
+    [
+        *((growing(first, 512, 60), first + 64 + 4 * 512) for first in (1, 8, 64)),
+        (alternating(), 256 + 64 + 4 * 257),
+    ],
+    ids=["1, 512, ...", "8, 512, ...", "64, 512, ...", "256, 1, 256, ..."],
+)
+async def test_small_batches_do_not_open_the_window(
+    batches: list[list[int]], most: int
+) -> None:
     """Samples ahead are a few times what is in flight, by the batches' real sizes."""
-    batches = growing(first, 512, 60)
     dataset = Gated(40_000, free=40_000)
     loader: Any = DataLoader(
         dataset, batch_sampler=batches, concurrency=64, loop="caller"
     )
-    assert await ahead_of(loader, dataset) <= first + 64 + 4 * 512
-
-
-async def test_sizes_that_alternate() -> None:
-    """Neither the small ones nor the large ones set the pace."""
-    batches, start = [], 0
-    for number in range(120):
-        size = 1 if number % 2 else 256
-        batches.append(list(range(start, start + size)))
-        start += size
-    dataset = Gated(start, free=start)
-    loader: Any = DataLoader(
-        dataset, batch_sampler=batches, concurrency=64, loop="caller"
-    )
-    assert await ahead_of(loader, dataset) <= 256 + 64 + 4 * 257
+    assert await ahead_of(loader, dataset) <= most
 
 
 @pytest.mark.parametrize("concurrency", [1, 64, 300])
@@ -149,26 +151,6 @@ async def test_small_batches_fill_what_may_be_in_flight(size: int) -> None:
     await quiet()
     assert dataset.begun <= 64 + 5 * size
     await iterator.aclose()
-
-
-class Counted(SyncMap):
-    """Counts what was read."""
-
-    read = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.read += 1
-        return index
-
-
-def test_a_plain_for_with_a_timeout_reads_two_batches_ahead() -> None:
-    """Only a task, which hops to the thread, is worth more of them."""
-    dataset = Counted(500)
-    iterator = iter(DataLoader(dataset, batch_size=1, timeout=60))
-    for taken in range(1, 400):
-        next(iterator)
-        assert dataset.read <= taken + 2
-    iterator.close()
 
 
 # -- tasks that share an iterator -------------------------------------------------

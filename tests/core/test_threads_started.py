@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from beside import beside
-from core.kit import ASYNC_WAYS, PATIENCE, WAYS, bounded, counted_starts, make
+from core.kit import ASYNC_WAYS, PATIENCE, WAYS, bounded, counted_starts, make, outcomes
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 from working import AsyncNumbers, double_async, total_async
 
@@ -27,38 +28,30 @@ async def request(loader: DataLoader[Any]) -> Any:
 # -- on the caller's loop -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_one", [AsyncMap, AsyncStream])
-@pytest.mark.parametrize("shuffled", [False, True])
-async def test_a_request_starts_no_thread(
-    make_one: Any, shuffled: bool, monkeypatch: MONKEYS
-) -> None:
-    """Its dataset is async, and batches are collated by torch's rules."""
-    options: Any = {"shuffle": True} if shuffled and make_one is AsyncMap else {}
+async def many(loaders: Iterable[DataLoader[Any]]) -> list[Any]:
+    """Iterate at once."""
+    return await bounded(asyncio.gather(*map(collect, loaders)))
+
+
+TAKEN: dict[str, Callable[[], Any]] = {
+    "a request": lambda: request(make("caller", AsyncMap())),
+    "a request of a stream": lambda: request(make("caller", AsyncStream())),
+    "a shuffled request": lambda: request(make("caller", AsyncMap(), shuffle=True)),
+    "an epoch": lambda: collect(make("caller", AsyncMap())),
+    "async functions": lambda: collect(
+        make("caller", AsyncNumbers(8), transform=double_async, collate_fn=total_async)
+    ),
+    "tensors": lambda: collect(make("caller", TensorDataset(torch.arange(20)))),
+    "fifty loaders": lambda: many(make("caller", AsyncMap()) for _ in range(50)),
+    "one, fifty times": lambda: many([make("caller", AsyncMap())] * 50),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+async def test_no_thread_is_started(what: str, monkeypatch: MONKEYS) -> None:
+    """The dataset is async, and batches are collated by torch's rules."""
     with counted_starts(monkeypatch) as started:
-        found = await request(make("caller", make_one(), **options))
-    assert found is not None
-    assert started == []
-
-
-async def test_an_epoch_starts_no_thread(monkeypatch: MONKEYS) -> None:
-    """Nor does a whole epoch, nor one with async functions, nor tensors in memory."""
-    tensors = TensorDataset(torch.arange(20))
-    with counted_starts(monkeypatch) as started:
-        assert labels(await collect(make("caller", AsyncMap()))) == EXPECTED
-        functions: Any = {"transform": double_async, "collate_fn": total_async}
-        await collect(make("caller", AsyncNumbers(8), **functions))
-        assert len(await collect(make("caller", tensors))) == 5
-    assert started == []
-
-
-async def test_fifty_requests_start_no_thread(monkeypatch: MONKEYS) -> None:
-    """At once; each with a loader of its own, and all with one."""
-    shared = make("caller", AsyncMap())
-    with counted_starts(monkeypatch) as started:
-        own = (request(make("caller", AsyncMap())) for _ in range(50))
-        found = await bounded(asyncio.gather(*own))
-        found += await bounded(asyncio.gather(*(collect(shared) for _ in range(50))))
-    assert len(found) == 100
+        assert await TAKEN[what]()
     assert started == []
 
 
@@ -99,17 +92,26 @@ def first_of(samples: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", ["nothing", "transform", "collate_fn"])
-async def test_two_hundred_loaders_share_threads(plain: str) -> None:
-    """Plain code of the loaders on a caller's loop runs in a few threads."""
+@pytest.mark.parametrize(
+    ("way", "number", "options", "most"),
+    [
+        ("caller", 200, {}, 0),
+        ("caller", 200, {"transform": double}, 10),
+        ("caller", 200, {"collate_fn": first_of}, 10),
+        ("thread", 50, {}, 200),
+    ],
+    ids=["nothing is plain", "transform", "collate_fn", "private loops"],
+)
+async def test_loaders_at_once_share_threads(
+    way: str, number: int, options: dict[str, Any], most: int
+) -> None:
+    """Plain code on a caller's loop runs in a few; each delivers, and all end."""
     before = len(threads_of_loaders())
-    crowd = Crowd(200)
-    functions: dict[str, Any] = {"transform": double, "collate_fn": first_of}
-    options = {plain: functions[plain]} if plain in functions else {}
-    loaders = [make("caller", AsyncMap(), **options) for _ in range(200)]
+    crowd = Crowd(number)
+    loaders = [make(way, AsyncMap(), **options) for _ in range(number)]
     await bounded(asyncio.gather(*map(crowd.join, loaders)))
-    assert crowd.arrived == 200
-    assert crowd.threads - before <= (0 if plain == "nothing" else 10)
+    assert crowd.arrived == number
+    assert crowd.threads - before <= most
 
 
 async def test_shared_threads_do_not_wait_for_each_other() -> None:
@@ -145,15 +147,6 @@ async def test_shared_threads_may_iterate_loaders(way: str) -> None:
 # -- a private loop -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-async def test_fifty_loaders_on_private_loops() -> None:
-    """Whatever threads they share, each delivers, and all end."""
-    crowd = Crowd(50)
-    loaders = [make("thread", AsyncMap()) for _ in range(50)]
-    await bounded(asyncio.gather(*map(crowd.join, loaders)))
-    assert crowd.arrived == 50
-
-
 class Nesting(AsyncMap):
     """A dataset that reads another loader, by ``async for`` or by ``for``."""
 
@@ -178,7 +171,7 @@ class Nesting(AsyncMap):
 async def test_nested_loaders(way: str, how: str, inner_kind: Any) -> None:
     """Two private loops, one inside of the other, do not wait for each other."""
     dataset = Nesting(lambda: DataLoader(inner_kind(), 4, timeout=PATIENCE), how)
-    assert await found_by(way, make(way, dataset)) == [[20] * 4] * 2
+    assert await outcomes(way, make(way, dataset)) == [[20] * 4] * 2
 
 
 @pytest.mark.slow
@@ -192,7 +185,7 @@ async def test_three_levels_of_loaders() -> None:
         return [(None, batch) for batch in loader]
 
     assert (
-        await found_by("thread", make("thread", Nesting(second, "for")))
+        await outcomes("thread", make("thread", Nesting(second, "for")))
         == [[8] * 4] * 2
     )
 
@@ -210,7 +203,7 @@ async def test_a_loader_inside_of_plain_code(way: str, what: str) -> None:
     options: Any = {what: inner}
     if what == "sync dataset":
         dataset, options = Reading(inner), {}
-    batches = await found_by(way, make(way, dataset, **options))
+    batches = await outcomes(way, make(way, dataset, **options))
     assert batches == ([5, 5] if what == "collate_fn" else [[5] * 4] * 2)
 
 
@@ -223,16 +216,6 @@ class Reading(SyncMap):
 
     def __getitem__(self, index: int) -> Any:
         return self.read(index)
-
-
-async def found_by(way: str, loader: DataLoader[Any]) -> list[Any]:
-    """Return all batches as lists."""
-    loader.timeout = PATIENCE
-    if way == "for":
-        batches = await beside(lambda: list(loader))
-    else:
-        batches = await bounded(collect(loader))
-    return [one.tolist() if hasattr(one, "tolist") else one for one in batches]
 
 
 # -- epochs of a loader that is kept open -------------------------------------------

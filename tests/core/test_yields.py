@@ -202,25 +202,12 @@ def permuting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 async def test_a_permutation_is_drawn_beside_the_loop(
     of: Any, way: str, permuting: set[int]
 ) -> None:
-    """That of ``shuffle=True``."""
-    await first_of(make(way, of(), shuffle=True))
-    assert permuting
-    assert threading.get_ident() not in permuting
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("of", LONG)
-async def test_it_is_drawn_again_beside_the_loop(
-    of: Any, way: str, permuting: set[int]
-) -> None:
-    """When a state is loaded."""
+    """That of ``shuffle=True``, and again when a state is loaded."""
     generator = torch.Generator().manual_seed(1)
     loader = make(way, of(), shuffle=True, generator=generator)
     await first_of(loader)
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    permuting.clear()
+    assert permuting
+    loader.load_state_dict(loader.state_dict())
     await first_of(loader)
     assert threading.get_ident() not in permuting
 

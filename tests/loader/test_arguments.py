@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
 
 from aioloader import (
     DataLoader,
     ShuffledIndices,
     Skip,
-    default_collate,
-    default_convert,
 )
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 
@@ -139,21 +136,6 @@ def test_a_context_may_be_set_later() -> None:
         DataLoader(
             DATA, num_workers=1, workers="thread"
         ).multiprocessing_context = "fork"
-
-
-def test_attributes_that_frameworks_read() -> None:
-    """Names and values are torch's."""
-    loader = DataLoader(DATA, 2, shuffle=True)
-    assert isinstance(loader.sampler, RandomSampler)
-    assert isinstance(DataLoader(DATA).sampler, SequentialSampler)
-    theirs: Any = torch.utils.data.DataLoader(DATA, 2, shuffle=True)  # type: ignore[arg-type]
-    same = set(vars(theirs)) & set(vars(loader)) - {"sampler", "batch_sampler"}
-    assert len(same) > 10
-    for name in same - {"collate_fn"}:
-        assert getattr(loader, name) == getattr(theirs, name), name
-    assert loader.collate_fn is default_collate
-    assert DataLoader(DATA, batch_size=None).collate_fn is default_convert
-    assert DataLoader(DATA, batch_sampler=[[1]]).batch_size is None
 
 
 def test_length() -> None:

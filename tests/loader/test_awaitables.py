@@ -63,6 +63,15 @@ def test_clients_are_used_on_the_loop_of_the_lifespan(way: str) -> None:
     assert [batch.tolist() for batch in found] == EXPECTED
 
 
+@pytest.mark.parametrize("way", ["async for", "threads"])
+async def test_clients_are_used_on_the_callers_loop(way: str) -> None:
+    """If the loader is asked to use it; nothing else tells it of coroutines."""
+    dataset = OfClient(8)
+    dataset.client = Client()
+    loader: Any = DataLoader(dataset, 4, loop="caller", **WAYS[way])
+    assert [batch.tolist() async for batch in loader] == EXPECTED
+
+
 class Request:
     """An awaitable that is no coroutine."""
 

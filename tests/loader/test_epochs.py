@@ -3,24 +3,17 @@
 import asyncio
 import copy
 import itertools
-import sys
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
-import aioloader
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.testing._frozen import frozen
 from samples import SyncMap, labels
-from stateful import Kept
-
-OURS = str(Path(aioloader.__file__).parent)
 
 
 @pytest.mark.slow
@@ -39,55 +32,6 @@ def test_two_iterators_are_two_epochs(num_workers: int) -> None:
     found = orders(at_once=True)
     assert found[0] != found[1]
     assert found == orders(at_once=False)
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt where Ctrl-C can: as a function begins, or C returns.
-
-    Attributes:
-        left: How many such places are left before.
-    """
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        is_ours = frame.f_code.co_filename.startswith(OURS)
-        if not is_ours or event not in {"call", "c_return"}:
-            return
-        self.left -= 1
-        if self.left < 0:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "make", [lambda: list(range(6)), lambda: Kept(6)], ids=["list", "stateful"]
-)
-def test_the_state_after_an_interrupt(make: Any) -> None:
-    """It is that after the last delivered batch, wherever it was interrupted."""
-    places, interrupting = 0, Interrupting(0)
-    while interrupting.left < 0 or not places:
-        loader: Any = DataLoader(make(), 2)
-        found: list[Any] = []
-        interrupting = Interrupting(places)
-        sys.setprofile(interrupting)
-        try:
-            for batch in loader:
-                found.append(batch.tolist())  # noqa: PERF401
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        again: Any = DataLoader(make(), 2)
-        again.load_state_dict(loader.state_dict())
-        if len(found) < 3:  # else the epoch may be known to be over, or not
-            found += [batch.tolist() for batch in again]
-        assert found == [[0, 1], [2, 3], [4, 5]], places
-        places += 1
-    assert places > 50
 
 
 @pytest.mark.parametrize("name", ["transform", "collate_fn", "concurrency", "timeout"])

@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from aioloader import DataLoader
+from core import kit
+from core.kit import INLINE, outcomes
 from failing import WAYS, OddError, drain, failing, make
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect
+from faults.error_table import (
+    AsyncSamples,
+    AsyncSteps,
+    PlainSteps,
+    Raiser,
+    Samples,
+    same,
+)
+from samples import AsyncMap, SyncMap, collect
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -30,44 +40,27 @@ async def test_the_type_is_kept_the_place_is_noted_and_it_goes_on(
     )
 
 
+NOTES = {
+    "transform": "stage 'transform' of epoch 0, batch 1, sample index 3",
+    "collate_fn": "stage 'collate' of epoch 0, batch 1, sample indices [2, 3]",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("base", [SyncMap, AsyncMap, SyncStream, AsyncStream])
+@pytest.mark.parametrize("way", [INLINE, *WAYS])
+@pytest.mark.parametrize("base", [Samples, AsyncSamples, PlainSteps, AsyncSteps])
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stage", NOTES)
 async def test_transform_and_collate_errors(
-    way: str, base: Any, is_async: bool
+    way: str, base: Any, is_async: bool, stage: str
 ) -> None:
     """Both stages say so."""
-
-    def bad_transform(item: Any) -> Any:
-        if item[1] == 6:
-            raise OddError(3, 4)
-        return item[1]
-
-    def bad_collate(samples: list[Any]) -> Any:
-        raise OddError(5, 6)
-
-    options: dict[str, Any] = {"transform": bad_transform}
-    if is_async:
-
-        async def transform(item: Any) -> Any:
-            return bad_transform(item)
-
-        async def collate(samples: Any) -> Any:
-            return bad_collate(samples)
-
-        options = {"transform": transform}
-    found = await drain(way, make(way, base(8), **options))
-    assert found[0] == [0, 1, 2, 3]
-    assert (
-        "stage 'transform' of epoch 0, batch 1, sample index 6" in found[1].__notes__[0]
-    )
-    collate_fn = collate if is_async else bad_collate
-    found = await drain(way, make(way, base(4), collate_fn=collate_fn))
-    assert (
-        "'collate' of epoch 0, batch 0, sample indices [0, 1, 2, 3]"
-        in (found[0].__notes__[0])
-    )
+    raiser = Raiser(ValueError)
+    options: Any = {"batch_size": 2, stage: raiser.later if is_async else raiser}
+    found = await outcomes(way, kit.make(way, base(same), **options))
+    (error,) = [one for one in found if isinstance(one, ValueError)]
+    assert len(found) == 4
+    assert NOTES[stage] in error.__notes__[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,72 +82,21 @@ async def test_batch_reads_go_to_collate_as_they_are(way: str, is_async: bool) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_exits_of_a_sampler_reach_the_consumer(way: str) -> None:
-    """Exceptions of any kind, and batches of any kind."""
-
-    class Leaving:
-        def __iter__(self) -> Any:
-            raise SystemExit(4)
-
-    for dataset in (SyncMap(4), AsyncMap(4)):
-        loop: Any = "caller" if way == "caller" else "thread"
-        options: Any = {"loop": loop, "transform": lambda pair: pair[1]}
-        with pytest.raises(SystemExit):
-            await drain(way, DataLoader(dataset, sampler=Leaving(), **options))
-        odd: Any = [iter([0, 1]), {2}, (3,), torch.tensor([0, 2])]
-        loader = DataLoader(dataset, batch_sampler=odd, **options)
-        assert await drain(way, loader) == [[0, 1], [2], [3], [0, 2]]
-        loader = DataLoader(dataset, batch_sampler=[7], **options)
-        assert isinstance((await drain(way, loader))[0], TypeError)
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_empty_batches_are_delivered(way: str) -> None:
-    """Only skipping makes a batch disappear."""
-    for dataset in (SyncMap(4), AsyncMap(4)):
-        loop: Any = "caller" if way == "caller" else "thread"
-        loader = DataLoader(
-            dataset, batch_sampler=[[0], [], [1]], collate_fn=torch.tensor, loop=loop,
-            transform=lambda pair: pair[1],
-        )  # fmt: skip
-        assert await drain(way, loader) == [[0], [], [1]]
-        loader = DataLoader(dataset, batch_sampler=[], loop=loop)
-        assert await drain(way, loader) == []
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_sampler_errors_come_in_their_turn(way: str) -> None:
-    """After the batches the sampler gave before."""
-
-    class Sampler:
-        def __iter__(self) -> Any:
-            yield [0, 1]
-            raise OddError(7, 8)
-
-    for dataset in (SyncMap(4), AsyncMap(4)):
-        loop: Any = "caller" if way == "caller" else "thread"
-        loader = DataLoader(
-            dataset,
-            batch_sampler=Sampler(),
-            loop=loop,
-            transform=lambda pair: pair[1],
-        )
-        found = await drain(way, loader)
-        assert found[0] == [0, 1]
-        assert type(found[1]) is OddError
-        assert len(found) == 2
-
-
-@pytest.mark.parametrize("way", ["thread", "caller"])
 @pytest.mark.parametrize("base", [SyncMap, AsyncMap])
-async def test_system_exit_reaches_the_consumer(way: str, base: Any) -> None:
-    """Also from the loader's threads, which it does not end."""
-    iterator = aiter(make(way, failing(base, 5, error=lambda: SystemExit(3))))
-    await anext(iterator)
-    with pytest.raises(SystemExit):
-        await anext(iterator)
-    assert (await anext(iterator)).tolist() == [8, 9, 10, 11]
-    await iterator.aclose()
+async def test_batches_of_a_batch_sampler(way: str, base: Any) -> None:
+    """Of any kind; only skipping makes an empty one disappear."""
+
+    async def found(batches: Any) -> list[Any]:
+        loop: Any = "caller" if way == "caller" else "thread"
+        options: Any = {"transform": lambda pair: pair[1], "collate_fn": torch.tensor}
+        return await drain(
+            way, DataLoader(base(4), batch_sampler=batches, loop=loop, **options)
+        )
+
+    odd = [iter([0, 1]), {2}, (3,), [], torch.tensor([0, 2])]
+    assert await found(odd) == [[0, 1], [2], [3], [], [0, 2]]
+    assert await found([]) == []
+    assert isinstance((await found([7]))[0], TypeError)
 
 
 async def test_the_error_of_one_loader_leaves_others_alone() -> None:

@@ -1,6 +1,7 @@
 """How many samples and batches are under way, and in which order they arrive."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
+from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
 
 
@@ -118,45 +120,24 @@ async def test_unordered_strands_nothing() -> None:
     assert sorted(labels(found)) == [[i, i + 1] for i in range(0, 12, 2)]
 
 
+@pytest.mark.parametrize("way", ["caller", "thread", "for"])
 @pytest.mark.parametrize("factor", [1, 2, 5])
-async def test_the_window_is_exact_for_async_datasets(factor: int) -> None:
+async def test_the_window_is_exact(factor: int, way: str) -> None:
     """After k batches taken, k + prefetch_factor were asked for, never more."""
-    dataset = AsyncMap(60)
+    dataset: Any = AsyncMap(60) if way == "caller" else SyncMap(60)
+    loop: Any = "caller" if way == "caller" else "thread"
     loader = DataLoader(
-        dataset, batch_size=3, prefetch_factor=factor, loop="caller", concurrency=100
+        dataset, batch_size=3, prefetch_factor=factor, loop=loop, concurrency=100
     )
-    iterator = aiter(loader)
+    iterator = iter(loader) if way == "for" else aiter(loader)
     for taken in range(1, 6):
-        await anext(iterator)
-        await quiet()
+        if way == "for":
+            await beside(partial(next, iterator))
+        else:
+            await anext(iterator)
+        await (quiet() if way == "caller" else thread_is_idle(iterator))
         assert len(dataset.asked) == 3 * (taken + factor)
     await iterator.aclose()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("factor", [1, 2, 5])
-def test_the_window_is_exact_for_sync_datasets(factor: int, is_async: bool) -> None:
-    """The same in the thread, for ``for`` and for ``async for``."""
-    dataset = SyncMap(60)
-    options: Any = {"batch_size": 3, "prefetch_factor": factor}
-
-    async def take() -> None:
-        iterator = aiter(DataLoader(dataset, **options))
-        for taken in range(1, 6):
-            await anext(iterator)
-            await thread_is_idle(iterator)
-            assert len(dataset.asked) == 3 * (taken + factor)
-        await iterator.aclose()
-
-    if is_async:
-        asyncio.run(take())
-        return
-    iterator = iter(DataLoader(dataset, **options))
-    for taken in range(1, 6):
-        next(iterator)
-        asyncio.run(thread_is_idle(iterator))
-        assert len(dataset.asked) == 3 * (taken + factor)
-    iterator.close()
 
 
 async def thread_is_idle(iterator: Any) -> None:
@@ -184,15 +165,6 @@ async def test_the_default_window_keeps_the_crew_busy() -> None:
             await asyncio.sleep(0)
         assert len(dataset.asked) == batch_size * (2 + window)
         await iterator.aclose()
-
-
-def test_plain_for_reads_nothing_ahead() -> None:
-    """As torch: a batch is read when it is asked for."""
-    dataset = SyncMap(20)
-    iterator = iter(DataLoader(dataset, batch_size=4))
-    assert dataset.asked == []
-    next(iterator)
-    assert dataset.asked == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap])
@@ -273,6 +245,7 @@ def tallied_stream(path: Path) -> Any:
         (TalliedAsync, {"num_workers": 2, "prefetch_factor": 3}, 2 * 3),
         (TalliedAsync, {"prefetch_bytes": 160}, 3),
         (Tallied, {}, 0),
+        (Tallied, {"timeout": 60}, 2),
         (Tallied, {"num_workers": 2}, 2 * 2),
         (Tallied, {"num_workers": 2, "prefetch_factor": 3}, 2 * 3),
         (tallied_stream, {}, 64 // 8 + 3 + 64),

@@ -27,6 +27,12 @@ class Named:
     def begin_epoch(self, *_args: Any) -> Any:
         raise AssertionError("it means something else")
 
+    epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Mean what it says."""
+        self.epoch = epoch
+
     pull = shard = readers = lifespan = open = begin_epoch
 
 
@@ -61,31 +67,19 @@ class AsyncRow(Named):
 class Plain(Named):
     """A plain iterable."""
 
-    epoch: int | None = None
-
     def __iter__(self) -> Row:
         return Row(10)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 class Async(Named):
     """An async iterable."""
 
-    epoch: int | None = None
-
     def __aiter__(self) -> AsyncRow:
         return AsyncRow(10)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 class Map(Named):
     """Map-style."""
-
-    epoch: int | None = None
 
     def __len__(self) -> int:
         return 10
@@ -93,19 +87,20 @@ class Map(Named):
     def __getitem__(self, index: int) -> int:
         return index
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
-
+BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 KINDS = pytest.mark.parametrize("kind", [Plain, Async, Map])
 
 
 @KINDS
 @pytest.mark.parametrize("way", WAYS)
 async def test_batches(way: str, kind: Any) -> None:
-    """They are read one sample after the other."""
-    found = await drain(way, make(way, kind()))
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    """They are read one sample after the other, and dealt as any other dataset's."""
+    assert await drain(way, make(way, kind())) == BATCHES
+    loader = make(way, kind(), rank=1, world_size=2, tail="uneven")
+    assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
+    loader.set_epoch(3)  # it is called: no epoch is announced in another way
+    assert loader.dataset.epoch == 3
 
 
 @KINDS
@@ -113,31 +108,7 @@ async def test_batches(way: str, kind: Any) -> None:
 async def test_batches_of_workers(kind: Any) -> None:
     """In processes too, where they are read."""
     loader = make("thread", kind(), num_workers=1, fetch="workers")
-    found = await drain("thread", loader)
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-@KINDS
-@pytest.mark.parametrize("way", WAYS)
-async def test_ranks(way: str, kind: Any) -> None:
-    """The loader shares them out, as of any other dataset."""
-    loader = make(way, kind(), rank=1, world_size=2, tail="uneven")
-    assert await drain(way, loader) == [[1, 3, 5, 7], [9]]
-
-
-@KINDS
-def test_epochs(kind: Any) -> None:
-    """``set_epoch`` is called: no epoch is announced in another way."""
-    loader: Any = DataLoader(kind(), 4)
-    loader.set_epoch(3)
-    assert loader.dataset.epoch == 3
-
-
-@pytest.mark.filterwarnings(READ_AGAIN)
-@KINDS
-def test_resuming(kind: Any) -> None:
-    """By counting, for there is no state."""
-    assert_resumes_exactly(lambda: DataLoader(kind(), 3))
+    assert await drain("thread", loader) == BATCHES
 
 
 class Stateful(Async):
@@ -257,6 +228,10 @@ def test_states_of_another_meaning(num_workers: int) -> None:
 
 
 @pytest.mark.filterwarnings(READ_AGAIN, "ignore:Wrapper.stream._epoch had changed")
-def test_resuming_a_wrapped_stream() -> None:
-    """By counting; the stream's epoch, which a shuffle depends on, is no part of it."""
-    assert_resumes_exactly(lambda: DataLoader(Wrapper(), 3))
+@pytest.mark.parametrize("kind", [Plain, Async, Map, Wrapper])
+def test_resuming(kind: Any) -> None:
+    """By counting, for there is no state.
+
+    A wrapped stream's epoch, which a shuffle depends on, is no part of it.
+    """
+    assert_resumes_exactly(lambda: DataLoader(kind(), 3))

@@ -42,8 +42,8 @@ class GuardedAsyncMap(Guarded, AsyncMap):
 class GuardedCursor(Guarded):
     """An iterator of either colour."""
 
-    def __init__(self, n: int) -> None:
-        self.samples = iter(SyncStream(n))
+    def __init__(self) -> None:
+        self.samples = iter(SyncStream())
 
     def __iter__(self) -> Any:
         return self
@@ -63,21 +63,15 @@ class GuardedCursor(Guarded):
 class GuardedStream(Guarded, IterableDataset[Any]):
     """As a WebDataset is; so are its iterators."""
 
-    def __init__(self, n: int = 20) -> None:
-        self.n = n
-
     def __iter__(self) -> Any:
-        return GuardedCursor(self.n)
+        return GuardedCursor()
 
 
 class GuardedAsyncStream(Guarded):
     """The same for a loop."""
 
-    def __init__(self, n: int = 20) -> None:
-        self.n = n
-
     def __aiter__(self) -> Any:
-        return GuardedCursor(self.n)
+        return GuardedCursor()
 
 
 MAPS = [GuardedMap, GuardedAsyncMap]
@@ -127,20 +121,3 @@ async def test_nothing_is_entered_by_tasks(make: Any, options: dict[str, Any]) -
         loader = Loader(make(), batch_size=4, loop=loop, **options)
         async with loader:
             assert labels(await collect(loader)) == EXPECTED
-
-
-class File(SyncMap):
-    """Like ``h5py.File``: closed when it is left, and useless then."""
-
-    is_open = True
-
-    def __getitem__(self, index: int) -> Any:
-        if not self.is_open:
-            raise ValueError("Invalid dataset identifier")
-        return super().__getitem__(index)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.is_open = False

@@ -14,7 +14,6 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     TensorDataset,
-    random_split,
 )
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -139,16 +138,6 @@ class AsyncBatchMap2(AsyncBatchMap):
 
     async def __getitem__(self, index: int) -> Any:
         return (await self.__getitems__([index]))[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_random_split_of_an_async_dataset(way: str) -> None:
-    """The parts are disjoint and cover."""
-    parts = random_split(AsyncMap(10), [7, 3])
-    found = [labels(await batches(way, part, batch_size=7)) for part in parts]
-    assert sorted(index for part in found for batch in part for index in batch) == list(
-        range(10)
-    )
 
 
 class Chained(IterableDataset[Any]):

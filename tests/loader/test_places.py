@@ -2,38 +2,22 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
+import sniffio
+import trio
 
 from aioloader import DataLoader
+from aioloader._pipeline import pipeline as run
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_in_another_thread(make: Any) -> None:
-    """``for`` and ``async for`` off the main thread."""
-    found: list[Any] = []
-
-    def work() -> None:
-        loader = DataLoader(make(), batch_size=4)
-        found.append(labels(list(loader)))
-        found.append(labels(asyncio.run(collect(loader))))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [EXPECTED, EXPECTED]
-
-
-@pytest.mark.blocking
-@pytest.mark.parametrize("make", KINDS)
-async def test_plain_for_inside_a_running_loop(make: Any) -> None:
-    """It blocks the loop, as plain loops do, and works all the same."""
-    assert labels(list(DataLoader(make(), batch_size=4))) == EXPECTED
 
 
 @pytest.mark.parametrize("loop", ["thread", "caller"])
@@ -92,8 +76,19 @@ async def test_the_callers_loop_is_where_coroutines_run() -> None:
     assert seen != {asyncio.get_running_loop()}
 
 
+class Blocking(SyncMap):
+    """Plain code that runs a loop itself, over an async dataset that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.inner = AsyncMap(4)
+
+    def __getitem__(self, index: int) -> Any:
+        return asyncio.run(self.inner[index])
+
+
 async def test_plain_functions_do_not_run_on_the_loop() -> None:
-    """Transform and collate run in the loader's thread, wherever coroutines run."""
+    """They run in the loader's thread, wherever coroutines run."""
     threads: set[str] = set()
 
     def look(value: Any) -> Any:
@@ -103,5 +98,95 @@ async def test_plain_functions_do_not_run_on_the_loop() -> None:
     for loop in ("thread", "caller"):
         options: Any = {"transform": look, "collate_fn": look, "loop": loop}
         await collect(DataLoader(AsyncMap(), **options))
+        assert labels(await collect(DataLoader(Blocking(), 4, loop=loop))) == [
+            [0, 1, 2, 3]
+        ]
     await collect(DataLoader(SyncMap(), transform=look, collate_fn=look))
     assert threads == {"aioloader-cpu"}
+
+
+class AnyioMap(AsyncMap):
+    """Reads by anyio, as datasets for any async library do."""
+
+    async def __getitem__(self, index: int) -> Any:
+        await anyio.lowlevel.checkpoint()
+        assert sniffio.current_async_library() == "asyncio"
+        return await super().__getitem__(index)
+
+
+class AnyioStream(AsyncStream):
+    """Streams by anyio."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        await anyio.lowlevel.checkpoint()
+        async for item in super().__aiter__():
+            yield item
+
+
+def iterate(make: Callable[[], Any]) -> list[list[int]]:
+    return labels(list(DataLoader(make(), batch_size=4)))
+
+
+async def iterate_plainly(make: Callable[[], Any]) -> list[list[int]]:
+    return iterate(make)
+
+
+async def iterate_async(make: Callable[[], Any], loop: Any) -> list[list[int]]:
+    """Iterate twice while entered, so that the second joins a host that runs."""
+    async with DataLoader(make(), batch_size=4, loop=loop) as loader:
+        assert labels(await collect(loader)) == EXPECTED
+        return labels(await collect(loader))
+
+
+@pytest.mark.parametrize("loop", ["thread", "caller"])
+@pytest.mark.parametrize("make", [*KINDS, AnyioMap, AnyioStream])
+def test_in_an_anyio_application(make: Any, loop: Any) -> None:
+    """anyio keeps the name of its backend in a context variable, where sniffio is."""
+    assert anyio.run(iterate_async, make, loop) == EXPECTED
+
+
+@pytest.mark.blocking
+@pytest.mark.parametrize("make", [*KINDS, AnyioMap, AnyioStream])
+@pytest.mark.parametrize(
+    "start",
+    [trio.run, partial(anyio.run, backend="trio"), anyio.run],
+    ids=["trio", "anyio on trio", "anyio"],
+)
+def test_plain_for_inside_of_any_library(start: Any, make: Any) -> None:
+    """The loader's own loop is asyncio's, whatever runs where it is made."""
+    assert start(iterate_plainly, make) == EXPECTED
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("loop", ["thread", "caller"])
+@pytest.mark.parametrize("make", KINDS)
+def test_async_for_under_trio(make: Any, loop: Any, num_workers: int) -> None:
+    """It names asyncio, and leaves nothing behind."""
+
+    async def consume() -> None:
+        loader = DataLoader(make(), batch_size=4, loop=loop, num_workers=num_workers)
+        async for _ in loader:
+            raise AssertionError("no batch can come")
+
+    with pytest.raises(RuntimeError, match="needs asyncio"):
+        trio.run(consume)
+
+
+@pytest.mark.parametrize(
+    "part", [(run.Pipeline, "main"), (run, "Lanes")], ids=["start", "tasks"]
+)
+@pytest.mark.parametrize("loop", ["thread", "caller"])
+async def test_a_pipeline_that_cannot_start_fails_its_consumer(
+    loop: Any, part: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong as it, or its own tasks, begin is raised by the first batch."""
+
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise LookupError("planted")
+
+    monkeypatch.setattr(*part, refuse)
+    loader = DataLoader(AsyncMap(), batch_size=4, loop=loop)
+    with pytest.raises(LookupError, match="planted"):
+        await collect(loader)
+    monkeypatch.undo()
+    assert labels(await collect(loader)) == EXPECTED

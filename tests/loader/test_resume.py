@@ -1,28 +1,26 @@
 """A loader's state: wherever an epoch is left, the rest is the same in every bit."""
 
 import asyncio
-import json
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, Sampler, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
 from beside import beside
+from core.kit import PATIENCE
+from loader.states import left_at, listed, saved, seeded
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
 Make = Callable[..., DataLoader[Any]]
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    """Return a generator of the user's."""
-    return torch.Generator().manual_seed(seed)
 
 
 def make(dataset: Any, *arguments: Any, **options: Any) -> Make:
@@ -93,6 +91,7 @@ async def test_every_k_on_the_callers_loop(name: str) -> None:
         ({"num_workers": 3, "workers": "thread"}, {"prefetch_factor": 4}),
         ({"num_workers": 1, "workers": "thread"}, {"device": "cpu"}),
         ({"device": "cpu"}, {"in_order": False}),
+        ({"in_order": False}, {"num_workers": 1}),
     ],
     ids=str,
 )
@@ -122,7 +121,6 @@ class Gated:
         self.closed = closed or set()
         self.gate = threading.Event()
         self.read: list[int] = []
-        self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return self.n
@@ -130,32 +128,8 @@ class Gated:
     def __getitem__(self, index: int) -> int:
         if index in self.closed:
             assert self.gate.wait(10)
-        with self._changed:
-            self.read.append(index)
-            self._changed.notify_all()
+        self.read.append(index)
         return index
-
-    def wait_for(self, count: int) -> None:
-        """Wait until so many samples were read."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.read) >= count, 10)
-
-
-def test_what_is_ready_is_not_delivered() -> None:
-    """Four batches beyond the first are read; the state is behind the first."""
-    dataset = Gated(20)
-    loader: Any = DataLoader(dataset, 2, prefetch_factor=4)
-    iterator = iter(loader)
-    next(iterator)
-    dataset.wait_for(10)
-    state = loader.state_dict()
-    assert state["done"] == 1
-    iterator.close()
-    resumed: Any = DataLoader(Gated(20), 2)
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [
-        [place, place + 1] for place in range(2, 20, 2)
-    ]
 
 
 @pytest.mark.parametrize("taken", range(1, 7))
@@ -172,7 +146,7 @@ def test_out_of_order(taken: int) -> None:
     loader: Any = DataLoader(dataset, **options)
     iterator = iter(loader)
     delivered = [next(iterator).tolist() for _ in range(taken)]
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = saved(loader)
     assert state["done"] == 0
     assert state["beyond"] == sorted(first // 2 for first, _ in delivered)
     dataset.gate.set()
@@ -180,7 +154,7 @@ def test_out_of_order(taken: int) -> None:
     again = Gated(14)
     resumed: Any = DataLoader(again, **options | {"num_workers": 1})
     resumed.load_state_dict(state)
-    delivered += [batch.tolist() for batch in resumed]
+    delivered += listed(resumed)
     found = [index for batch in delivered for index in batch]
     assert sorted(found) == list(range(14))
     assert sorted(again.read) == sorted(found[2 * taken :])
@@ -205,11 +179,6 @@ async def test_from_a_task_and_a_thread() -> None:
 # -- what frameworks do -----------------------------------------------------------
 
 
-def numbers(batches: Any) -> list[Any]:
-    """Return batches as lists."""
-    return [batch.tolist() for batch in batches]
-
-
 def test_iterators_that_are_dropped() -> None:
     """A loaded state waits for the first batch that is asked for."""
     loader = LOADERS["generator"]()
@@ -221,46 +190,27 @@ def test_iterators_that_are_dropped() -> None:
     assert resumed.state_dict() == state
     iter(resumed)
     assert resumed.state_dict() == state
-    assert numbers(iter(resumed)) == numbers(iterator)
-
-
-@pytest.mark.parametrize("name", ["in order", "tensors", "ahead", "threads", "async"])
-def test_the_end_of_an_epoch(name: str) -> None:
-    """It is over once it was seen to end; until then a state resumes into its end."""
-    loader = LOADERS[name]()
-    iterator = iter(loader)
-    for _ in range(len(loader)):
-        next(iterator)
-    inside = loader.state_dict()
-    assert (inside["epoch"], inside["done"]) == (0, len(loader))
-    assert next(iterator, None) is None
-    behind = loader.state_dict()
-    assert (behind["epoch"], behind["done"]) == (1, 0)
-    resumed = LOADERS[name]()
-    resumed.load_state_dict(inside)
-    assert list(resumed) == []
-    assert resumed.state_dict()["epoch"] == 1
-    assert len(list(resumed)) == len(loader)
+    assert listed(iter(resumed)) == listed(iterator)
 
 
 def test_set_epoch_again() -> None:
     """To set the epoch that is resumed changes nothing; another one begins anew."""
     make_loader = make(Numbers(10), 3, sampler=ShuffledIndices(10, 5))
-    loader = make(Numbers(10), 3, sampler=ShuffledIndices(10, 5))()
+    loader = make_loader()
     loader.set_epoch(4)
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    rest = numbers(iterator)
-    resumed = make(Numbers(10), 3, sampler=ShuffledIndices(10, 5))()
+    rest = listed(iterator)
+    resumed = make_loader()
     resumed.load_state_dict(state)
     resumed.set_epoch(4)
-    assert numbers(resumed) == rest
+    assert listed(resumed) == rest
     resumed.load_state_dict(state)
     resumed.set_epoch(5)
     loader = make_loader()
     loader.set_epoch(5)
-    assert numbers(resumed) == numbers(loader)
+    assert listed(resumed) == listed(loader)
 
 
 def test_an_iteration_under_way_is_left_alone() -> None:
@@ -272,16 +222,16 @@ def test_an_iteration_under_way_is_left_alone() -> None:
     next(iterator)
     with pytest.warns(UserWarning, match="takes effect with the next"):
         loader.load_state_dict(state)
-    assert numbers(iterator) == [[6, 7, 8], [9]]
-    assert numbers(loader) == [[3, 4, 5], [6, 7, 8], [9]]
-    assert numbers(loader)[0] == [0, 1, 2]
+    assert listed(iterator) == [[6, 7, 8], [9]]
+    assert listed(loader) == [[3, 4, 5], [6, 7, 8], [9]]
+    assert listed(loader)[0] == [0, 1, 2]
 
 
 def test_an_empty_state_is_ignored() -> None:
     """As frameworks save it where there is none."""
     loader = LOADERS["in order"]()
     loader.load_state_dict({})
-    assert len(numbers(loader)) == 4
+    assert len(listed(loader)) == 4
 
 
 def test_states_are_copies() -> None:
@@ -294,7 +244,7 @@ def test_states_are_copies() -> None:
     resumed.load_state_dict(state)
     state["done"] = 3
     resumed.state_dict()["done"] = 2
-    assert numbers(resumed) == numbers(iterator)
+    assert listed(resumed) == listed(iterator)
 
 
 def test_a_batch_that_raised() -> None:
@@ -322,18 +272,303 @@ def refuse_three(sample: Any) -> Any:
 def test_a_state_loaded_beside_an_iterator_that_has_not_begun(num_workers: int) -> None:
     """It is for the next one that begins; one with workers has begun with them."""
     loader = DataLoader(range(8), 2, num_workers=num_workers)
-    begun = iter(loader)
-    next(begun)
-    state = loader.state_dict()
-    del begun
+    state = left_at(loader, 1)
     loader = DataLoader(range(8), 2, num_workers=num_workers)
     waiting = iter(loader)
     loader.load_state_dict(state)
-    found = [batch.tolist() for batch in waiting]
-    again = [batch.tolist() for batch in loader]
+    found = listed(waiting)
+    again = listed(loader)
     if num_workers:  # it had its workers, and their order, from the beginning
         assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert again == [[2, 3], [4, 5], [6, 7]]
     else:
         assert found == [[2, 3], [4, 5], [6, 7]]
         assert again == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# -- moments and samplers that a review found ------------------------------------
+
+
+def flat(batches: Any) -> list[int]:
+    """Return the samples of batches of integers."""
+    return [int(sample) for batch in batches for sample in batch]
+
+
+def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
+    """Return the first batches, the state behind them, and the rest."""
+    iterator = iter(loader)
+    first = flat(next(iterator) for _ in range(count))
+    state = saved(loader)
+    return first, state, flat(iterator)
+
+
+class Counting(IterableDataset[int]):
+    """Its own iterator, with a state; counts its epochs."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place, self.is_loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_loaded:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.is_loaded = False
+        return self
+
+    def __next__(self) -> int:
+        if self.place >= 6:
+            raise StopIteration
+        self.place += 1
+        return 100 * self.epoch + self.place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.is_loaded = self.place < 6
+
+
+class Permuting(Sampler[int]):
+    """Draws its order in a plain ``__iter__``, as torch's loader lets it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(9).tolist())
+
+    def __len__(self) -> int:
+        return 9
+
+
+@pytest.mark.slow
+def test_the_second_epoch_of_persistent_replicas() -> None:
+    """Each reader has its own state, also in an epoch that was begun ahead."""
+    options: Any = {"num_workers": 2, "persistent_workers": True}
+    with DataLoader(Replica(), 2, **options) as loader:
+        list(loader)
+        _, state, rest = taken(loader, 3)
+    assert sorted(state["states"][0]) == ["0", "1"]
+    resumed = DataLoader(Replica(), 2, num_workers=2)
+    resumed.load_state_dict(state)
+    assert flat(resumed) == rest
+
+
+class Replica(Counting):
+    """One of several workers' streams."""
+
+    def __next__(self) -> int:
+        return super().__next__() + 1000 * torch.utils.data.get_worker_info().id  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "lazy"])
+async def test_a_state_during_the_first_step(kind: str) -> None:
+    """Its seed and its epoch are those of the order that is about to be delivered."""
+
+    def make(num_workers: int = 0) -> Any:
+        options: Any = {"shuffle": True, "num_workers": num_workers}
+        if kind == "generator":
+            options["generator"] = torch.Generator().manual_seed(3)
+        if kind == "lazy":
+            options = {"sampler": ShuffledIndices(12), "num_workers": num_workers}
+        return DataLoader(list(range(12)), 4, **options)
+
+    loader = make(num_workers=1)
+    async for _ in loader:
+        pass
+    iterator = aiter(loader)
+    step = asyncio.ensure_future(anext(iterator))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    state = saved(loader)
+    whole = flat([await step])
+    assert saved(loader)["order"] == state["order"]
+    whole += flat([batch async for batch in iterator])
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert flat(resumed) == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
+def test_a_start_that_fails_loses_nothing(options: Any) -> None:
+    """The loaded state, and the epoch, are there for another try."""
+
+    class Shy(list[int]):
+        is_ready = False
+
+        def __enter__(self) -> None:
+            if not self.is_ready:
+                raise OSError("not yet")
+
+        def __exit__(self, *_exc: object) -> None:
+            pass
+
+    loader = DataLoader(Shy(range(8)), 2, lifespan=lambda one: one, **options)
+    _, state, rest = taken(DataLoader(list(range(8)), 2), 2)
+    loader.load_state_dict(state)
+    with pytest.raises(OSError, match="not yet"):
+        next(iter(loader))
+    Shy.is_ready = True
+    assert flat(loader) == rest
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
+def test_iterables_that_count_their_epochs(options: Any) -> None:
+    """Behind an epoch they are told, and begin the next one."""
+    loader = DataLoader(Counting(), 4, **options)
+    list(loader)
+    resumed = DataLoader(Counting(), 4, **options)
+    resumed.load_state_dict(saved(loader))
+    assert flat(resumed) == flat(loader) == [201, 202, 203, 204, 205, 206]
+
+
+def test_a_pickled_loader_keeps_what_was_loaded() -> None:
+    """It is a part of what the loader is about to do."""
+    _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
+    loader = DataLoader(list(range(8)), 2)
+    loader.load_state_dict(state)
+    assert flat(pickle.loads(pickle.dumps(loader))) == rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:
+    """They come before the base seed, as torch's."""
+
+    def epochs(cls: Any) -> list[Any]:
+        torch.manual_seed(5)
+        options: Any = {"sampler": Permuting(), "batch_size": None}
+        if kind == "batch_sampler":
+            options = {"batch_sampler": Permutings()}
+        loader = cls(list(range(9)), num_workers=num_workers, **options)
+        return [[torch.as_tensor(one).tolist() for one in loader] for _ in range(3)]
+
+    assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
+
+
+class Permutings(Drawing):
+    """Batches, drawn in the same way."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(9).reshape(3, 3).tolist())
+
+
+def test_a_sampler_that_fails_ends_no_epoch() -> None:
+    """What was not delivered is not over."""
+
+    def failing() -> Iterator[int]:
+        yield from range(4)
+        raise ValueError("no more")
+
+    class Failing(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return failing()
+
+    several: list[Any] = [{}, {"prefetch_factor": 2}]
+    for options in several:
+        loader: Any = DataLoader(list(range(8)), 2, sampler=Failing(), **options)
+        iterator = iter(loader)
+        with pytest.raises(ValueError, match="no more"):
+            flat(next(iterator) for _ in range(9))
+        assert next(iterator, None) is None
+        assert (loader.state_dict()["epoch"], loader.state_dict()["done"]) == (0, 2)
+
+
+def test_an_iterator_that_is_false() -> None:
+    """It has a length, which may be zero; it is opened once all the same."""
+
+    class Falsy:
+        def __init__(self) -> None:
+            self.left = [3, 2, 1]
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __len__(self) -> int:
+            return 0
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            return self.left.pop()
+
+    class Opens(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return Falsy()
+
+    assert flat(DataLoader(Opens(), 2)) == [1, 2, 3]
+    sampler: Any = Falsy()
+    assert flat(DataLoader(list(range(4)), 2, sampler=sampler)) == [1, 2, 3]
+
+
+# -- threads that start an iteration at once: one of them resumes ------------------
+
+LENGTH = 12
+
+
+class Meeting:
+    """Where two threads meet, once each."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self._met: set[int] = set()
+        self.is_on = False
+
+    def reach(self) -> None:
+        if self.is_on and threading.get_ident() not in self._met:
+            self._met.add(threading.get_ident())
+            self._barrier.wait(PATIENCE)
+
+
+class Order(Sampler[int]):
+    """Indices in order; its iterations meet, before anything has started."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.meeting.reach()
+        return iter(range(LENGTH))
+
+
+class Data:
+    """Its own indices; reads meet, once both iterations have started."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        self.meeting.reach()
+        return index
+
+
+def meeting_loader(where: str, meeting: Meeting) -> DataLoader[Any]:
+    if where == "sample":
+        return DataLoader(Data(meeting), 3)
+    data: Any = range(LENGTH)
+    workers = int("workers" in where)
+    return DataLoader(data, 3, sampler=Order(meeting), num_workers=workers)
+
+
+@pytest.mark.filterwarnings("ignore:Order has no state_dict")
+@pytest.mark.parametrize("where", ["sampler", "sampler, workers", "sample"])
+def test_one_of_two_threads_resumes(where: str) -> None:
+    """The other one reads the whole next epoch, wherever in the start they meet."""
+    meeting = Meeting()
+    loader = meeting_loader(where, meeting)
+    iterator = iter(loader)
+    assert flat([next(iterator), next(iterator)]) == [*range(6)]
+    state = loader.state_dict()
+    iterator.close()
+    resumed = meeting_loader(where, meeting)
+    resumed.load_state_dict(state)
+    meeting.is_on = True
+    with ThreadPoolExecutor(2) as pool:
+        found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
+    assert found == [[*range(6, LENGTH)], [*range(LENGTH)]]
+    assert resumed.epoch == 2

@@ -1,6 +1,6 @@
 """What orders are drawn from is in the state: later epochs and draws of steps agree."""
 
-import json
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.utils.data import (
 
 from aioloader import DataLoader, merge_states
 from aioloader.testing._frozen import frozen
+from loader.states import REPEATED, listed, saved, seeded
+from stateful import Plain, mine
 from working import Drawing, Numbers
 
 N = 11
@@ -23,7 +25,7 @@ DATA: Any = range(N)
 Loader: Any = DataLoader  # options are tables here
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning"),
+    REPEATED,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
@@ -73,9 +75,44 @@ class Noisy(Numbers):
         return index, torch.rand(())
 
 
-def seeded(seed: int = 7) -> torch.Generator:
-    """Return a generator of the user's."""
-    return torch.Generator().manual_seed(seed)
+class Itself(Plain):
+    """Its own iterator; draws, and its state has the position of torch's generator."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.place >= len(mine(self.n)):
+            raise StopIteration
+        self.place += 1
+        return int(torch.randint(10**6, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+        torch.set_rng_state(state["torch"])
+
+
+class Apart(Plain):
+    """The iterator has that state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Itself(self.n))
+
+
+class Mapped(Noisy):
+    """Map-style with that state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
 
 
 THREADS = {"num_workers": 2, "workers": "thread", "persistent_workers": True}
@@ -86,11 +123,6 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "own draws": lambda: {"dataset": Noisy(N), "shuffle": True},
     "one by one": lambda: {"shuffle": True, "batch_size": None},
     "generator": lambda: {"shuffle": True, "generator": seeded()},
-    "no short batch": lambda: {
-        "shuffle": True,
-        "generator": seeded(),
-        "drop_last": True,
-    },
     "weighted": lambda: {"sampler": WeightedRandomSampler([0.1] * N, 13)},
     "subset": lambda: {"sampler": SubsetRandomSampler(DATA[2:])},
     "subset, generator": lambda: {
@@ -111,7 +143,6 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     "permuting": lambda: {"sampler": Permuting()},
     "permuting, generator": lambda: {"sampler": Permuting(), "generator": seeded()},
     "permuting, one by one": lambda: {"sampler": Permuting(), "batch_size": None},
-    "permuting, threads": lambda: {"sampler": Permuting(), **THREADS},
     "drawn one by one": lambda: {"sampler": OneByOne()},
     "grouped": lambda: {"batch_sampler": Grouped()},
     "yielding": lambda: {"batch_sampler": Yielding()},
@@ -137,6 +168,16 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
         "dataset": Drawing(N),
         "num_workers": 1,
     },
+    "itself": lambda: {"dataset": Itself()},
+    "itself, drawn by batch": lambda: {"dataset": Itself(), "rng": "batch"},
+    "itself, processes": lambda: {
+        "dataset": Itself(),
+        "num_workers": 2,
+        "rng": "worker",
+    },
+    "apart": lambda: {"dataset": Apart()},
+    "mapped": lambda: {"dataset": Mapped(N)},
+    "mapped, shuffled": lambda: {"dataset": Mapped(N), "shuffle": True},
 }
 
 
@@ -157,7 +198,7 @@ class Run:
         self.states: list[tuple[str, int, Any]] = []
 
     def _save(self, what: str) -> None:
-        state = json.loads(json.dumps(self.loader.state_dict()))
+        state = pickle.loads(pickle.dumps(self.loader.state_dict()))
         self.states.append((what, len(self.draws), state))
 
     def drawn(self, place: int = 0, *, steps: bool) -> list[Any]:
@@ -216,7 +257,7 @@ def test_an_order_is_drawn_again_from_a_copy(name: str, key: str) -> None:
     loader = make(name)
     steps = iter(loader)
     next(steps)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = saved(loader)
     drawn = {"seed", "generator", "before"}.intersection(state["order"][0])
     assert drawn == {key}
     rest = [frozen(batch) for batch in steps]
@@ -316,14 +357,14 @@ def test_two_loaders(with_generator: bool) -> None:
     val.epoch()  # a validation in the middle of the epoch
     torch.rand(())
     states = [run.loader.state_dict() for run in (train, val)]
-    rest = [batch.tolist() for batch in steps]
+    rest = listed(steps)
     for run in (train, val):
         run.epoch()
     torch.manual_seed(99)
     again = make_pair()
     for run, state in zip(again, states, strict=True):
         run.loader.load_state_dict(state)
-    assert [batch.tolist() for batch in again[0].loader] == rest
+    assert listed(again[0].loader) == rest
     for run in again:
         run.epoch()
     steps_too = not with_generator
@@ -341,34 +382,26 @@ def test_a_loaded_state_that_waits() -> None:
     assert states[0]["generators"] == states[1]["generators"]
 
 
-@pytest.mark.parametrize("first", ["loader", "user"])
-def test_the_users_own_restoring(first: str) -> None:
-    """``torch.set_rng_state`` at that place means the same, before or after it."""
+@pytest.mark.parametrize("who", ["loader", "user", "seed"])
+def test_the_users_own_restoring(who: str) -> None:
+    """``torch.set_rng_state`` at that place means the same, before or after it.
+
+    A seed that is set after the load counts.
+    """
     loader = make("shuffled")
     list(loader)
     state, position = loader.state_dict(), torch.get_rng_state()
-    expected = [batch.tolist() for batch in loader]
+    if who == "seed":
+        position = torch.manual_seed(5).get_state()
+    expected = listed(loader)
     resumed = make("shuffled")
-    if first == "user":
+    if who == "user":
         torch.set_rng_state(position)
     resumed.load_state_dict(state)
-    assert torch.equal(torch.get_rng_state(), position)
-    if first == "loader":
+    assert torch.equal(torch.get_rng_state(), position) == (who != "seed")
+    if who != "user":
         torch.set_rng_state(position)
-    assert [batch.tolist() for batch in resumed] == expected
-
-
-def test_a_script_that_seeds_each_epoch() -> None:
-    """A seed that is set after the load counts."""
-    loader = make("shuffled")
-    list(loader)
-    state = loader.state_dict()
-    torch.manual_seed(5)
-    expected = [batch.tolist() for batch in loader]
-    resumed = make("shuffled")
-    resumed.load_state_dict(state)
-    torch.manual_seed(5)
-    assert [batch.tolist() for batch in resumed] == expected
+    assert listed(resumed) == expected
 
 
 def test_with_a_generator_the_default_one_is_left_alone() -> None:

@@ -1,6 +1,7 @@
 """A loader's state under samplers of every kind: the order of the rest is the same."""
 
 import json
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,18 +25,14 @@ from torch.utils.data import (
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
+from loader.states import REPEATED, left_at, listed, saved, seeded
 from resuming import assert_resumes_exactly
 from samples import AsyncMap
+from stateful import Batches, Cursor
 from working import Drawing, Numbers
 
 N = 11
 DATA: Any = range(N)
-REPEATED = "ignore:.* has no state_dict:UserWarning"
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    """Return a generator of the user's."""
-    return torch.Generator().manual_seed(seed)
 
 
 class Own(BatchSampler):
@@ -56,49 +53,27 @@ class Fixed(Sampler[int]):
 
 
 class Kept(Sampler[int]):
-    """Has a state, and goes on from it."""
+    """Has a state, and goes on from it: a dict that it changes later."""
 
     def __init__(self) -> None:
-        self.place = 0
+        self.state = {"place": 0}
         self.given: list[int] = []
 
     def __len__(self) -> int:
         return N
 
     def __iter__(self) -> Iterator[int]:
-        while self.place < N:
-            self.place += 1
-            self.given.append(self.place - 1)
-            yield 3 * self.place % N
-        self.place = 0
+        while self.state["place"] < N:
+            self.state["place"] += 1
+            self.given.append(self.state["place"] - 1)
+            yield 3 * self.state["place"] % N
+        self.state["place"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-class KeptIterator:
-    """An iterator with a state."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> "KeptIterator":
-        return self
-
-    def __next__(self) -> int:
-        if self.place == N:
-            raise StopIteration
-        self.place += 1
-        return 4 * self.place % N
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.state = dict(state)
 
 
 class KeptByIterator(Sampler[int]):
@@ -111,7 +86,7 @@ class KeptByIterator(Sampler[int]):
         return N
 
     def __iter__(self) -> Iterator[int]:
-        return KeptIterator()
+        return Cursor(range(N))
 
 
 class Moving(Fixed):
@@ -125,6 +100,36 @@ class Moving(Fixed):
 
     def __iter__(self) -> Iterator[int]:
         return iter([(one + self.epoch) % N for one in range(7)])
+
+
+class Shuffles(Sampler[int]):
+    """Counts its epochs itself, and shuffles by them."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(N), N))
+
+
+class Wrapping(Shuffles):
+    """A batch sampler around such a sampler, which has the epoch."""
+
+    def __init__(self) -> None:
+        self.sampler = Shuffles()
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(self.sampler)
+        return iter([indices[:4], indices[4:8], indices[8:]])
+
+    epoch = set_epoch = None  # type: ignore[assignment]
 
 
 def sampled(make: Callable[[], Any], **options: Any) -> Callable[[], DataLoader[Any]]:
@@ -159,12 +164,15 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "weighted, generator": sampled(
         lambda: WeightedRandomSampler([0.1] * N, 13, generator=seeded())
     ),
-    "shuffled indices": sampled(lambda: ShuffledIndices(N, 5)),
     "distributed": sampled(lambda: DistributedSampler(DATA, 3, 1), batch_size=2),
     "state": sampled(Kept),
+    "state, ahead": lambda: DataLoader(
+        Numbers(N), 2, sampler=Kept(), prefetch_factor=3
+    ),
     "state, short": sampled(Kept, drop_last=True, batch_size=4),
     "iterator with a state": sampled(KeptByIterator),
     "batches of a state": batched(lambda: BatchSampler(Kept(), 3, drop_last=False)),
+    "state of batches": batched(Batches),
     "batches": batched(lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True)),
 }
 
@@ -177,7 +185,7 @@ def test_every_k(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(REPEATED)
+@REPEATED
 @pytest.mark.parametrize(
     "make",
     [
@@ -186,8 +194,10 @@ def test_every_k(name: str) -> None:
         batched(lambda: [[1, 2], [3], [5, 4, 6]]),
         batched(lambda: Own(SequentialSampler(DATA), 3, drop_last=False)),
         sampled(Moving),
+        sampled(Shuffles),
+        batched(Wrapping),
     ],
-    ids=["fixed", "list", "list of batches", "own batches", "moving"],
+    ids=["fixed", "list", "lists", "own batches", "moving", "counting", "wrapping"],
 )
 def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
     """Samplers that give the same order each time are iterated again."""
@@ -197,11 +207,7 @@ def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
 def test_one_warning_without_a_state() -> None:
     """It tells how many batches of the sampler are dropped."""
     make = sampled(Fixed)
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    state = loader.state_dict()
+    state = left_at(make(), 2)
     resumed = make()
     resumed.load_state_dict(state)
     with warnings.catch_warnings(record=True) as caught:
@@ -220,11 +226,11 @@ def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     next(iterator)
     state = loader.state_dict()
     assert state["states"][0]["0"]["sampler"] == {"place": 2}
-    rest = [batch.tolist() for batch in iterator]
+    rest = listed(iterator)
     sampler = Kept()
     resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
     resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == rest
+    assert listed(resumed) == rest
     assert sampler.given == list(range(2, N))
 
 
@@ -236,13 +242,11 @@ def test_the_epoch_of_a_sampler() -> None:
     loader.set_epoch(5)
     iterator = iter(loader)
     next(iterator)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = saved(loader)
     sampler: Any = DistributedSampler(DATA, 2, 1, seed=3)
     resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
     resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [
-        batch.tolist() for batch in iterator
-    ]
+    assert listed(resumed) == listed(iterator)
     assert sampler.epoch == 5
 
 

@@ -1,7 +1,6 @@
 """A loader's state over iterables: their own state if they have one, else a count."""
 
 import asyncio
-import json
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -13,12 +12,11 @@ from torch.utils.data import ChainDataset
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
+from loader.states import REPEATED, left_at
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncStream, SyncStream
-from stateful import Cursor, Cursors, Kept
+from stateful import Cursor, Cursors, Kept, Streamed
 from working import draw, draw_own
-
-READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
 
 
 class Noting(Kept):
@@ -66,44 +64,110 @@ class OnAsync(Kept):
             yield number
 
 
-STATEFUL: dict[str, Callable[[], Any]] = {
-    "iterator": lambda: Cursors(11),
-    "dataset": lambda: Kept(11),
-    "both": lambda: OnBoth(11),
-    "itself": lambda: OnItself(range(11)),
-    "async": lambda: OnAsync(11),
+class StreamedAsync(Streamed):
+    """It keeps a loaded state as the start of its epoch, for a loop."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for sample in Streamed.__iter__(self):
+            yield sample
+
+
+class OnDataset(Cursors):
+    """The iterator has a state, and the dataset counts the epochs."""
+
+    def __init__(self, n: int = 10) -> None:
+        super().__init__(n)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return Cursor(range(100 * self.epoch, 100 * self.epoch + self.n))
+
+
+class Again:
+    """Iterable, and nothing else."""
+
+    def __init__(self, n: int) -> None:
+        self.items = [*range(n)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+STATEFUL: dict[str, Callable[[int], Any]] = {
+    "iterator": Cursors,
+    "dataset": Kept,
+    "both": OnBoth,
+    "itself": lambda n: OnItself(range(n)),
+    "async": OnAsync,
+    "streamed": Streamed,
+    "streamed, async": StreamedAsync,
+    "epochs on the dataset": OnDataset,
+    "stream": lambda n: from_iterable(range(n)).shuffle(4),
 }
-OPTIONS: list[dict[str, Any]] = [
-    {"batch_size": 3},
-    {"batch_size": 3, "drop_last": True},
-    {"batch_size": None},
-    {"batch_size": 2, "prefetch_factor": 4},
-]
+PLAIN: dict[str, Callable[[int], Any]] = {
+    "sync": SyncStream,
+    "async": AsyncStream,
+    "chain": lambda n: ChainDataset([SyncStream(3), AsyncStream(n)]),  # type: ignore[list-item]
+    "list iterator": Again,
+}
+EVERY_LOADING = given(
+    n=st.integers(0, 12),
+    size=st.sampled_from([3, None, 1, 2, 5]),
+    drop_last=st.booleans(),
+    factor=st.sampled_from([None, 2, 4]),
+)
+
+
+def check(make: Callable[[int], Any], n: int, size: Any, options: Any) -> None:
+    """Check the law for every k."""
+    options["drop_last"] = options["drop_last"] and size is not None
+    assert_resumes_exactly(lambda: DataLoader(make(n), size, **options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", STATEFUL)
-def test_states(name: str, options: dict[str, Any]) -> None:
-    """Torchdata's protocol, quietly."""
-    assert_resumes_exactly(lambda: DataLoader(STATEFUL[name](), **options))
+@settings(max_examples=settings().max_examples // 8)
+@EVERY_LOADING
+def test_states(name: str, n: int, size: Any, drop_last: bool, factor: Any) -> None:
+    """Torchdata's protocol, quietly; the loaded state applies once."""
+    check(STATEFUL[name], n, size, {"drop_last": drop_last, "prefetch_factor": factor})
+
+
+@pytest.mark.slow
+@REPEATED
+@pytest.mark.parametrize("name", PLAIN)
+@settings(max_examples=settings().max_examples // 8)
+@EVERY_LOADING
+def test_reading_again(
+    name: str, n: int, size: Any, drop_last: bool, factor: Any
+) -> None:
+    """Without a state, what was delivered is read again and dropped."""
+    check(PLAIN[name], n, size, {"drop_last": drop_last, "prefetch_factor": factor})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL)
 async def test_states_for_tasks(name: str) -> None:
     """By ``async for``, which reads ahead."""
-    await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](), 2))
+    await assert_resumes_exactly_async(lambda: DataLoader(STATEFUL[name](11), 2))
+
+
+@pytest.mark.slow
+def test_states_of_a_worker() -> None:
+    """The epoch is set on the dataset before it is sent there."""
+    assert_resumes_exactly(lambda: DataLoader(OnDataset(11), 4, num_workers=1))
 
 
 def test_what_a_state_saves() -> None:
     """Nothing that was delivered is read again."""
     loader: Any = DataLoader(Noting(), 2)
-    iterator = iter(loader)
-    delivered = [next(iterator).tolist() for _ in range(3)]
-    assert delivered[-1] == [4, 5]
-    state = json.loads(json.dumps(loader.state_dict()))
-    iterator.close()
+    state = left_at(loader, 3)
     dataset = Noting()
     resumed: Any = DataLoader(dataset, 2)
     resumed.load_state_dict(state)
@@ -111,36 +175,7 @@ def test_what_a_state_saves() -> None:
     assert dataset.read == [6, 7]
 
 
-# -- without a state --------------------------------------------------------------
-
-PLAIN: dict[str, Callable[[], Any]] = {
-    "sync": lambda: SyncStream(10),
-    "async": lambda: AsyncStream(10),
-    "chain": lambda: ChainDataset([SyncStream(3), AsyncStream(4)]),  # type: ignore[list-item]
-    "list iterator": lambda: Again([5, 6, 7, 8]),
-}
-
-
-class Again:
-    """Iterable, and nothing else."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings(READ_AGAIN)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", PLAIN)
-def test_reading_again(name: str, options: dict[str, Any]) -> None:
-    """What was delivered is read again and dropped."""
-    assert_resumes_exactly(lambda: DataLoader(PLAIN[name](), **options))
-
-
-@pytest.mark.filterwarnings(READ_AGAIN)
+@REPEATED
 @pytest.mark.parametrize("rng", ["batch", "sample"])
 def test_draws_of_a_transform(rng: Any) -> None:
     """Random transforms are what they would have been."""
@@ -150,7 +185,7 @@ def test_draws_of_a_transform(rng: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(READ_AGAIN)
+@REPEATED
 @pytest.mark.parametrize("loop", ["thread", "caller"])
 async def test_hosts(loop: Any) -> None:
     """An async iterable with thread workers, on both loops."""
@@ -169,13 +204,9 @@ async def test_hosts(loop: Any) -> None:
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_one_warning(name: str) -> None:
     """It tells how many samples are read again."""
-    loader: Any = DataLoader(PLAIN[name](), 3)
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    resumed: Any = DataLoader(PLAIN[name](), 3)
+    loader: Any = DataLoader(PLAIN[name](10), 3)
+    state = left_at(loader, 2)
+    resumed: Any = DataLoader(PLAIN[name](10), 3)
     resumed.load_state_dict(state)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -183,33 +214,3 @@ def test_one_warning(name: str) -> None:
         list(resumed)
     (warning,) = caught
     assert "has no state_dict(): its first 6 samples are read" in str(warning.message)
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(
-    n=st.integers(0, 20),
-    size=st.one_of(st.none(), st.integers(1, 6)),
-    kind=st.sampled_from(["iterator", "dataset", "stream", "plain"]),
-    drop_last=st.booleans(),
-    stops=st.sets(st.integers(0, 21), max_size=3),
-)
-@pytest.mark.filterwarnings(READ_AGAIN)
-def test_any_k(
-    n: int, size: int | None, kind: str, drop_last: bool, stops: set[int]
-) -> None:
-    """Whatever the sizes."""
-    datasets: dict[str, Callable[[], Any]] = {
-        "iterator": lambda: Cursors(n),
-        "dataset": lambda: Kept(n),
-        "stream": lambda: from_iterable(range(n)).shuffle(4),
-        "plain": lambda: SyncStream(n),
-    }
-    assert_resumes_exactly(
-        lambda: DataLoader(
-            datasets[kind](),
-            batch_size=size,
-            drop_last=drop_last and size is not None,
-        ),
-        stops=stops,
-    )

@@ -1,9 +1,8 @@
 """Resuming users' datasets and samplers: what they keep between epochs."""
 
-import json
 import random
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.errors import DatasetError, ShardChangedError
-from resuming import assert_resumes_exactly, assert_resumes_exactly_async
+from loader.states import REPEATED, left_at, listed, saved
+from loader.test_resume_streams import OnDataset
 from stateful import (
     Cursor,
     Cursors,
@@ -30,63 +30,7 @@ from stateful import (
 Loader: Any = DataLoader
 
 
-def batches(loader: Any) -> list[Any]:
-    """Return the batches of an epoch."""
-    return [batch.tolist() for batch in loader]
-
-
-def left_at(loader: Any, taken: int) -> Any:
-    """Return the state after some batches of an epoch."""
-    iterator = iter(loader)
-    for _ in range(taken):
-        next(iterator)
-    state = json_of(loader.state_dict())
-    iterator.close()
-    return state
-
-
-def json_of(state: Any) -> Any:
-    """Return a state as a file restores it."""
-    return json.loads(json.dumps(state))
-
-
 # -- a loaded state that the dataset keeps -----------------------------------------
-
-
-class StreamedAsync(Streamed):
-    """The same for a loop."""
-
-    __iter__ = None  # type: ignore[assignment]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for sample in Streamed.__iter__(self):
-            yield sample
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"batch_size": 3},
-    {"batch_size": 5},
-    {"batch_size": None},
-    {"batch_size": 3, "drop_last": True},
-    {"batch_size": 3, "prefetch_factor": 2},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("make", [Streamed, StreamedAsync])
-def test_epochs_after_a_resumed_one_are_whole(
-    make: Callable[[], Any], options: dict[str, Any]
-) -> None:
-    """After each batch, and after the end; the loaded state applies once."""
-    assert_resumes_exactly(lambda: Loader(make(), **options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Streamed, StreamedAsync])
-async def test_for_tasks(make: Callable[[], Any]) -> None:
-    """By ``async for``, which reads ahead."""
-    await assert_resumes_exactly_async(lambda: Loader(make(), 3))
 
 
 @pytest.mark.slow
@@ -97,12 +41,12 @@ def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) ->
     """In workers that persist too, and where one loader loads twice."""
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     with Loader(make(12), 2, **options) as loader:
-        whole = batches(loader)
+        whole = listed(loader)
     with Loader(make(12), 2, **options) as loader:
         state = left_at(loader, taken)
         for _ in range(2):
             loader.load_state_dict(state)
-            assert [batches(loader) for _ in range(3)] == [whole[taken:], whole, whole]
+            assert [listed(loader) for _ in range(3)] == [whole[taken:], whole, whole]
 
 
 def test_an_iterator_that_is_left() -> None:
@@ -112,67 +56,21 @@ def test_an_iterator_that_is_left() -> None:
     loader.load_state_dict(state)
     left = iter(loader)
     assert next(left).tolist() == [6, 7, 8]
-    assert batches(loader) == batches(Loader(Streamed(), 3))
+    assert listed(loader) == listed(Loader(Streamed(), 3))
 
 
 @pytest.mark.parametrize("make", [Epochs, Postponed])
 def test_datasets_that_count_epochs(make: Callable[[], Any]) -> None:
     """Their loaded state is gone once it was applied: it is not loaded again."""
     loader = Loader(make(), 5)
-    first, second = batches(loader), batches(loader)
+    first, second = listed(loader), listed(loader)
     assert first != second
-    state = loader.state_dict()
     resumed = Loader(make(), 5)
-    resumed.load_state_dict(state)
-    assert [batches(resumed), batches(resumed)] == [batches(loader), batches(loader)]
+    resumed.load_state_dict(loader.state_dict())
+    assert [listed(resumed), listed(resumed)] == [listed(loader), listed(loader)]
 
 
 # -- epochs that are kept on a part of the user's ---------------------------------
-
-
-class Shuffles(Sampler[int]):
-    """Counts its epochs itself, and shuffles by them."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(random.Random(self.epoch).sample(range(10), 10))
-
-
-class Wrapping(Shuffles):
-    """A batch sampler around such a sampler, which has the epoch."""
-
-    def __init__(self) -> None:
-        self.sampler = Shuffles()
-
-    def __iter__(self) -> Iterator[Any]:
-        indices = list(self.sampler)
-        return iter([indices[:4], indices[4:8], indices[8:]])
-
-    epoch = set_epoch = None  # type: ignore[assignment]
-
-
-class OnDataset(Cursors):
-    """The iterator has a state, and the dataset counts the epochs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return Cursor(range(100 * self.epoch, 100 * self.epoch + 10))
 
 
 class ByEpoch(Numbers):
@@ -187,30 +85,6 @@ class ByEpoch(Numbers):
         return 100 * self.epoch + index
 
 
-COUNTING: dict[str, Callable[[], dict[str, Any]]] = {
-    "sampler": lambda: {"dataset": Numbers(), "sampler": Shuffles(), "batch_size": 4},
-    "batch sampler": lambda: {"dataset": Numbers(), "batch_sampler": Wrapping()},
-    "dataset": lambda: {"dataset": OnDataset(), "batch_size": 4},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
-@pytest.mark.parametrize("taken", [0, 1, 2])
-@pytest.mark.parametrize("kind", COUNTING)
-def test_counted_epochs(kind: str, taken: int, options: dict[str, Any]) -> None:
-    """A new process is in the epoch that the state is from, and so are the next."""
-    loader = Loader(**COUNTING[kind](), **options)
-    batches(loader), batches(loader)
-    state = left_at(loader, taken) if taken else json_of(loader.state_dict())
-    loader = Loader(**COUNTING[kind](), **options)
-    whole = [batches(loader) for _ in range(4)][2:]
-    resumed = Loader(**COUNTING[kind](), **options)
-    resumed.load_state_dict(state)
-    assert [batches(resumed), batches(resumed)] == [whole[0][taken:], whole[1]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Streamed, ByEpoch])
 @pytest.mark.parametrize("workers", [0, 1])
@@ -218,30 +92,30 @@ def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
     """On the dataset, not by the loader: a resumed script need not repeat it."""
     dataset = make()
     loader = Loader(dataset, 4, num_workers=workers)
-    batches(loader)
+    listed(loader)
     dataset.set_epoch(3)
     state = left_at(loader, 1)
     resumed = Loader(make(), 4, num_workers=workers)
     resumed.load_state_dict(state)
-    found = batches(resumed)
+    found = listed(resumed)
     assert found == [[304, 305, 306, 307], [308, 309]]
-    assert batches(resumed) == [[300, 301, 302, 303], *found]
+    assert listed(resumed) == [[300, 301, 302, 303], *found]
 
 
 def test_the_epoch_that_the_user_sets_next() -> None:
     """Between two epochs, the number that is set after loading counts."""
     loader = Loader(ByEpoch(), 5)
-    batches(loader)
+    listed(loader)
     resumed = Loader(ByEpoch(), 5)
     resumed.load_state_dict(loader.state_dict())
     resumed.dataset.set_epoch(1)
-    assert batches(resumed)[0][0] == 100
+    assert listed(resumed)[0][0] == 100
 
 
 def test_no_epoch_is_set_without_a_state() -> None:
     """As in torch: the loader does not number the epochs of a dataset."""
     loader = Loader(Streamed(), 5)
-    assert batches(loader) == batches(loader)
+    assert listed(loader) == listed(loader)
     assert loader.dataset.epoch == 0
 
 
@@ -367,13 +241,13 @@ def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> 
     """Return the warnings of a resume after some epochs and batches."""
     loader = Loader(**make())
     for _ in range(epochs):
-        batches(loader)
-    state = left_at(loader, taken) if taken else json_of(loader.state_dict())
+        listed(loader)
+    state = left_at(loader, taken) if taken else saved(loader)
     resumed = Loader(**make())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed.load_state_dict(state)
-        batches(resumed), batches(resumed)
+        listed(resumed), listed(resumed)
     return [str(one.message) for one in caught]
 
 
@@ -410,27 +284,27 @@ def test_an_inner_stream(taken: int, tmp_path: Path) -> None:
         return Loader(from_async_iterable(many(tmp_path)), 4)
 
     loader = make()
-    first, second = batches(loader), batches(loader)
+    first, second = listed(loader), listed(loader)
     assert first != second
     state = left_at(loader, taken) if taken else loader.state_dict()
     loader, resumed = make(), make()
     resumed.load_state_dict(state)
-    whole = [batches(loader) for _ in range(4)][2:]
-    assert [batches(resumed), batches(resumed)] == [whole[0][taken:], whole[1]]
+    whole = [listed(loader) for _ in range(4)][2:]
+    assert [listed(resumed), listed(resumed)] == [whole[0][taken:], whole[1]]
 
 
 def test_an_inner_stream_in_workers(tmp_path: Path) -> None:
     """The outer one shares its samples among workers, and it does not once more."""
     options = {"num_workers": 2, "fetch": "workers"}
     with Loader(from_async_iterable(many(tmp_path)), 2, **options) as loader:
-        found = [sample for batch in batches(loader) for sample in batch]
+        found = [sample for batch in listed(loader) for sample in batch]
     assert sorted(found) == [0, 1, 10, 11, 20, 21, 30, 31]
 
 
 def test_the_epoch_of_a_source() -> None:
     """``from_iterable`` sets it: the order does not depend on the process."""
     loader = Loader(from_iterable(Streamed(4)), 4)
-    assert [batches(loader) for _ in range(2)] == [
+    assert [listed(loader) for _ in range(2)] == [
         [[0, 1, 2, 3]],
         [[100, 101, 102, 103]],
     ]
@@ -443,24 +317,14 @@ def test_the_epoch_of_a_source() -> None:
 def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
     """Its state is that of the end of the previous one, and nothing else is known."""
     loader = Loader(Started(), 3, **options)
-    batches(loader)
+    listed(loader)
     resumed = Loader(Started(), 3, **options)
     resumed.load_state_dict(loader.state_dict())
     with pytest.raises(DatasetError, match="has no samples, but the one before had 10"):
-        batches(resumed)
+        listed(resumed)
 
 
-def test_an_empty_dataset() -> None:
-    """Its epochs have no samples, resumed or not."""
-    for make in (Plain, Streamed, Kept):
-        loader: Any = Loader(make(0), 3)
-        batches(loader)
-        resumed = Loader(make(0), 3)
-        resumed.load_state_dict(loader.state_dict())
-        assert batches(resumed) == []
-
-
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@REPEATED
 @pytest.mark.parametrize("workers", [0, 1])
 def test_fewer_samples_than_were_delivered(workers: int) -> None:
     """A dataset that is read again must have them."""
@@ -468,13 +332,13 @@ def test_fewer_samples_than_were_delivered(workers: int) -> None:
     resumed = Loader(Plain(8), 3, num_workers=workers)
     resumed.load_state_dict(state)
     with pytest.raises(ShardChangedError, match="ended after 8 samples"):
-        batches(resumed)
+        listed(resumed)
 
 
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+@REPEATED
 def test_an_iterator_as_dataset() -> None:
     """It cannot be read again."""
     loader = Loader(iter(range(10)), 4)
     loader.load_state_dict(left_at(loader, 2))
     with pytest.raises(TypeError, match="was read before, and this epoch would lack"):
-        batches(loader)
+        listed(loader)

@@ -10,66 +10,16 @@ from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.testing import no_leaks
 from failing import WAYS, drain, make
+from faults.error_table import (
+    AsyncSteps,
+    AsyncUnopened,
+    N,
+    PlainSteps,
+    Raiser,
+    Unopened,
+)
 
 CONTROL = [asyncio.CancelledError, StopIteration, StopAsyncIteration]
-
-
-class Rows:
-    """Ten numbers, of which one raises instead."""
-
-    def __init__(self, error: type[BaseException], at: int = 5) -> None:
-        self.error, self.at = error, at
-        self.row = -1
-
-    def step(self, stop: type[BaseException]) -> int:
-        self.row += 1
-        if self.row == self.at:
-            raise self.error
-        if self.row == 10:
-            raise stop
-        return self.row
-
-
-class Plain(Rows):
-    """A plain iterator, and so an iterable."""
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> int:
-        return self.step(StopIteration)
-
-
-class Async(Rows):
-    """An async iterator."""
-
-    def __aiter__(self) -> Any:
-        return self
-
-    async def __anext__(self) -> int:
-        await asyncio.sleep(0)
-        return self.step(StopAsyncIteration)
-
-
-class Refusing:
-    """Raises when it is iterated."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-
-class PlainRefusing(Refusing):
-    """By ``iter``."""
-
-    def __iter__(self) -> Any:
-        raise self.error
-
-
-class AsyncRefusing(Refusing):
-    """By ``aiter``."""
-
-    def __aiter__(self) -> Any:
-        raise self.error
 
 
 def cause_of(found: list[Any]) -> BaseException:
@@ -84,20 +34,29 @@ def cause_of(found: list[Any]) -> BaseException:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", CONTROL)
-@pytest.mark.parametrize("dataset", [PlainRefusing, AsyncRefusing])
+@pytest.mark.parametrize("dataset", [Unopened, AsyncUnopened])
 async def test_an_iterable_that_cannot_be_opened(
     way: str, dataset: Any, error: type[BaseException]
 ) -> None:
     """It is no empty one, and not skipped."""
     with no_leaks():
-        loader = make(way, dataset(error), on_error="skip")
+        loader = make(way, dataset(Raiser(error)), on_error="skip")
         found = await asyncio.wait_for(drain(way, loader), 20)
     assert type(cause_of(found)) is error
     assert len(found) == 1
 
 
-class Unsaved(Plain):
-    """Its state cannot be had."""
+class WithUnsaved:
+    """Its iterator's state cannot be had."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        return 1
 
     def state_dict(self) -> Any:
         raise self.error
@@ -115,47 +74,16 @@ async def test_a_state_that_cannot_be_had(error: type[BaseException]) -> None:
     iterator.close()
 
 
-class WithUnsaved:
-    """Its iterator's state cannot be had."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    def __iter__(self) -> Any:
-        return Unsaved(self.error, at=99)
-
-
 # -- streams of ours -------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Any], Any]] = {
-    "iterable": lambda error: from_iterable(lambda: Plain(error)),
-    "async iterable": lambda error: from_async_iterable(lambda: Async(error)),
-    "map": lambda error: from_iterable(range(10)).map(raising(error)),
-    "async map": lambda error: from_iterable(range(10)).map(raising_later(error)),
-    "filter": lambda error: from_iterable(range(10)).filter(raising(error)),
-    "async filter": lambda error: from_iterable(range(10)).filter(raising_later(error)),
+    "iterable": lambda one: from_iterable(lambda: PlainSteps(one)),
+    "async iterable": lambda one: from_async_iterable(lambda: AsyncSteps(one)),
+    "map": lambda one: from_iterable(range(N)).map(one),
+    "async map": lambda one: from_iterable(range(N)).map(one.later),
+    "filter": lambda one: from_iterable(range(1, N + 1)).filter(one),
+    "async filter": lambda one: from_iterable(range(1, N + 1)).filter(one.later),
 }
-
-
-def raising(error: type[BaseException]) -> Callable[[int], int]:
-    """Return a function that raises for 5."""
-
-    def function(number: int) -> int:
-        if number == 5:
-            raise error
-        return number + 100
-
-    return function
-
-
-def raising_later(error: type[BaseException]) -> Callable[[int], Any]:
-    """Return a coroutine function that raises for 5."""
-
-    async def function(number: int) -> int:
-        await asyncio.sleep(0)
-        return raising(error)(number)
-
-    return function
 
 
 @pytest.mark.slow
@@ -165,13 +93,13 @@ async def test_streams(way: str, name: str) -> None:
     """An error of that sample, in each of their steps."""
 
     def stream() -> Any:
-        return STEPS[name](asyncio.CancelledError)
+        return STEPS[name](Raiser(asyncio.CancelledError))
 
     for made in (stream(), stream().shuffle(20), stream().readers(2)):
         loader = make(way, made, on_error="skip")
         found = await asyncio.wait_for(drain(way, loader), 20)
-        samples = sorted(number % 100 for batch in found for number in batch)
-        assert samples == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+        samples = sorted(number % N for batch in found for number in batch)
+        assert samples == [0, 1, 2, 4, 5, 6, 7]
         (failure,) = loader.skipped
         assert type(failure.error) is RuntimeError
         assert type(failure.error.__cause__) is asyncio.CancelledError
@@ -190,38 +118,21 @@ async def test_a_stream_that_cannot_be_opened(
     assert "in stage 'fetch' of epoch 0, batch 0" in error.__notes__[-1]
 
 
-@pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
-def test_a_stream_that_cannot_be_opened_again() -> None:
-    """A resumed epoch does not end early and quietly."""
-    calls: list[None] = []
-
-    def source() -> Any:
-        calls.append(None)
-        if len(calls) == 2:
-            raise OSError("gone")
-        return iter(range(10))
-
-    loader: Any = DataLoader(from_iterable(source), 2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    iterator.close()
-    resumed: Any = DataLoader(from_iterable(source), 2)
-    resumed.load_state_dict(state)
-    with pytest.raises(OSError, match="gone"):
-        list(resumed)
-
-
 class FailsLater:
-    """A generator that fails at its third sample when it is read again."""
+    """It fails at a sample, or as it is opened, when it is read again."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, at: int) -> None:
+        self.times, self.at = 0, at
 
     def samples(self) -> Any:
         self.times += 1
+        if self.times == 2 and self.at < 0:
+            raise OSError("connection lost")
+        return self.each(self.times)
+
+    def each(self, times: int) -> Any:
         for number in range(10):
-            if number == 2 and self.times == 2:
+            if number == self.at and times == 2:
                 raise OSError("connection lost")
             yield number
 
@@ -239,10 +150,14 @@ class FailsLaterAsync(FailsLater):
 
 @pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("kind", [FailsLater, FailsLaterAsync])
-def test_a_generator_that_fails_while_it_is_read_again(kind: Any, policy: Any) -> None:
+@pytest.mark.parametrize("at", [-1, 2])
+@pytest.mark.parametrize(
+    "of",
+    [FailsLater, FailsLaterAsync, lambda at: from_iterable(FailsLater(at).samples)],
+)
+def test_a_failure_while_it_is_read_again(of: Any, at: int, policy: Any) -> None:
     """A resumed epoch does not end early and quietly."""
-    dataset = kind()
+    dataset = of(at)
     loader: Any = DataLoader(dataset, 2, on_error=policy)
     iterator = iter(loader)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -258,12 +173,12 @@ def test_a_generator_that_fails_while_it_is_read_again(kind: Any, policy: Any) -
 # -- several ranks ---------------------------------------------------------------------
 
 
-class Few(Plain):
+class Few:
     """Some numbers; those at ``bad`` raise."""
 
     def __init__(self, n: int, *bad: int) -> None:
-        super().__init__(OSError)
         self.n, self.bad = n, bad
+        self.row = -1
 
     def step(self, stop: type[BaseException]) -> int:
         self.row += 1
@@ -272,6 +187,12 @@ class Few(Plain):
         if self.row in self.bad:
             raise OSError("bad row")
         return self.row
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        return self.step(StopIteration)
 
 
 class AsyncFew(Few):

@@ -1,7 +1,5 @@
 """Streams dealt to ranks by the loader: one order, and one state of all ranks."""
 
-import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 from aioloader import DataLoader, merge_states
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import StateMismatchError
+from loader.states import saved
 from stateful import Plain
 
 GLOBAL = 24
@@ -44,41 +43,26 @@ def loaders(dataset: Any, ranks: int, **options: Any) -> list[Any]:
     ]
 
 
-def in_step(loaders: list[Any], count: int | None = None) -> list[set[Any]]:
-    """Return the global batches of ``count`` steps that all ranks take, or of all."""
-    parts = [list(itertools.islice(loader, count)) for loader in loaders]
-    return [
-        set(itertools.chain.from_iterable(filter(None, batches)))
-        for batches in itertools.zip_longest(*parts)
-    ]
-
-
-def saved(loaders: list[Any], count: int) -> tuple[list[set[Any]], Any]:
-    """Return the first global batches, and the state of all ranks behind them."""
-    iterators = [iter(loader) for loader in loaders]
-    batches = [
-        set(itertools.chain.from_iterable(next(one, ()) for one in iterators))
-        for _ in range(count)
-    ]
-    states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
-    for iterator in iterators:
-        iterator.close()
-    return batches, merge_states(states)
+def samples(loaders: list[Any]) -> list[str]:
+    """Return what these loaders deliver."""
+    return [sample for loader in loaders for batch in loader for sample in batch]
 
 
 def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
     """The rest of the epoch keeps the order of the ranks that began it."""
     stream = TextDataset(shards[:12], interleave=2).shuffle(4)
-    batches, state = saved(loaders(stream, 4), 3)
+    begun = loaders(stream, 4)
+    iterators = [iter(loader) for loader in begun]
+    found = [one for _ in range(3) for rank in iterators for one in next(rank)]
+    state = merge_states([saved(loader) for loader in begun])
+    for iterator in iterators:
+        iterator.close()
     resumed = loaders(stream, 3)
     for loader in resumed:
         loader.load_state_dict(state)
     with pytest.warns(UserWarning, match="readers"):
-        batches += in_step(resumed)
-    found = [sample for batch in batches for sample in batch]
-    assert (
-        len(found) == len(set(found)) == len(set().union(*in_step(loaders(stream, 1))))
-    )
+        found += samples(resumed)
+    assert sorted(found) == sorted(samples(loaders(stream, 1)))
 
 
 def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
@@ -100,26 +84,6 @@ def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
 
 
 # -- workers that read, and layouts -----------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("then", [(1, 3), (1, 0), (2, 1), (2, 2), (3, 1)], ids=str)
-@pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_that_read_are_readers(
-    then: tuple[int, int], count: int, shards: list[str]
-) -> None:
-    """The states of two workers on each of two ranks are one, for any number."""
-    stream = TextDataset(shards[:8], shuffle=True).shuffle(4)
-    batches, state = saved(loaders(stream, 2, num_workers=2, fetch="workers"), count)
-    ranks, workers = then
-    options: dict[str, Any] = {"num_workers": workers, "fetch": "workers"}
-    resumed = loaders(stream, ranks, **(options if workers else {}))
-    for loader in resumed:
-        loader.load_state_dict(state)
-    found = [sample for batch in batches + in_step(resumed) for sample in batch]
-    assert sorted(found) == sorted(set().union(*in_step(loaders(stream, 1))))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -14,14 +14,18 @@ from beside import beside
 from samples import AsyncMap, SyncMap, labels
 
 
-class StuckAsync(AsyncMap):
-    """One sample waits until it is let through."""
+class Stuck:
+    """Mixed into datasets: one sample waits until it is let through."""
 
     def __init__(self, stuck: int) -> None:
-        super().__init__(8)
+        super().__init__(8)  # type: ignore[call-arg]
         self.stuck = stuck
         self.entered = threading.Event()
         self.let_through = threading.Event()
+
+
+class StuckAsync(Stuck, AsyncMap):
+    """It waits on the loop."""
 
     async def __getitem__(self, index: int) -> Any:
         if index == self.stuck:
@@ -30,14 +34,8 @@ class StuckAsync(AsyncMap):
         return await super().__getitem__(index)
 
 
-class StuckSync(SyncMap):
-    """The same, blocking its thread."""
-
-    def __init__(self, stuck: int) -> None:
-        super().__init__(8)
-        self.stuck = stuck
-        self.entered = threading.Event()
-        self.let_through = threading.Event()
+class StuckSync(Stuck, SyncMap):
+    """It blocks its thread."""
 
     def __getitem__(self, index: int) -> Any:
         if index == self.stuck:

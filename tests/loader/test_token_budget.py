@@ -20,8 +20,7 @@ from aioloader import (
     pad_collate,
 )
 from aioloader.errors import StateMismatchError
-from resuming import assert_resumes_exactly, assert_resumes_exactly_async
-from samples import AsyncMap
+from resuming import assert_resumes_exactly
 from working import Numbers
 
 LENGTHS = [1 + (7 * at) % 13 for at in range(39)]
@@ -146,19 +145,6 @@ def test_an_array_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [1000, 10]
 
 
-def test_resuming_an_iterator() -> None:
-    """At every batch, in a sampler of another epoch."""
-    order = sampler_of()
-    order.set_epoch(2)
-    whole = list(order)
-    for k in range(len(whole) + 1):
-        iterator = iter(order)
-        assert list(itertools.islice(iterator, k)) == whole[:k]
-        resumed = iter(sampler_of())
-        resumed.load_state_dict(later(iterator.state_dict()))
-        assert list(resumed) == whole[k:]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -201,24 +187,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [*OPTIONS, pytest.param("processes", marks=pytest.mark.fuzz)]
+)
 def test_resume_at_every_batch(name: str) -> None:
-    assert_resumes_exactly(lambda: loader_of(**OPTIONS[name]))
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("ranks", [{}, {"rank": 1, "world_size": 3}])
-def test_resume_in_workers(ranks: dict[str, Any]) -> None:
-    assert_resumes_exactly(lambda: loader_of(num_workers=2, **ranks))
-
-
-@pytest.mark.slow
-async def test_resume_of_an_async_dataset() -> None:
-    def make() -> "DataLoader[Any]":
-        asked: Any = {"batch_sampler": sampler_of(), "collate_fn": list}
-        return DataLoader(AsyncMap(len(LENGTHS)), **asked)
-
-    await assert_resumes_exactly_async(make)
+    options = OPTIONS.get(name, {"num_workers": 2, "rank": 1, "world_size": 3})
+    assert_resumes_exactly(lambda: loader_of(**options))
 
 
 def test_each_epoch_has_another_order() -> None:

@@ -1,6 +1,7 @@
 """A loader is torch's to those who look at it, take it apart, or derive from it."""
 
 import inspect
+import pickle
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.utils.data
 from torch.profiler import ProfilerActivity
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import (
     IterableDataset,
 )
@@ -17,8 +19,9 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from aioloader import DataLoader, Retry
+from aioloader import DataLoader, Retry, default_collate, default_convert
 from aioloader._loader.torch_compat import check_torch_suffices
+from samples import AsyncMap
 
 
 class Numbers(IterableDataset[int]):
@@ -90,6 +93,8 @@ def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
     assert type(ours._index_sampler) is type(theirs._index_sampler)
     assert ours.multiprocessing_context is theirs.multiprocessing_context is None
     assert ours._iterator is theirs._iterator is None
+    batched = ours.batch_size is not None or "batch_sampler" in arguments
+    assert ours.collate_fn is (default_collate if batched else default_convert)
 
 
 def test_public_attributes_are_arguments() -> None:
@@ -192,13 +197,21 @@ class Repeat:
             yield from iter(self.sampler)
 
 
-def yolo_like(base: Any) -> Any:
+def repeating(base: Any, *, guarded: bool) -> Any:
+    """Return a class that iterates once, over a batch sampler that repeats itself."""
+
     class Infinite(base):  # type: ignore[misc]
-        """Iterates once, over a batch sampler that repeats itself."""
+        batch_sampler: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+            repeat = Repeat(self.batch_sampler)
+            if guarded:  # as YOLO's does
+                object.__setattr__(self, "batch_sampler", repeat)
+            else:  # as timm's, which switches torch's guard off
+                self._DataLoader__initialized = False
+                self.batch_sampler = repeat
+                self._DataLoader__initialized = True
             self.iterator = super().__iter__()
 
         def __len__(self) -> int:
@@ -211,37 +224,14 @@ def yolo_like(base: Any) -> Any:
     return Infinite
 
 
-def timm_like(base: Any) -> Any:
-    class MultiEpochs(base):  # type: ignore[misc]
-        """Switches torch's guard off to replace its batch sampler."""
-
-        batch_sampler: Any
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._DataLoader__initialized = False
-            self.batch_sampler = Repeat(self.batch_sampler)
-            self._DataLoader__initialized = True
-            self.iterator = super().__iter__()
-
-        def __len__(self) -> int:
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self) -> Iterator[Any]:
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
-    return MultiEpochs
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [yolo_like, timm_like])
+@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_samplers_that_repeat_for_ever(make: Any, num_workers: int) -> None:
+def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
     """Three epochs over one iterator give torch's batches."""
 
     def epochs(base: Any) -> list[Any]:
-        loader = make(base)(
+        loader = repeating(base, guarded=guarded)(
             list(range(10)),
             4,
             shuffle=True,
@@ -407,23 +397,13 @@ def test_setting_the_iterator_to_none_ends_workers_that_persist() -> None:
         loader._iterator = iterator
 
 
-class AsyncMap:
-    """Ten numbers by coroutines."""
-
-    def __len__(self) -> int:
-        return 10
-
-    async def __getitem__(self, index: int) -> int:
-        return index
-
-
 @pytest.mark.parametrize(
     ("loader", "lost"),
     [
         (DataLoader[Any](range(10), transform=add_one), "transform="),
         (DataLoader[Any](range(10), rng="sample"), "rng="),
         (DataLoader[Any](range(10), rank=0, world_size=2), "rank=, world_size="),
-        (DataLoader[Any](AsyncMap()), "an async dataset"),
+        (DataLoader[Any](AsyncMap(10)), "an async dataset"),
         (DataLoader[Any](AsyncNumbers()), "an async dataset"),
     ],
     ids=["transform", "rng", "ranks", "async map", "async stream"],
@@ -467,3 +447,117 @@ def test_a_program_may_replace_torchs_class(monkeypatch: pytest.MonkeyPatch) -> 
             super().__init__(*args, **options)
 
     assert "batch_sampler" in inspect.signature(Other).parameters
+
+
+def tenfold(sample: Any) -> Any:
+    return 10 * sample
+
+
+def before(cls: Any) -> Any:
+    """Return a loader that keeps its own ``transform``, and applies it to batches.
+
+    As torch_geometric's ``NodeLoader`` does.
+    """
+
+    class NodeLoader(cls):  # type: ignore[misc]
+        def __init__(self, size: int, transform: Any = None, **kwargs: Any) -> None:
+            self.transform = transform
+            super().__init__(range(size), collate_fn=self.collate, **kwargs)
+
+        def collate(self, samples: list[int]) -> Any:
+            batch = torch.tensor(samples)
+            return batch if self.transform is None else self.transform(batch)
+
+    return NodeLoader(4, transform=tenfold, batch_size=2)
+
+
+def after(cls: Any) -> Any:
+    """Return a loader that keeps its parts once it is made."""
+
+    class Loader(cls):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(range(4), batch_size=2)
+            self.transform = tenfold
+            self.device = "cpu"
+            self.rank, self.world_size = 1, 2
+            self.retry = self.loop = self.fetch = self.rng = "mine"
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                yield self.transform(batch).to(self.device) + self.rank
+
+    return Loader()
+
+
+def properties(cls: Any) -> Any:
+    """Return a loader with properties, a method, and an attribute of its class."""
+
+    class Loader(cls):  # type: ignore[misc]
+        tail = "a tail"
+
+        @property
+        def device(self) -> str:
+            return self._device
+
+        @property
+        def world_size(self) -> int:
+            return 2
+
+        def transform(self, batch: Any) -> Any:
+            return 10 * batch
+
+        def __init__(self) -> None:
+            super().__init__(range(4), batch_size=2)
+            self._device = "cpu"
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                yield self.transform(batch).to(self.device) + self.world_size
+
+    return Loader()
+
+
+@pytest.mark.parametrize("make", [before, after, properties])
+def test_their_names_are_their_own(make: Any) -> None:
+    """What the subclass does with them is what torch's loader does."""
+
+    def batches(cls: Any) -> list[Any]:
+        loader = make(cls)
+        return [batch.tolist() for _ in range(2) for batch in loader]
+
+    assert batches(DataLoader) == batches(TorchLoader)
+
+
+class Plain(DataLoader[Any]):
+    """A subclass that adds nothing."""
+
+
+class Mapped(DataLoader[Any]):
+    """A subclass that passes on an argument of ours, and keeps it."""
+
+    def __init__(self, dataset: Any, transform: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, transform=transform, **kwargs)
+        self.transform = transform
+
+
+def test_what_reaches_the_constructor_counts() -> None:
+    """It is an attribute too, for frameworks that make a loader again from these."""
+    loader = Plain(range(4), batch_size=2, transform=tenfold, concurrency=3)
+    assert vars(loader)["concurrency"] == 3
+    again = pickle.loads(pickle.dumps(loader))
+    for one in (loader, again, Mapped(range(4), tenfold, batch_size=2)):
+        assert [batch.tolist() for batch in one] == [[0, 10], [20, 30]]
+
+
+def test_numbers_that_the_loader_chooses() -> None:
+    """Of a subclass, too."""
+    loader = Plain(range(4), batch_size=2, prefetch_factor="auto", concurrency="auto")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert int(loader.concurrency) == 32
+
+
+def test_of_the_class_itself_attributes_count() -> None:
+    """From the next iteration on, as torch's."""
+    loader: DataLoader[Any] = DataLoader(range(4), batch_size=2)
+    loader.transform = tenfold
+    assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]

@@ -1,0 +1,40 @@
+"""What the tests of states share: saving, leaving an epoch, and resuming it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+REPEATED = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    """Return a generator of the user's."""
+    return torch.Generator().manual_seed(seed)
+
+
+def listed(batches: Any) -> list[Any]:
+    """Return batches as lists."""
+    return [batch.tolist() for batch in batches]
+
+
+def saved(loader: Any) -> Any:
+    """Return the state as a file restores it."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def left_at(loader: Any, taken: int) -> Any:
+    """Return the state after some batches of an epoch."""
+    iterator = iter(loader)
+    for _ in range(taken):
+        next(iterator)
+    state = saved(loader)
+    iterator.close()
+    return state
+
+
+def rest_of(loader: Any, state: Any) -> list[Any]:
+    """Return what is left of an epoch."""
+    loader.load_state_dict(state)
+    return listed(loader)
