@@ -6,32 +6,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from aioloader import DataLoader, Device
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Mover
 from device.recording import LatePort
+from sendable import DTYPES as ALL_DTYPES
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
+DTYPES = [one for one in ALL_DTYPES if one is not torch.complex32]  # torch warns of it
 
 
 class Point(NamedTuple):
@@ -210,35 +192,6 @@ def test_what_moves_itself() -> None:
     assert delivery.sources is not None
     delivery.end()
     assert delivery.sources is None
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.eye(3).to_sparse(),
-        torch.ones(3, requires_grad=True),
-        torch.nn.Parameter(torch.ones(3)),
-        torch.view_as_complex(torch.rand(4, 2)).conj(),
-    ],
-    ids=["sparse", "grad", "parameter", "conj"],
-)
-def test_unusual_tensors(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are moved by torch's own way, at their delivery."""
-    monkeypatch.setattr("aioloader._device.mover._pinned", lambda leaf: leaf)
-    result = moved({"a": tensor})["a"]
-    assert torch.equal(result.detach().to_dense(), tensor.detach().to_dense())
-
-
-def test_packed_sequences() -> None:
-    """A named tuple that moves itself is no container."""
-    packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    port = LatePort()
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(PackedSequence, "pin_memory", lambda self: self)
-        result = moved([packed], port)[0]
-    assert type(result) is PackedSequence
-    assert torch.equal(result.data, packed.data)
 
 
 @pytest.mark.parametrize(

@@ -66,16 +66,6 @@ def test_by_name_alone(place: int) -> None:
     assert number == 19
 
 
-def test_the_second_device() -> None:
-    """An index is a device, as for torch."""
-    if MODULE.device_count() < 2:
-        pytest.skip("needs two devices")
-    loader: Any = DataLoader(Pictures(), 4, device=1)
-    for number, batch in enumerate(loader):
-        assert batch["picture"].device == torch.device(DEVICE.type, 1)
-        check(batch, number)
-
-
 @pytest.mark.parametrize("device", [DEVICE.type + ":7", 7])
 def test_a_device_that_is_not_there(device: Any) -> None:
     """The message says which ones there are."""

@@ -1,16 +1,9 @@
-"""A training that logs what is delivered and saves its state after each batch.
-
-As a program it is a server: it has imported torch once, and forks a training for each
-order. That is sound because it stays single-threaded: a training begins as a script
-does, and starts all threads and processes by itself.
-"""
+"""A training that logs what is delivered and saves its state after each batch."""
 
 import asyncio
 import json
 import os
-import sys
-from collections.abc import Callable
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +11,11 @@ import torch
 import uvloop  # noqa: F401  (each training would import it)
 
 from aioloader import DataLoader, get_worker_info, warm_up
-from aioloader._workers.process.supervisor import number_of_threads
 from aioloader.datasets import JSONLinesDataset
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 48, 4, 3, 6
 # What a training reports, a letter each.
 BEGUN, DELIVERED, LOGGED, WRITTEN, SAVED = b"b", b"d", b"l", b"w", b"s"
-# Enough of them to complete a training.
-ALL = 1 << 20
 
 
 class Numbers:
@@ -104,7 +94,7 @@ class Training:
         report: Where to tell of each step of the work.
     """
 
-    def __init__(self, variant: str, folder: Path, report: int) -> None:
+    def __init__(self, variant: str, folder: Path, report: Connection) -> None:
         self.loader = loader_of(variant, folder.parent / "shards")
         self._report = report
         self._saved = folder / "state.json"
@@ -148,27 +138,10 @@ class Training:
         self._tell(SAVED)
 
     def _tell(self, letter: bytes) -> None:
-        os.write(self._report, letter)
+        self._report.send_bytes(letter)
 
 
-def train(variant: str, folder: Path, report: int) -> None:
-    """Train from the last saved state to the end."""
-    training = Training(variant, folder, report)
-    if variant == "loop":
-        asyncio.run(training.run_async())
-    else:
-        training.run()
-
-
-# -- the server ---------------------------------------------------------------------
-
-
-def run_in_fork(
-    _program: str,
-    arguments: list[str],
-    _environment: dict[str, str],
-    **_signals: object,
-) -> int:
+def run_in_fork(_program: str, arguments: list[str], *_: object, **_s: object) -> int:
     """Run the fork server as ``posix_spawn`` would, without its imports."""
     child = os.fork()
     if child == 0:
@@ -179,46 +152,15 @@ def run_in_fork(
     return child
 
 
-def in_fork(work: Callable[[], None]) -> int:
-    """Call ``work`` in a process and a session of its own; return its number."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setsid()
-            work()
-            status = 0
-        except BaseException:  # noqa: BLE001  (it is told, and ends the process)
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(status)
-    return child
-
-
-def attempt(order: dict[str, Any], report: int) -> None:
-    """Be one training, with a fork server that is new, or forked from here."""
-    if not order["spawns_server"]:
-        os.posix_spawn = run_in_fork  # type: ignore[assignment]
-    if order["variant"] == "served":
+def train(variant: str, folder: Path, report: Connection) -> None:
+    """Train from the last saved state to the end, in a session of its own."""
+    os.setsid()
+    if variant == "served":
         warm_up()
-    train(order["variant"], Path(order["folder"]), report)
-
-
-def serve(report: int) -> None:
-    """Fork a training for each order, and reap it when told to."""
-    for line in sys.stdin:
-        assert number_of_threads() == 1
-        child = in_fork(partial(attempt, json.loads(line), report))
-        answer(child)
-        sys.stdin.readline()
-        answer(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def answer(number: int) -> None:
-    """Tell the test."""
-    sys.stdout.write(f"{number}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    else:
+        os.posix_spawn = run_in_fork  # type: ignore[assignment]
+    training = Training(variant, folder, report)
+    if variant == "loop":
+        asyncio.run(training.run_async())
+    else:
+        training.run()

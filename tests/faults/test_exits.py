@@ -3,10 +3,8 @@
 import asyncio
 import gc
 import random
-import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,53 +294,3 @@ def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
     )
     done = python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "100\n", "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "loop",
-    [
-        "for b in DataLoader(Slow(), 4): print('batch', flush=True)",
-        "for b in DataLoader(Slow(), 4, timeout=99): print('batch', flush=True)",
-        "asyncio.run(show(DataLoader(Slow(), 4)))",
-        "asyncio.run(show(DataLoader(Slow(), 4, loop='caller')))",
-    ],
-)
-def test_ctrl_c(loop: str) -> None:
-    """KeyboardInterrupt while a batch is awaited ends the process as it should."""
-    code = IMPORTS + (
-        "import signal\n"  # as in a terminal, whatever this process has inherited
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
-        "class Slow(A):\n"
-        "    async def __getitem__(self, i):\n"
-        "        if i >= 4: await asyncio.sleep(99)\n"
-        "        return i\n"
-        "async def show(loader):\n"
-        "    async for b in loader: print('batch', flush=True)\n"
-        f"{loop}\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "batch\n"
-    process.send_signal(signal.SIGINT)
-    errors = end(process)
-    assert process.returncode in {1, 130, -signal.SIGINT}
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    for noise in ("Task was destroyed", "never awaited", "Exception ignored"):
-        assert noise not in errors
-
-
-def end(process: "subprocess.Popen[str]") -> str:
-    """Return what it has printed to stderr; tell where it hangs after 20 seconds."""
-    try:
-        return process.communicate(timeout=20)[1]
-    except subprocess.TimeoutExpired:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        process.send_signal(signal.SIGABRT)
-        raise AssertionError(process.communicate()[1] + status) from None

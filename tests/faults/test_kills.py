@@ -16,6 +16,13 @@ from faulty import AsyncFaulty, Faulty, pids_of, pools_of
 BATCHES = 200
 
 
+class Large(AsyncFaulty):
+    """Samples that travel in slots."""
+
+    async def __getitem__(self, index: int) -> Any:
+        return torch.full((1 << 11,), float(index)), index
+
+
 def slowly(samples: list[Any]) -> Any:
     """Collate, after 3 ms of work: workers are killed in the middle of it, too."""
     end = time.perf_counter() + 0.003
@@ -33,7 +40,7 @@ def slowly(samples: list[Any]) -> Any:
             Faulty, {"multiprocessing_context": "forkserver"}, marks=pytest.mark.fuzz
         ),
         (AsyncFaulty, {"concurrency": 16, "fetch": "workers"}),
-        (AsyncFaulty, {"concurrency": 16, "fetch": "loader"}),
+        (Large, {"concurrency": 16, "fetch": "loader"}),
     ],
     ids=str,
 )

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from aioloader.errors import WorkerError
 from faults.planted import WAYS, Marks, in_time, marks  # noqa: F401  (fixtures too)
 from faulty import (
     await_gone,
     await_ready,
     is_alive,
-    parent_of,
     pids_of,
     pools_of,
     session,
@@ -56,33 +54,6 @@ def test_this_process_is_forked_once_for_workers_that_persist() -> None:
         for _ in range(3):
             assert len(killed(iter(loader))) == 32
     assert len(FORKS) == 1
-
-
-class Ending:
-    """Samples of which only the first two come."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        if index > 1:
-            signal.pause()
-        return index
-
-
-def test_the_supervisor_dies() -> None:
-    """The epoch ends with an error; nothing is forked in its midst."""
-    iterator = iter(DataLoader(Ending(), 2, num_workers=2))
-    next(iterator)
-    pids = pids_of(pools_of(iterator))
-    (supervisor,) = set(map(parent_of, pids.values()))
-    assert supervisor != os.getpid()
-    FORKS.clear()
-    os.kill(supervisor, signal.SIGKILL)
-    with pytest.raises(WorkerError):
-        list(iterator)
-    assert await_gone([supervisor, *pids.values()]) == []
-    assert FORKS == []
 
 
 class Parents:

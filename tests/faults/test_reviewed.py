@@ -11,7 +11,7 @@ from torch.utils.data import SequentialSampler, TensorDataset
 
 from aioloader import DataLoader
 from aioloader.testing import no_leaks
-from samples import AsyncMap, AsyncStream, collect
+from samples import AsyncMap, AsyncStream, SyncMap, collect
 
 LOOPS: list[Any] = ["thread", "caller"]
 
@@ -163,9 +163,10 @@ def test_gathering_stays_within_bounds_and_is_contiguous() -> None:
         list(loader)
 
 
-def test_a_forked_child_uses_the_loader_anew() -> None:
+@pytest.mark.parametrize(("make", "num_workers"), [(AsyncMap, 0), (SyncMap, 2)])
+def test_a_forked_child_uses_the_loader_anew(make: Any, num_workers: int) -> None:
     """The parent's iterator is of no use there, and says so; a new one works."""
-    loader = DataLoader(AsyncMap(8), batch_size=4)
+    loader: Any = DataLoader(make(8), batch_size=4, num_workers=num_workers)
     with loader:
         iterator = iter(loader)
         next(iterator)

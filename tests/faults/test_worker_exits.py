@@ -286,24 +286,6 @@ def test_a_forked_child_leaves_the_parents_workers_alone(
     loader.close()
 
 
-def test_a_forked_child_refuses_the_parents_iterator() -> None:
-    """With an error, not with a hang."""
-    iterator = iter(DataLoader(Faulty(), 4, num_workers=2))
-    found = [next(iterator)]
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            next(iterator)
-        except RuntimeError as error:
-            status = 0 if "fork" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    found += iterator
-    assert len(found) == 6
-
-
 @pytest.mark.slow
 def test_pickling_a_loader_with_live_workers() -> None:
     """The copy has workers of its own; the original goes on."""

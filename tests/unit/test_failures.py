@@ -10,42 +10,10 @@ from aioloader._order.failures import FailurePolicy, parts_of
 from aioloader.errors import FailureBudgetError
 
 
-def failure(position: int = 0) -> Failure:
+def failure() -> Failure:
     """Return a failure of sample 7."""
     error = ValueError("bad pixel")
-    return Failure("fetch", epoch=1, batch=2, position=position, index=7, error=error)
-
-
-def test_raise_keeps_the_type_and_notes_the_place() -> None:
-    """The user's exception comes out as it is, with one note."""
-    policy = FailurePolicy()
-    bad = failure()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="bad pixel") as caught:
-            policy.resolve(bad)
-    assert caught.value.__notes__ == [
-        "aioloader: in stage 'fetch' of epoch 1, batch 2, sample index 7"
-    ]
-
-
-def test_skip_counts_and_remembers() -> None:
-    """Skipped samples are listed."""
-    policy = FailurePolicy("skip")
-    assert policy.resolve(failure()) is SKIP
-    assert policy.count == 1
-    assert [item.index for item in policy.latest] == [7]
-
-
-def test_callable_replaces() -> None:
-    """A callable sees the failure and gives the sample."""
-    seen: list[Failure] = []
-
-    def replace(bad: Failure) -> str:
-        seen.append(bad)
-        return "grey"
-
-    assert FailurePolicy(replace).resolve(failure()) == "grey"
-    assert seen[0].stage == "fetch"
+    return Failure("fetch", epoch=1, batch=2, position=0, index=7, error=error)
 
 
 def test_count_budget() -> None:

@@ -53,7 +53,7 @@ def imported_by(code: str) -> set[str]:
         "import sys, torch\nbefore = set(sys.modules)\n"
         f"{code}\nprint(*sorted(set(sys.modules) - before))"
     )
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-W", "error", "-c", script]
     return set(
         subprocess.run(
             command, capture_output=True, check=True, text=True
@@ -63,8 +63,14 @@ def imported_by(code: str) -> set[str]:
 
 @pytest.mark.slow
 def test_importing_the_package() -> None:
-    """No extra, no dataset, no pool: nothing that a name of its own asks for."""
-    found = imported_by("import aioloader")
+    """No extra, dataset, pool, thread, handler or loop policy, and no warning."""
+    code = (
+        "import threading, signal, asyncio, aioloader\n"
+        "assert threading.active_count() == 1\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "assert type(asyncio.new_event_loop()).__module__.startswith('asyncio')"
+    )
+    found = imported_by(code)
     assert not found.intersection(LATER)
     assert not [name for name in found if name.startswith("torch.")]
     assert len([name for name in found if name.startswith("aioloader")]) < 57
@@ -188,16 +194,6 @@ def test_other_names_are_not(module: Any) -> None:
     """In Python's own words."""
     with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute"):
         _ = module.DataLaoder
-
-
-@pytest.mark.slow
-def test_names_are_found_anew_in_a_fresh_process() -> None:
-    """Before anything else has imported what they come from."""
-    code = "; ".join(
-        f"import {module.__name__} as m; [getattr(m, name) for name in m.__all__]"
-        for module in (aioloader, aioloader.datasets)
-    )
-    assert imported_by(code)
 
 
 @pytest.mark.slow

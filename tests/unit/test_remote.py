@@ -142,15 +142,6 @@ def test_what_cannot_cross_keeps_its_text() -> None:
     assert found.__notes__ == ["where it was"]
 
 
-def test_local_classes_keep_their_identity() -> None:
-    """``except Mine`` works, wherever that is defined."""
-
-    class Mine(Exception):  # noqa: N818  (any name will do)
-        pass
-
-    assert type(crossed(Mine("x"))) is Mine
-
-
 def test_endless_tracebacks_are_cut() -> None:
     """The end, which says what it was, is kept."""
     found = crossed(ValueError("x" * 100_000 + "end"))

@@ -110,15 +110,6 @@ def test_curves_meet_where_their_ratio_passes_one(
     )
 
 
-def test_runs_kept_in_another_shape_are_shown(
-    modules: dict[str, ModuleType], tmp_path: Path
-) -> None:
-    runs = {"slow store": [{"gain": 0.5, "stage": "read"}, {"gain": 1.5}]}
-    kept = {"environment": ENVIRONMENT, "seconds": 1.0, "plants": runs}
-    (tmp_path / "plants.json").write_text(json.dumps(kept))
-    assert "| slow store | 1 ±25% |" in page(modules, tmp_path)
-
-
 def test_shares_of_runs(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     """Of yes and no, not their median; and a figure that a run lacks is left out."""
     runs = [{"right": True, "gain": 2.0}, {"right": True, "gain": None}]

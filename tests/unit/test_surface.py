@@ -4,8 +4,6 @@ import doctest
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -133,17 +131,3 @@ def test_docstring_examples_run(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted
     assert not results.failed
-
-
-@pytest.mark.slow
-def test_import_is_quiet_and_takes_no_extra() -> None:
-    """No optional package, loop policy, handler or thread comes with the import."""
-    code = (
-        "import sys, threading, signal, asyncio, aioloader;"
-        "assert 'obstore' not in sys.modules;"
-        "assert threading.active_count() == 1;"
-        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler;"
-        "assert type(asyncio.new_event_loop()).__module__.startswith('asyncio')"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False)
-    assert done.returncode == 0

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader
+from stateful import Cursor
 from working import share
 
 pytestmark = [
@@ -33,35 +34,25 @@ class Gated(IterableDataset[int]):
             yield number
 
 
-class Cursor:
-    """An iterator with a state."""
+class GatedCursor(Cursor):
+    """An iterator with a state, of a gated dataset."""
 
     def __init__(self, dataset: Gated) -> None:
-        self.numbers, self.place, self.dataset = share(dataset.n), 0, dataset
-
-    def __iter__(self) -> "Cursor":
-        return self
+        super().__init__(share(dataset.n))
+        self.dataset = dataset
 
     def __next__(self) -> int:
-        if self.place == len(self.numbers):
-            raise StopIteration
-        if self.numbers[self.place] == self.dataset.at:
+        number = super().__next__()
+        if number == self.dataset.at:
             assert self.dataset.gate.wait(20)
-        self.place += 1
-        return self.numbers[self.place - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+        return number
 
 
 class GatedCursors(Gated):
     """The same, with a state."""
 
     def __iter__(self) -> Any:
-        return Cursor(self)
+        return GatedCursor(self)
 
 
 def make(dataset: Any, cls: Any = Loader, workers: int = 2, **options: Any) -> Any:
@@ -145,7 +136,7 @@ class Failing(Gated):
         return FailingCursor(self)
 
 
-class FailingCursor(Cursor):
+class FailingCursor(GatedCursor):
     """An iterator that has failed once, and goes on."""
 
     def __next__(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
-from aioloader import DataLoader, get_worker_info
+from aioloader import DataLoader
 from aioloader.errors import WorkerStartError
 from beside import beside
 from failing import OddError
@@ -82,19 +82,6 @@ def test_lambdas_and_local_classes() -> None:
     assert os.getpid() not in {process for _, process in found}
 
 
-def test_big_batches() -> None:
-    """Bytes go through the executor's own pipes, whole."""
-
-    class Images(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return torch.full((300, 300), index)
-
-    with process_pool() as executor:
-        for number, batch in enumerate(make(Images(8), executor, batch_size=2)):
-            assert batch[:, 3, 4].tolist() == [2 * number, 2 * number + 1]
-            batch.add_(1)
-
-
 def test_random_draws_are_those_of_worker_processes() -> None:
     """Seeded by the batch, there as here."""
 
@@ -115,20 +102,6 @@ class Bad(Numbers):
         if index % 5 == 0:
             raise OddError(index, 1)
         return index
-
-
-def test_errors_are_the_users(executor: Executor) -> None:
-    """With notes that say where; the iteration goes on."""
-    iterator = iter(make(Bad(8), executor, batch_size=2))
-    for expected in (None, [2, 3], None, [6, 7]):
-        if expected is None:
-            with pytest.raises(OddError) as caught:
-                next(iterator)
-            assert "sample index" in caught.value.__notes__[0]
-        else:
-            assert next(iterator).tolist() == expected
-    with pytest.raises(StopIteration):
-        next(iterator)
 
 
 def test_failures_are_skipped_and_listed(executor: Executor) -> None:
@@ -208,30 +181,3 @@ def test_an_init_function_is_the_executors() -> None:
     given = pytest.raises(ValueError, match="give the executor an initializer")
     with ThreadPoolExecutor(1) as executor, given:
         make(Numbers(), executor, worker_init_fn=kill)
-
-
-class FromKeyed(SyncMap):
-    """Draws from the generators of ``get_worker_info()``."""
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        return info.rng.random.random()
-
-
-def test_a_pool_of_threads_has_the_generators_of_workers() -> None:
-    """The same numbers as with worker threads."""
-    with ThreadPoolExecutor(2) as executor:
-        found = [
-            list(
-                DataLoader(
-                    FromKeyed(),
-                    batch_size=4,
-                    num_workers=2,
-                    workers=workers,
-                    generator=torch.Generator().manual_seed(1),
-                )
-            )
-            for workers in (executor, "thread")
-        ]
-    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))

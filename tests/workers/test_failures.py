@@ -65,21 +65,6 @@ def make(dataset: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dataset", [Bad, AsyncBad])
-@pytest.mark.parametrize("persistent", [False, True])
-async def test_the_iteration_goes_on(way: str, dataset: Any, persistent: bool) -> None:
-    """After an exception from one batch the next one comes, as in torch."""
-    loader = make(dataset(1, 9), persistent_workers=persistent)
-    async with loader:
-        for _ in range(2):
-            found = await drain(way, loader)
-            assert found[1] == [4, 5, 6, 7]
-            assert [type(found[k]) for k in (0, 2)] == [LookupError] * 2
-            assert len(found) == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Bad, AsyncBad])
 async def test_errors_keep_their_type_and_gain_notes(dataset: Any) -> None:
     """Stage, batch, index, worker and remote traceback."""
@@ -117,28 +102,6 @@ async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
     text = "".join(traceback.format_exception(caught))
     assert "in DataLoader worker process" in text
     assert found[1:] == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["transform", "collate"])
-async def test_errors_of_functions(stage: str) -> None:
-    """A transform or a collate function that fails once."""
-
-    def function(value: Any) -> Any:
-        if value in (5, [4, 5, 6, 7]):
-            raise LookupError("no")
-        return value if stage == "transform" else sum(value)
-
-    name = "transform" if stage == "transform" else "collate_fn"
-    options: dict[str, Any] = {name: function}
-    if stage == "transform":
-        options["collate_fn"] = sum
-    iterator = iter(make(Numbers(), **options))
-    assert next(iterator) == 6
-    with pytest.raises(LookupError) as caught:
-        next(iterator)
-    assert f"stage {stage!r} of epoch 0, batch 1" in caught.value.__notes__[0]
-    assert list(iterator) == [38]
 
 
 def test_a_batch_that_cannot_be_sent() -> None:

@@ -1,6 +1,7 @@
 """Who a worker is: its number, seed, dataset and threads; and what is set up in it."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 from aioloader import DataLoader, WorkerInfo, get_worker_info
 from samples import collect
-from working import Numbers, first
+from working import Drawing, Numbers, draw, first
 
 
 def test_outside_there_is_none() -> None:
@@ -126,6 +127,34 @@ def test_an_init_function_that_seeds_is_in_charge(
         assert {seed for batch in found[1] for seed, *_ in batch} == {
             1000 + worker for worker in range(num_workers)
         }
+
+
+def seed_one_of_two(worker: int) -> None:
+    """Seed in worker 0 only."""
+    if worker == 0:
+        seed_everything(worker)
+
+
+def draw_in_one_of_two(worker: int) -> None:
+    """Draw in worker 1 only."""
+    if worker == 1:
+        draw()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", [seed_one_of_two, draw_in_one_of_two])
+@pytest.mark.parametrize("rng", ["batch", "sample", "worker"])
+def test_an_init_function_that_draws_in_one_worker(rng: Any, init: Any) -> None:
+    """No hang, all batches in order; under ``rng="worker"`` torch's to the bit."""
+    kinds: list[Any] = [TorchLoader, partial(DataLoader, rng=rng)]
+    found = []
+    for make in kinds:
+        torch.manual_seed(1)
+        loader = make(Drawing(), 2, num_workers=2, worker_init_fn=init)
+        found.append([(batch.tolist(), draws) for batch, draws in loader])
+    for (indices, draws), (expected, theirs) in zip(*found, strict=True):
+        assert indices == expected
+        assert rng != "worker" or torch.equal(draws, theirs)
 
 
 def test_an_init_function_that_does_not_seed_is_not() -> None:

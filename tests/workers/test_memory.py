@@ -62,19 +62,6 @@ def test_memory_is_used_again(num_workers: int) -> None:
     assert len(addresses) <= num_workers * at_once
 
 
-@pytest.mark.slow
-async def test_memory_is_used_again_by_tasks() -> None:
-    """The same by ``async for``."""
-    addresses = set()
-    number = 0
-    async for batch in DataLoader(Images(60), batch_size=2, num_workers=2):
-        assert is_in_arena(batch)
-        assert intact(batch, number)
-        addresses.add(batch.data_ptr())
-        number += 2
-    assert len(addresses) <= 15  # of 30
-
-
 def test_kept_batches_stay_what_they_are() -> None:
     """``list(loader)``: most are copies, so that shared memory does not grow."""
     loader: Any = DataLoader(Images(120), batch_size=2, num_workers=2)

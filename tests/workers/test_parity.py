@@ -9,7 +9,6 @@ from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
     IterableDataset,
-    StackDataset,
     Subset,
     TensorDataset,
 )
@@ -132,17 +131,6 @@ def test_streams(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sharded", "few first", "unsharded"])
-async def test_streams_by_async_for(name: str) -> None:
-    """A task gets the same."""
-    options: dict[str, Any] = {"num_workers": 2, "batch_size": 4}
-    theirs = TorchLoader(STREAMS[name](), **options)
-    expected = await beside(lambda: [index.tolist() for _, index in theirs])
-    found = await collect(DataLoader(STREAMS[name](), **options))
-    assert [index.tolist() for _, index in found] == expected
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream])
 def test_without_batching(make: Any) -> None:
     """Single samples, converted, not stacked."""
@@ -227,13 +215,6 @@ async def test_unordered(make: Any) -> None:
     copies = 2 if make is SyncStream else 1
     expected = labels(list(TorchLoader(SyncMap(40), 3))) * copies
     assert sorted(found) == sorted(expected)
-
-
-def test_stacked_datasets() -> None:
-    """A wrapper of sync and async datasets."""
-    dataset = StackDataset(a=AsyncMap(3), b=SyncMap(3))
-    batch: Any = next(iter(DataLoader(dataset, batch_size=3, num_workers=1)))
-    assert torch.equal(batch["a"][1], batch["b"][1])
 
 
 def be_meta(_: int) -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from aioloader import DataLoader
 from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import states
-from beside import beside
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
 
@@ -126,9 +125,11 @@ def test_the_users_generators_go_on() -> None:
 def test_threads_draw_the_same_from_their_own(num_workers: int) -> None:
     """``get_worker_info().rng`` in threads is what it is in processes."""
     expected = epochs(make(Numbers(), num_workers=1, transform=draw_own))
-    options: dict[str, Any] = {"workers": "thread", "num_workers": num_workers}
     before = states()
-    assert epochs(make(Numbers(), transform=draw_own, **options)) == expected
+    with ThreadPoolExecutor(num_workers) as executor:
+        for workers in ("thread", executor):
+            options: Any = {"workers": workers, "num_workers": num_workers}
+            assert epochs(make(Numbers(), transform=draw_own, **options)) == expected
     assert states() == before
 
 
@@ -193,15 +194,6 @@ async def test_streams_repeat_themselves() -> None:
     assert runs[0] == runs[1]
     pairs = itertools.combinations(runs[0], 2)
     assert all(one != other for one, other in pairs)
-
-
-async def test_a_thread_pool_leaves_the_generators_alone() -> None:
-    """Nothing is swapped where threads share what is global."""
-    before = states()
-    with ThreadPoolExecutor(1) as executor:
-        loader = make(Numbers(), num_workers=1, workers=executor)
-        await beside(lambda: list(loader))
-    assert states() == before
 
 
 @pytest.mark.slow

@@ -11,44 +11,34 @@ import pytest
 import torch
 
 from aioloader import DataLoader
-from working import draw, draw_own
+from working import Drawing, draw, draw_own
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/workers.md"
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 
 
-class Drawing:
-    """Its samples are their index and draws from the global generators."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, draw()
-
-
 class Own(Drawing):
-    """The same, from the generators of the batch."""
+    """Draws from the generators of the batch."""
 
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+    def __getitem__(self, index: int) -> Any:
         return index, draw_own()
 
 
 class AsyncDrawing(Drawing):
-    """The same, by coroutines."""
+    """Draws from the global generators, by coroutines."""
 
-    async def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
+    async def __getitem__(self, index: int) -> Any:
         return index, draw()
 
 
 class AsyncOwn(Drawing):
-    """The same, from the generators of the sample."""
+    """Draws from the generators of the sample."""
 
-    async def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:  # type: ignore[override]
+    async def __getitem__(self, index: int) -> Any:
         return index, draw_own()
 
 
-KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+KINDS: dict[str, tuple[Callable[[int], Any], dict[str, Any]]] = {
     "none": (Drawing, {"num_workers": 0}),
     "processes": (Drawing, {"num_workers": 2}),
     "threads*": (Own, {"num_workers": 2, "workers": "thread"}),
@@ -88,7 +78,7 @@ def drawn(
     for rank in range(world_size):
         seed()
         ranks = {"rank": rank, "world_size": world_size}
-        loader = partial(DataLoader[Any], make(), 4 // world_size, **ranks, **options)
+        loader = partial(DataLoader[Any], make(24), 4 // world_size, **ranks, **options)
         state = stopped(loader()) if resumed else {}
         seed()
         with loader() as made:

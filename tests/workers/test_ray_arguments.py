@@ -1,7 +1,9 @@
-"""What ``RayWorkers`` is told, and what it refuses: without a cluster."""
+"""What ``RayWorkers`` is told and refuses, and clusters that a loader starts."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ import pytest
 from aioloader import DataLoader, RayWorkers
 from aioloader.errors import UNRELEASED
 from samples import AsyncStream
+from workers.ray_cluster import ENVIRONMENT
 from working import Numbers
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytest.importorskip("ray")
 
@@ -50,12 +55,16 @@ def test_what_each_actor_needs() -> None:
     assert "CPU': 2" in repr(workers)
 
 
-def printed(script: str) -> str:
-    """Return what a script prints, run by itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+def ran(*command: str) -> Any:
+    """Run Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -68,7 +77,7 @@ def test_ray_is_asked_for_by_its_extra() -> None:
         "except ImportError as error: print(error)\n"
     )
     wanted = f'RayWorkers needs Ray: pip install "aioloader[ray]{UNRELEASED}"\n'
-    assert printed(script) == wanted
+    assert ran("-c", script).stdout == wanted
 
 
 @pytest.mark.slow
@@ -84,8 +93,50 @@ def test_nobody_is_at_the_address() -> None:
         "    os.environ['RAY_ADDRESS'] = 'ray://127.0.0.1:1'\n"
         "    attempt(aioloader.RayWorkers(1))\n"
     )
-    lines = printed(script).splitlines()
+    lines = ran("-c", script).stdout.splitlines()
     assert lines[0].startswith("no Ray cluster at '127.0.0.1:1'")
     assert lines[1].startswith(
         "RAY_ADDRESS='ray://127.0.0.1:1' is a Ray Client address"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+def test_the_example() -> None:
+    """Without a main guard; its cluster ends with it."""
+    done = ran(str(EXAMPLES / "ray_workers.py"))
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "the same images: True", done.stderr
+    assert lines[0].startswith("epoch 0: 1797 images by worker ")
+    assert lines[1] == "epoch 0: 1797 images by this process"
+
+
+SCRIPT = """
+import gc, threading
+import ray
+from aioloader import DataLoader, RayWorkers
+
+one = DataLoader(range(9), workers=RayWorkers(1, resources={"loader": 1}))
+two = DataLoader(range(9), workers=RayWorkers(1), persistent_workers=True)
+assert not ray.is_initialized()
+assert len(list(one)) == len(list(two)) == 9
+del one
+gc.collect()
+assert ray.is_initialized() and len(list(two)) == 9
+del two
+while ours := [one for one in threading.enumerate() if "aioloader" in one.name]:
+    gc.collect()
+    ours[0].join(1)
+assert not ray.is_initialized()
+
+left = iter(DataLoader(range(99), workers=RayWorkers(1)))
+print(next(left))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+def test_a_cluster_of_ours_ends_with_its_last_user() -> None:
+    """Another one is started when needed; an exit in the middle is a quiet one."""
+    done = ran("-c", SCRIPT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "tensor([0])\n", "")

@@ -1,4 +1,4 @@
-"""Programs without a main guard, one-liners and notebooks: workers just work."""
+"""Programs without a main guard, and one-liners: workers just work."""
 
 import subprocess
 import sys
@@ -13,12 +13,12 @@ import torch
 from aioloader import DataLoader
 
 factor = 3
-# ---
+
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
 
-# ---
+
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
         return 6
@@ -29,7 +29,7 @@ class Squares(torch.utils.data.Dataset):
 def helper(index):
     return index * index
 
-# ---
+
 def make():
     class Local(Squares):
         def __getitem__(self, index):
@@ -39,7 +39,7 @@ def make():
 def collate(samples):
     return Batch(torch.tensor(samples))
 
-# ---
+
 for epoch in range(2):
     loader = DataLoader(
         make(), 4, num_workers=2, transform=lambda x: factor * x, collate_fn=collate
@@ -48,15 +48,6 @@ for epoch in range(2):
     assert all(isinstance(batch, Batch) for batch in found), found
     assert [b.x.tolist() for b in found] == [[3, 6, 15, 30], [51, 78]], found
 print("done")
-"""
-NOTEBOOK = f"""
-space = {{"__name__": "__main__", "__builtins__": __builtins__}}
-import sys, types
-module = types.ModuleType("__main__")
-module.__dict__.update(space)
-sys.modules["__main__"] = module
-for cell in {SCRIPT!r}.split("# ---"):
-    exec(compile(cell, "<cell>", "exec"), module.__dict__)
 """
 TASK = """
 import asyncio
@@ -113,8 +104,8 @@ def run(*arguments: str, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
-    [SCRIPT, NOTEBOOK, TASK, ERROR, DROPPED],
-    ids=["script", "notebook", "task", "error", "dropped"],
+    [SCRIPT, TASK, ERROR, DROPPED],
+    ids=["script", "task", "error", "dropped"],
 )
 def test_one_liners(program: str, tmp_path: Path) -> None:
     """``python -c``: lambdas, local classes, classes of ``__main__``, no guard."""

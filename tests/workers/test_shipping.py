@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import warnings
 from collections import namedtuple
@@ -19,7 +18,6 @@ import torch
 
 from aioloader import DataLoader
 from aioloader.errors import WorkerStartError
-from samples import collect
 from working import Asked, Numbers, first
 from working import asked as asked_by
 
@@ -186,16 +184,6 @@ def test_what_cannot_be_pickled_is_named() -> None:
                 next(iter(loader))
 
 
-async def test_what_cannot_be_pickled_is_named_to_tasks() -> None:
-    """The same by ``async for``."""
-    lock = threading.Lock()
-    loader: Any = DataLoader(
-        Numbers(), num_workers=2, transform=lambda _: lock, **SERVED
-    )
-    with pytest.raises(WorkerStartError, match=r"transform\.<lock>"):
-        await collect(loader)
-
-
 class Threaded(Numbers):
     """Starts a thread when it is unpickled, and waits for it to run."""
 
@@ -290,12 +278,3 @@ def stop_forkserver() -> None:
     from multiprocessing.forkserver import _forkserver  # noqa: PLC0415
 
     _forkserver._stop()  # type: ignore[attr-defined]
-
-
-def test_a_temporary_file_stays_open() -> None:
-    """A dataset of paths opens them in the worker."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(b"words")
-        file.flush()
-        name = file.name
-        assert asked(name, lambda path: Path(path).read_bytes()) == b"words"
