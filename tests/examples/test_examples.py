@@ -2,7 +2,7 @@
 
 import ast
 import asyncio
-import importlib.util
+import importlib
 import io
 import json
 import os
@@ -15,23 +15,31 @@ from typing import Any
 from xml.etree import ElementTree
 
 import httpx
-import postgres_features
 import pytest
 import torch
-import train_digits
 from PIL import Image
-from sklearn.datasets import load_digits
 
-import service
 from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
 
 __all__ = ["server"]
 
 
-EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 # The demo writes, trains, chooses a device and draws; the other has a model.
 MAX_LINES = {"train_digits": 100, "pretrain": 80, "preempt": 70, "train_tar_s3": 70}
+
+
+# Imported where they are used, before what is left is counted: scikit-learn takes long.
+@pytest.fixture(scope="module")
+def service() -> Any:
+    return importlib.import_module("service")
+
+
+@pytest.fixture(scope="module")
+def train_digits() -> Any:
+    return importlib.import_module("train_digits")
 
 
 def code_lines(source: str) -> int:
@@ -57,9 +65,9 @@ def test_an_example_is_short_and_is_run(path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_service_classifies(tmp_path: Path) -> None:
+async def test_a_service_classifies(service: Any, tmp_path: Path) -> None:
     """Each picture of a folder, in the order of their names; without any: 404."""
-    digits = load_digits()
+    digits = service.load_digits()
     pixels = torch.from_numpy(digits.images).float() / 16
     model = service.train(pixels, torch.from_numpy(digits.target))
     for number in range(100):
@@ -104,7 +112,9 @@ class Endless(Source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
-async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
+async def test_a_disconnect_ends_the_reads_of_a_service(
+    client: str, service: Any
+) -> None:
     """At once, wherever the response is; nothing of its loader is left."""
     store = Endless(32 if client == "waits for a batch" else 1000)
     app = service.make_app(store, torch.nn.Flatten())
@@ -140,8 +150,7 @@ async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
 
 @pytest.mark.slow
 def test_training_reaches_its_accuracy(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    train_digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo learns, says what share of the time it waited, and draws its losses."""
     url, path = (tmp_path / "digits").as_uri(), tmp_path / "loss.svg"
@@ -163,8 +172,9 @@ def test_training_reaches_its_accuracy(
     assert sum(heights[-23:]) > sum(heights[:23]) + 23 * 100
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_fell_back_to(
-    capsys: pytest.CaptureFixture[str],
+    train_digits: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the device that was asked for."""
     assert train_digits.choose_device("cpu") == "cpu"
@@ -184,9 +194,8 @@ RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     """Run an example as a user does; return what it printed."""
-    path = Path(train_digits.__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, *by, str(path), *options],
+        [sys.executable, *by, str(FOLDER / name), *options],
         capture_output=True,
         text=True,
         check=True,
@@ -233,13 +242,14 @@ def test_a_service_streams_rows(server: Server) -> None:
 @pytest.mark.one_loop
 async def test_rows_become_features(server: Server) -> None:
     """Arrays, JSONB and vectors, as they were written; resumed in the middle."""
+    example = importlib.import_module("postgres_features")
     lines = await asyncio.to_thread(ran, "postgres_features.py", server.url())
     shapes = "'prices': (64, 7), 'stars': (64,), 'tags': (64, 3), 'embedding': (64, 8)"
     assert lines == [
         f"{{'id': (64,), {shapes}}}",
         "5000 rows, 5000 of them different",
     ]
-    async with postgres_features.make_loader(server.url()) as loader:
+    async with example.make_loader(server.url()) as loader:
         async for batch in loader:
             ids = batch["id"]
             days = torch.arange(1, 8)
@@ -255,19 +265,13 @@ async def test_rows_become_features(server: Server) -> None:
 @pytest.mark.slow
 def test_figures_are_logged() -> None:
     """Beside the loss, every eighth step; no bar where there is no terminal."""
-    lines = ran("log_figures.py")
-    assert [line.partition(":")[0] for line in lines] == [
-        f"step {step}" for step in range(0, 32, 8)
-    ]
     number = r"[\d.e+-]+"
-    assert all(
-        re.fullmatch(
-            rf"step \d+: loss {number}, loader/wait_share {number}, "
-            rf"loader/batches_per_second {number}, loader/in_flight {number}",
-            line,
-        )
-        for line in lines
+    figures = "".join(
+        f", loader/{name} {number}"
+        for name in ("wait_share", "batches_per_second", "in_flight")
     )
+    for step, line in zip(range(0, 32, 8), ran("log_figures.py"), strict=True):
+        assert re.fullmatch(f"step {step}: loss {number}{figures}", line)
 
 
 @pytest.mark.slow
