@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
@@ -294,6 +294,13 @@ class Clock:
                 job.cpu += 1
             elif not is_one:
                 job.delayed += 1
+
+
+def delayed(one: Record, seconds: float) -> Record:
+    """Return a batch that was asked for, made and taken later."""
+    made: Any = (*(at + seconds for at in one.made[:5]), *one.made[5:])
+    asked, taken = one.asked + seconds, one.taken + seconds
+    return one._replace(asked=asked, taken=taken, made=made)
 
 
 def seconds_per_batch(records: Sequence[Record]) -> float:
