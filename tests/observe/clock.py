@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from hypothesis import strategies as st
+
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader._observe.pace import window_of
@@ -36,6 +38,19 @@ class Ticks(NamedTuple):
     uses_cpu: tuple[str, ...] = ()
 
 
+def ticks(least: int, most: int, at_least: int) -> st.SearchStrategy[Ticks]:
+    """Draw what a batch of so many samples takes; each read takes so many ticks."""
+    few, many = st.integers(at_least, 6), st.integers(0, 12)
+    return st.builds(
+        Ticks,
+        reads=st.lists(few, min_size=least, max_size=most).map(tuple),
+        transform=many,
+        collate=few,
+        transport=st.integers(0, 5),
+        step=st.integers(1, 20),
+    )
+
+
 class _Job:
     """A batch on its way."""
 
@@ -58,7 +73,6 @@ class Clock:
         setting: The loader.
         batches: What batches take; from the first again after the last.
         slow: How many times longer the first worker takes.
-        sends: Whether workers do nothing else during the transport of a batch.
         locks: Whether threads that compute hold the interpreter's lock: the consumer
             gets on when they let it go, or after 5 ticks.
     """
@@ -69,11 +83,9 @@ class Clock:
         batches: Sequence[Ticks],
         slow: int = 1,
         *,
-        sends: bool = False,
         locks: bool = False,
     ) -> None:
         self._setting, self._batches, self._slow = setting, batches, slow
-        self._sends = sends and setting.place == "workers"
         self._is_coupled = setting.place in {"inline", "thread"} or (
             setting.place == "workers"
             and setting.reads_in_workers
@@ -199,14 +211,9 @@ class Clock:
                 self._enter(job, "transform")
             elif job.stage == "transform":
                 self._enter(job, "collate")
-            elif job.stage == "collate":
+            else:
                 job.stage, job.at["made"] = "transport", self._now
                 job.left = 0 if self._setting.on_device else job.ticks.transport
-                if not self._sends:
-                    self._lanes[lane] = None
-                    self._idle_since[lane] = self._now
-                    self._moving.append(job)
-            else:
                 self._lanes[lane] = None
                 self._idle_since[lane] = self._now
                 self._moving.append(job)
