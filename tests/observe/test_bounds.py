@@ -100,16 +100,12 @@ def test_a_step_that_computes_waits_for_no_lock() -> None:
     assert not costs(records, replace(setting, used=2.0)).locked
 
 
-def test_processor_time_of_the_process() -> None:
-    """It is known once two batches have been weighed."""
+def test_run_times() -> None:
+    """Of this thread, of another, of none; the process's after two batches."""
     counters = Counters()
     assert counters.used() == 0
     counters.clocks += [(10.0, 1.0), (12.0, 4.0)]
     assert counters.used() == 1.5
-
-
-def test_run_times_of_threads() -> None:
-    """Of this one, of another, and of none."""
     end = time.thread_time() + 0.02
     while time.thread_time() < end:
         pass

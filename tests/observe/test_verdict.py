@@ -44,7 +44,7 @@ class Plant:
 
 def cpu(read: int = 1, **ticks: int) -> Ticks:
     """Return what four samples take of a processor."""
-    return Ticks((read,) * 4, **ticks, uses_cpu=ALL_CPU)  # type: ignore[arg-type]
+    return Ticks((read,) * 4, **ticks, uses_cpu=ALL_CPU)
 
 
 INLINE = Setting("inline", batch_size=4, cores=8)
