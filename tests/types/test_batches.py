@@ -177,6 +177,13 @@ def test_what_typing_cannot_say_is_any() -> None:
     padded = DataLoader(Vectors(), tail="pad", rank=0, world_size=1)
     assert_type(padded, DataLoader[Any])
     assert type(next(iter(padded))) is tuple
+    # A dataset, a transform or a function of which nothing is known.
+    unknown: Any = str
+    assert_type(DataLoader(UNTYPED), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), collate_fn=unknown), DataLoader[Any])
+    options: dict[str, Any] = {"batch_size": None}
+    assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
 
 
 def test_devices() -> None:
@@ -188,16 +195,6 @@ def test_devices() -> None:
     lengths = Device("cpu", transform=len)
     assert_type(DataLoader(Vectors(), 2, device=lengths), DataLoader[Any])
     assert next(iter(DataLoader(Vectors(), 2, device=lengths))) == 2
-
-
-def test_what_has_no_type_is_any() -> None:
-    """A dataset, a transform or a function of which nothing is known."""
-    unknown: Any = str
-    assert_type(DataLoader(UNTYPED), DataLoader[Any])
-    assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
-    assert_type(DataLoader(Vectors(), collate_fn=unknown), DataLoader[Any])
-    options: dict[str, Any] = {"batch_size": None}
-    assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
 
 
 def test_the_users_own_word_counts() -> None:
