@@ -6,10 +6,13 @@ import importlib
 import io
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,6 +24,7 @@ from PIL import Image
 
 from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
+from scripts.running import KERNEL, end, start
 
 __all__ = ["server"]
 
@@ -329,3 +333,104 @@ def test_a_terminated_training_is_resumed_on_fewer_ranks() -> None:
     on_two, on_one = ([n for n, ranks in steps if ranks == by] for by in "21")
     assert on_two[1] == 40 < on_two[-1] < on_one[0]
     assert last == "3 epochs: 5,391 samples, 5,391 different"
+
+
+def trained(path: Path, ranks: int, last: int = 0) -> list[int]:
+    """Run all ranks, and kill them after step ``last``, if given; return the steps."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    master["WORLD_SIZE"] = str(ranks)
+    steps = []
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(FOLDER / "pretrain.py"), str(path)],
+                    env=os.environ | master | {"RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(ranks)
+        ]
+        for line in processes[0].stdout or ():
+            found = re.match(r"step (\d+):", line)
+            steps += [int(found[1])] if found else []
+            if last and steps[-1:] == [last]:
+                for process in processes:
+                    process.kill()
+    assert last or not any(process.returncode for process in processes)
+    return steps
+
+
+def losses(path: Path) -> list[float]:
+    saved: list[Any] = torch.load(path)
+    found: list[float] = saved[-1]
+    return found
+
+
+@pytest.mark.slow
+def test_killed_on_two_ranks_it_continues_on_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
+    steps = importlib.import_module("pretrain").STEPS
+    assert trained(whole, 2) == [*range(1, steps + 1)]
+    last = random.Random(0).randrange(3, steps - 3)
+    trained(killed, 2, last)
+    done = len(losses(killed))
+    assert last <= done < steps
+    assert trained(killed, 1) == [*range(done + 1, steps + 1)]
+    assert losses(killed) == losses(whole)
+    assert losses(whole)[-1] < losses(whole)[0]
+
+
+THREADS = """
+import threading
+print([one.name for one in threading.enumerate() if "aioloader" in one.name])
+"""
+
+
+def code_cells() -> dict[str, dict[str, object]]:
+    """Return the notebook's cells of code by their ids."""
+    cells = json.loads((FOLDER / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    return {cell["id"]: cell for cell in cells if cell["cell_type"] == "code"}
+
+
+def test_it_is_committed_without_outputs() -> None:
+    """A diff shows changes of the code only."""
+    for cell in code_cells().values():
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
+
+
+@pytest.mark.slow
+def test_its_cells_run(tmp_path: Path) -> None:
+    """One after the other; two of them again, as the notebook says; nothing is left."""
+    sources = []
+    for name, cell in code_cells().items():
+        source = "".join(cell["source"])  # type: ignore[arg-type]
+        sources += [source] * (2 if name in {"train", "break"} else 1)
+    script = tmp_path / "cells.py"
+    script.write_text("\n# %%\n".join([*sources, THREADS]), encoding="utf-8")
+    ran = end(start(script, KERNEL), tmp_path)
+    assert "Traceback" not in ran.errors, ran.errors
+    sample, first, second, *report, left, again, closed, threads = (
+        ran.output.splitlines()
+    )
+    assert sample == "a sample: (64,) 0"
+    accuracies = [
+        float(re.fullmatch(rf"epoch {number}: accuracy ([\d.]+)", line)[1])  # type: ignore[index]
+        for number, line in enumerate((first, second))
+    ]
+    assert accuracies[0] < accuracies[1]
+    assert accuracies[1] > 0.8
+    assert ran.errors.count("train: 100%") >= 2
+    assert "of the time" in report[0]
+    assert report[-1].startswith("Measured over the latest ")
+    assert left == "epoch 2: left after a batch of 64"
+    assert again == "epoch 3: left after a batch of 64"
+    assert closed == (
+        "DataLoader(Scans, batch_size=64, num_workers=0, epoch=4, open=0)"
+    )
+    assert threads == "[]"
+    assert (ran.status, ran.left) == (0, [])
