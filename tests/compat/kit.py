@@ -41,24 +41,22 @@ class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
+    def __getitem__(self, index: int) -> Any:
+        return number(index)
 
 
 class AsyncNumbers(Numbers):
     """The same, read by coroutines."""
 
-    async def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-        return torch.tensor([float(index)])
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        return number(index)
 
 
 class Stream(IterableDataset[Any]):
     """The same, in order; each worker reads every so many-th."""
 
-    def __init__(self, n: int, *, sized: bool = False) -> None:
+    def __init__(self, n: int) -> None:
         self.n = n
-        if sized:
-            self.__class__ = SizedStream
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
@@ -77,14 +75,14 @@ class SizedStream(Stream):
 class Shifted(Dataset[Any]):
     """What ``transform=shift`` gives, for torch's loader."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, shift: Any = shift) -> None:
+        self.inner, self.shift = inner, shift
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __getitem__(self, index: int) -> Any:
-        return shift(self.inner[index])
+        return self.shift(self.inner[index])
 
 
 class ShiftedStream(IterableDataset[Any]):
@@ -92,8 +90,6 @@ class ShiftedStream(IterableDataset[Any]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        if hasattr(inner, "__len__"):
-            self.__class__ = SizedShiftedStream
 
     def __iter__(self) -> Iterator[Any]:
         return map(shift, self.inner)
@@ -142,6 +138,24 @@ def plain(value: Any) -> Any:
     return value
 
 
+def batches(loader: Any) -> list[Any]:
+    """Return the batches of an epoch."""
+    return [plain(batch) for batch in loader]
+
+
+def stopped(loader: Any, steps: int) -> tuple[list[Any], Any]:
+    """Return the first batches of an epoch, and the state after them."""
+    iterator = iter(loader)
+    head = [plain(next(iterator)) for _ in range(steps)]
+    return head, loader.state_dict()
+
+
+def resumed(loader: Any, state: Any, epochs: int = 1) -> list[Any]:
+    """Return the batches of epochs after a state; the first is the rest of one."""
+    loader.load_state_dict(state)
+    return [batches(loader) for _ in range(epochs)]
+
+
 def seed(number: int = 7) -> None:
     """Seed all generators of the process."""
     random.seed(number)
@@ -170,8 +184,10 @@ class Kit:
         """Return what this engine's loader is to read: torch's has the shift in it."""
         if self.is_ours:
             return dataset
-        is_stream = isinstance(dataset, IterableDataset)
-        return ShiftedStream(dataset) if is_stream else Shifted(dataset)
+        if not isinstance(dataset, IterableDataset):
+            return Shifted(dataset)
+        is_sized = hasattr(dataset, "__len__")
+        return (SizedShiftedStream if is_sized else ShiftedStream)(dataset)
 
     def options(self) -> dict[str, Any]:
         return {"transform": shift} if self.is_ours else {}
@@ -249,12 +265,10 @@ KINDS = tuple(
 
 def dataset(kind: str, n: int = 23) -> Any:
     """Return a dataset of a kind."""
-    makers = {"map": Numbers, "async": AsyncNumbers, "stream": Stream}
     if kind == "ours":
         return from_iterable(range(n)).map(number)
-    if kind == "sized":
-        return Stream(n, sized=True)
-    return makers[kind](n)
+    makers = {"map": Numbers, "async": AsyncNumbers, "stream": Stream}
+    return (makers | {"sized": SizedStream})[kind](n)
 
 
 @contextlib.contextmanager

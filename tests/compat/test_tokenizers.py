@@ -10,16 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
 
-WORDS = {
-    "[PAD]": 0,
-    "[BOS]": 1,
-    "[UNK]": 2,
-    "[": 3,
-    "]": 4,
-    "BOS": 5,
-    "red": 6,
-    "fox": 7,
-}
+NAMES = ["[PAD]", "[BOS]", "[UNK]", "[", "]", "BOS", "red", "fox"]
+WORDS = {name: number for number, name in enumerate(NAMES)}
 TEXTS = ["red fox", "", "fox [BOS] red", "fox " * 30, "none of these"]
 
 

@@ -10,8 +10,8 @@ before a snippet says otherwise::
 
 A block of ``text`` right after a snippet is what the snippet prints. The module
 ``pages/<page>.py`` may have ``before(page)`` and ``after(page)``, which get the page's
-namespace: they make what the snippets read, and check what came of them. Its
-``NOT_RUN`` gives reasons for snippets that have a certain text, ``NEEDS`` the servers.
+namespace: they make what the snippets read, and check what came of them. ``NEEDS``
+names the servers.
 """
 
 import ast
@@ -94,13 +94,9 @@ def snippets(page: str) -> list[Snippet]:
     return found
 
 
-def setup(page: str) -> types.ModuleType:
-    """Return the module that prepares a page; an empty one if there is none."""
-    name = re.sub(r"\W", "_", page.removeprefix("docs/").removesuffix(".md")).lower()
-    path = SETUPS / f"{name}.py"
-    if not path.exists():
-        return types.ModuleType(name)
-    spec = importlib.util.spec_from_file_location(f"page_{name}", path)
+def loaded(path: Path) -> Any:
+    """Return the module of a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -108,10 +104,16 @@ def setup(page: str) -> types.ModuleType:
     return module
 
 
+def setup(page: str) -> Any:
+    """Return the module that prepares a page; an empty one if there is none."""
+    name = re.sub(r"\W", "_", page.removeprefix("docs/").removesuffix(".md")).lower()
+    path = SETUPS / f"{name}.py"
+    return loaded(path) if path.exists() else types.ModuleType(name)
+
+
 def run_page(page: str) -> None:
     """Run a page in this process, in an empty directory."""
     prepared = setup(page)
-    left_out: dict[str, str] = getattr(prepared, "NOT_RUN", {})
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     names = vars(main)
@@ -120,9 +122,7 @@ def run_page(page: str) -> None:
         prepared.before(names)
     with asyncio.Runner() as runner:
         for snippet in snippets(page):
-            if not snippet.skipped and not any(
-                text in snippet.code for text in left_out
-            ):
+            if not snippet.skipped:
                 _run(snippet, page, names, runner)
         if hasattr(prepared, "after"):
             prepared.after(names)
@@ -160,7 +160,6 @@ def serve() -> None:
     """
     import aioloader.datasets  # noqa: F401, PLC0415
 
-    sys.path.append(str(ROOT / "tests"))  # for what prepares pages
     for line in sys.stdin:
         task = json.loads(line)
         folder = tempfile.mkdtemp()

@@ -1,50 +1,51 @@
-"""CONTRIBUTING.md and SECURITY.md name files that exist; the map is current."""
+"""CONTRIBUTING.md and SECURITY.md name files that exist; tools were run."""
 
-import importlib.util
+import importlib
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from docs.snippets import ROOT, loaded
+
+MODULES = ["aioloader", "aioloader.datasets", "aioloader.testing"]
+PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
-@pytest.fixture(scope="module")
-def draw_map() -> ModuleType:
-    """The tool, loaded from its file: ``tools`` is no package."""
-    spec = importlib.util.spec_from_file_location(
-        "draw_map", ROOT / "tools" / "draw_map.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_picture_is_current(draw_map: ModuleType) -> None:
-    """After a change of packages or their docstrings, run the tool again."""
+def test_the_map_is_current() -> None:
+    """It is shown; after a change of packages or docstrings, run the tool again."""
+    draw_map = loaded(ROOT / "tools" / "draw_map.py")
     assert draw_map.MAP.read_text() == draw_map.drawing(), "run tools/draw_map.py"
-
-
-def test_all_packages_are_drawn(draw_map: ModuleType) -> None:
-    """Each package and public module has a row in the import contract."""
+    path = draw_map.MAP.relative_to(ROOT).as_posix()
+    assert f"]({path})" in (ROOT / "CONTRIBUTING.md").read_text()
+    # Each package and public module has a row in the import contract.
     drawn = {name for row in draw_map.layers() for name in row}
-    assert drawn == {path.stem for path in _modules(draw_map.SOURCE)}
+    packages = {path.parent.stem for path in draw_map.SOURCE.glob("*/__init__.py")}
+    modules = {path.stem for path in draw_map.SOURCE.glob("*.py")} - {"__init__"}
+    assert drawn == packages | modules
     assert all(map(draw_map.summary, drawn))
 
 
-def _modules(source: Path) -> list[Path]:
-    packages = [path.parent for path in source.glob("*/__init__.py")]
-    modules = [path for path in source.glob("*.py") if path.stem != "__init__"]
-    return packages + modules
+@pytest.mark.slow
+def test_the_reference_is_current() -> None:
+    """After a change of docstrings or signatures, run the tool again."""
+    reference = loaded(ROOT / "tools" / "reference.py").Reference()
+    texts = {page: page.read_text() for page in PAGES}
+    old = [page.name for page in PAGES if reference.updated(texts[page]) != texts[page]]
+    assert not old, "run tools/reference.py"
 
 
-def test_contributing_shows_it(draw_map: ModuleType) -> None:
-    """By its path in the repository."""
-    path = draw_map.MAP.relative_to(ROOT).as_posix()
-    assert f"]({path})" in (ROOT / "CONTRIBUTING.md").read_text()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_are_in_it(name: str) -> None:
+    """With an anchor, or in a sentence."""
+    text = "".join(page.read_text() for page in PAGES)
+    public = importlib.import_module(name).__all__
+    lost = [
+        one
+        for one in public
+        if f'id="{name}.{one}"' not in text and f"`{name}.{one}`" not in text
+    ]
+    assert not {*lost} - {"datasets", "errors"}  # modules
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])

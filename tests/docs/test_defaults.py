@@ -47,11 +47,8 @@ class Map(Dataset):
         return self.sample(index)
 
 
-class AsyncMap(Dataset):
+class AsyncMap(Map):
     """Map-style and async."""
-
-    def __len__(self) -> int:
-        return self.count
 
     async def __getitem__(self, index: int) -> Any:
         return self.sample(index)
@@ -272,20 +269,19 @@ def test_last_batches_and_the_number_of_workers(column: int) -> None:
         assert many <= 8
 
 
-def test_coroutines_read_as_many_samples_as_concurrency_says() -> None:
-    """Other samples are read one after the other, and shards one in each slot."""
+def test_how_much_is_read_at_once(tmp_path: Path) -> None:
+    """By coroutines as many samples as ``concurrency`` says; other samples one by one.
+
+    A stream reads one shard: that is ``interleave=1``, one slot.
+    """
     samples = Together()
     assert sum(map(len, DataLoader(samples, SIZE, collate_fn=list))) == 192
     cells = row("concurrency=64")
     assert (cells[1], samples.most) == ("`c`", 64)
     assert cells[:1] + cells[2:4] == ["`1`"] * 3
-
-
-def test_a_stream_reads_one_shard_at_a_time(tmp_path: Path) -> None:
-    """That is ``interleave=1``: one slot."""
     for name in "ab":
         (tmp_path / name).write_text(f"{name}1\n{name}2\n")
-    slots = int(row("concurrency=64")[-1].removeprefix("`interleave=")[0])
+    slots = int(cells[-1].removeprefix("`interleave=")[0])
     lines = list(DataLoader(TextDataset(str(tmp_path / "*")), batch_size=None))
     given = TextDataset(str(tmp_path / "*"), interleave=slots)
     assert lines == list(DataLoader(given, batch_size=None)) == ["a1", "a2", "b1", "b2"]

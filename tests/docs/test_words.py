@@ -30,7 +30,10 @@ def test_a_phrase_is_found_in_a_page(text: str, phrase: str | None) -> None:
 
 
 def test_source_counts_where_it_is_text() -> None:
-    """Comments, docstrings and messages, each over its line ends; names do not."""
+    """Comments, docstrings and messages, each over its line ends; names do not.
+
+    Nor do a string of one word, a value, an argument, code; jargon inside the package.
+    """
     source = (
         '"""It goes\non."""\n'
         "beside = anew\n"
@@ -44,10 +47,6 @@ def test_source_counts_where_it_is_text() -> None:
         ("a.py:4", "lets go"),
         ("a.py:6", "begun with"),
     }
-
-
-def test_names_do_not_count() -> None:
-    """A string of one word, a value, an argument, code; jargon inside the package."""
     source = (
         '"""Draw.\n\n    tail: ``tail`` decides.\n    """\n'
         'heads = ("lanes", "figures")\n'

@@ -2,36 +2,48 @@
 
 import ast
 import asyncio
-import importlib.util
+import importlib
 import io
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import httpx
-import postgres_features
 import pytest
 import torch
-import train_digits
 from PIL import Image
-from sklearn.datasets import load_digits
 
-import service
 from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
+from scripts.running import KERNEL, end, start
 
 __all__ = ["server"]
 
 
-EXAMPLES = sorted(Path(train_digits.__file__).parent.glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 # The demo writes, trains, chooses a device and draws; the other has a model.
 MAX_LINES = {"train_digits": 100, "pretrain": 80, "preempt": 70, "train_tar_s3": 70}
+
+
+# Imported where they are used, before what is left is counted: scikit-learn takes long.
+@pytest.fixture(scope="module")
+def service() -> Any:
+    return importlib.import_module("service")
+
+
+@pytest.fixture(scope="module")
+def train_digits() -> Any:
+    return importlib.import_module("train_digits")
 
 
 def code_lines(source: str) -> int:
@@ -57,9 +69,9 @@ def test_an_example_is_short_and_is_run(path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_service_classifies(tmp_path: Path) -> None:
+async def test_a_service_classifies(service: Any, tmp_path: Path) -> None:
     """Each picture of a folder, in the order of their names; without any: 404."""
-    digits = load_digits()
+    digits = service.load_digits()
     pixels = torch.from_numpy(digits.images).float() / 16
     model = service.train(pixels, torch.from_numpy(digits.target))
     for number in range(100):
@@ -104,7 +116,9 @@ class Endless(Source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
-async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
+async def test_a_disconnect_ends_the_reads_of_a_service(
+    client: str, service: Any
+) -> None:
     """At once, wherever the response is; nothing of its loader is left."""
     store = Endless(32 if client == "waits for a batch" else 1000)
     app = service.make_app(store, torch.nn.Flatten())
@@ -140,8 +154,7 @@ async def test_a_disconnect_ends_the_reads_of_a_service(client: str) -> None:
 
 @pytest.mark.slow
 def test_training_reaches_its_accuracy(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    train_digits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo learns, says what share of the time it waited, and draws its losses."""
     url, path = (tmp_path / "digits").as_uri(), tmp_path / "loss.svg"
@@ -163,8 +176,9 @@ def test_training_reaches_its_accuracy(
     assert sum(heights[-23:]) > sum(heights[:23]) + 23 * 100
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_it_fell_back_to(
-    capsys: pytest.CaptureFixture[str],
+    train_digits: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the device that was asked for."""
     assert train_digits.choose_device("cpu") == "cpu"
@@ -184,9 +198,8 @@ RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     """Run an example as a user does; return what it printed."""
-    path = Path(train_digits.__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, *by, str(path), *options],
+        [sys.executable, *by, str(FOLDER / name), *options],
         capture_output=True,
         text=True,
         check=True,
@@ -233,13 +246,14 @@ def test_a_service_streams_rows(server: Server) -> None:
 @pytest.mark.one_loop
 async def test_rows_become_features(server: Server) -> None:
     """Arrays, JSONB and vectors, as they were written; resumed in the middle."""
+    example = importlib.import_module("postgres_features")
     lines = await asyncio.to_thread(ran, "postgres_features.py", server.url())
     shapes = "'prices': (64, 7), 'stars': (64,), 'tags': (64, 3), 'embedding': (64, 8)"
     assert lines == [
         f"{{'id': (64,), {shapes}}}",
         "5000 rows, 5000 of them different",
     ]
-    async with postgres_features.make_loader(server.url()) as loader:
+    async with example.make_loader(server.url()) as loader:
         async for batch in loader:
             ids = batch["id"]
             days = torch.arange(1, 8)
@@ -255,19 +269,13 @@ async def test_rows_become_features(server: Server) -> None:
 @pytest.mark.slow
 def test_figures_are_logged() -> None:
     """Beside the loss, every eighth step; no bar where there is no terminal."""
-    lines = ran("log_figures.py")
-    assert [line.partition(":")[0] for line in lines] == [
-        f"step {step}" for step in range(0, 32, 8)
-    ]
     number = r"[\d.e+-]+"
-    assert all(
-        re.fullmatch(
-            rf"step \d+: loss {number}, loader/wait_share {number}, "
-            rf"loader/batches_per_second {number}, loader/in_flight {number}",
-            line,
-        )
-        for line in lines
+    figures = "".join(
+        f", loader/{name} {number}"
+        for name in ("wait_share", "batches_per_second", "in_flight")
     )
+    for step, line in zip(range(0, 32, 8), ran("log_figures.py"), strict=True):
+        assert re.fullmatch(f"step {step}: loss {number}{figures}", line)
 
 
 @pytest.mark.slow
@@ -325,3 +333,104 @@ def test_a_terminated_training_is_resumed_on_fewer_ranks() -> None:
     on_two, on_one = ([n for n, ranks in steps if ranks == by] for by in "21")
     assert on_two[1] == 40 < on_two[-1] < on_one[0]
     assert last == "3 epochs: 5,391 samples, 5,391 different"
+
+
+def trained(path: Path, ranks: int, last: int = 0) -> list[int]:
+    """Run all ranks, and kill them after step ``last``, if given; return the steps."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    master["WORLD_SIZE"] = str(ranks)
+    steps = []
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(FOLDER / "pretrain.py"), str(path)],
+                    env=os.environ | master | {"RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(ranks)
+        ]
+        for line in processes[0].stdout or ():
+            found = re.match(r"step (\d+):", line)
+            steps += [int(found[1])] if found else []
+            if last and steps[-1:] == [last]:
+                for process in processes:
+                    process.kill()
+    assert last or not any(process.returncode for process in processes)
+    return steps
+
+
+def losses(path: Path) -> list[float]:
+    saved: list[Any] = torch.load(path)
+    found: list[float] = saved[-1]
+    return found
+
+
+@pytest.mark.slow
+def test_killed_on_two_ranks_it_continues_on_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
+    steps = importlib.import_module("pretrain").STEPS
+    assert trained(whole, 2) == [*range(1, steps + 1)]
+    last = random.Random(0).randrange(3, steps - 3)
+    trained(killed, 2, last)
+    done = len(losses(killed))
+    assert last <= done < steps
+    assert trained(killed, 1) == [*range(done + 1, steps + 1)]
+    assert losses(killed) == losses(whole)
+    assert losses(whole)[-1] < losses(whole)[0]
+
+
+THREADS = """
+import threading
+print([one.name for one in threading.enumerate() if "aioloader" in one.name])
+"""
+
+
+def code_cells() -> dict[str, dict[str, object]]:
+    """Return the notebook's cells of code by their ids."""
+    cells = json.loads((FOLDER / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    return {cell["id"]: cell for cell in cells if cell["cell_type"] == "code"}
+
+
+def test_it_is_committed_without_outputs() -> None:
+    """A diff shows changes of the code only."""
+    for cell in code_cells().values():
+        assert cell["outputs"] == []
+        assert cell["execution_count"] is None
+
+
+@pytest.mark.slow
+def test_its_cells_run(tmp_path: Path) -> None:
+    """One after the other; two of them again, as the notebook says; nothing is left."""
+    sources = []
+    for name, cell in code_cells().items():
+        source = "".join(cell["source"])  # type: ignore[arg-type]
+        sources += [source] * (2 if name in {"train", "break"} else 1)
+    script = tmp_path / "cells.py"
+    script.write_text("\n# %%\n".join([*sources, THREADS]), encoding="utf-8")
+    ran = end(start(script, KERNEL), tmp_path)
+    assert "Traceback" not in ran.errors, ran.errors
+    sample, first, second, *report, left, again, closed, threads = (
+        ran.output.splitlines()
+    )
+    assert sample == "a sample: (64,) 0"
+    accuracies = [
+        float(re.fullmatch(rf"epoch {number}: accuracy ([\d.]+)", line)[1])  # type: ignore[index]
+        for number, line in enumerate((first, second))
+    ]
+    assert accuracies[0] < accuracies[1]
+    assert accuracies[1] > 0.8
+    assert ran.errors.count("train: 100%") >= 2
+    assert "of the time" in report[0]
+    assert report[-1].startswith("Measured over the latest ")
+    assert left == "epoch 2: left after a batch of 64"
+    assert again == "epoch 3: left after a batch of 64"
+    assert closed == (
+        "DataLoader(Scans, batch_size=64, num_workers=0, epoch=4, open=0)"
+    )
+    assert threads == "[]"
+    assert (ran.status, ran.left) == (0, [])

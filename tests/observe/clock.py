@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
 
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
@@ -36,6 +38,19 @@ class Ticks(NamedTuple):
     uses_cpu: tuple[str, ...] = ()
 
 
+def ticks(least: int, most: int, at_least: int) -> st.SearchStrategy[Ticks]:
+    """Draw what a batch of so many samples takes; each read takes so many ticks."""
+    few, many = st.integers(at_least, 6), st.integers(0, 12)
+    return st.builds(
+        Ticks,
+        reads=st.lists(few, min_size=least, max_size=most).map(tuple),
+        transform=many,
+        collate=few,
+        transport=st.integers(0, 5),
+        step=st.integers(1, 20),
+    )
+
+
 class _Job:
     """A batch on its way."""
 
@@ -58,7 +73,6 @@ class Clock:
         setting: The loader.
         batches: What batches take; from the first again after the last.
         slow: How many times longer the first worker takes.
-        sends: Whether workers do nothing else during the transport of a batch.
         locks: Whether threads that compute hold the interpreter's lock: the consumer
             gets on when they let it go, or after 5 ticks.
     """
@@ -69,11 +83,9 @@ class Clock:
         batches: Sequence[Ticks],
         slow: int = 1,
         *,
-        sends: bool = False,
         locks: bool = False,
     ) -> None:
         self._setting, self._batches, self._slow = setting, batches, slow
-        self._sends = sends and setting.place == "workers"
         self._is_coupled = setting.place in {"inline", "thread"} or (
             setting.place == "workers"
             and setting.reads_in_workers
@@ -199,14 +211,9 @@ class Clock:
                 self._enter(job, "transform")
             elif job.stage == "transform":
                 self._enter(job, "collate")
-            elif job.stage == "collate":
+            else:
                 job.stage, job.at["made"] = "transport", self._now
                 job.left = 0 if self._setting.on_device else job.ticks.transport
-                if not self._sends:
-                    self._lanes[lane] = None
-                    self._idle_since[lane] = self._now
-                    self._moving.append(job)
-            else:
                 self._lanes[lane] = None
                 self._idle_since[lane] = self._now
                 self._moving.append(job)
@@ -294,6 +301,13 @@ class Clock:
                 job.cpu += 1
             elif not is_one:
                 job.delayed += 1
+
+
+def delayed(one: Record, seconds: float) -> Record:
+    """Return a batch that was asked for, made and taken later."""
+    made: Any = (*(at + seconds for at in one.made[:5]), *one.made[5:])
+    asked, taken = one.asked + seconds, one.taken + seconds
+    return one._replace(asked=asked, taken=taken, made=made)
 
 
 def seconds_per_batch(records: Sequence[Record]) -> float:

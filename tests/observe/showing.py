@@ -5,8 +5,18 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioloader._observe.records import LoopLag
+from aioloader._observe.records import LoopLag, Setting
 from aioloader._observe.stages import StageStats
+
+WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
+SETTINGS = [
+    Setting("inline"),
+    Setting("thread", window=2),
+    Setting("loop", concurrency=64, window=None),
+    WORKERS,
+    Setting("workers", workers=2, worker_kind="thread", concurrency=64),
+    Setting("workers", workers=2, worker_kind="RayWorkers", reads_in_workers=True),
+]
 
 
 class Terminal(io.StringIO):
@@ -30,6 +40,8 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    perf_counter = __call__
 
 
 @dataclass(frozen=True)

@@ -157,18 +157,6 @@ def test_never_leaves_its_bounds(
             assert reason
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60), st.integers(0, 3))
-def test_noise_alone_keeps_it_within_memory(rates: list[float], seed: int) -> None:
-    """What memory holds bounds a setting, also while others are tried."""
-    random.seed(seed)
-    controller = Controller("concurrency", 32, 1, MOST)
-    for rate in rates:
-        fits = random.randint(1, 200)
-        controller.limit(fits, "memory")
-        controller.observe(Observation(rate))
-        assert controller.value <= fits
-
-
 def test_the_consumer_does_not_wait() -> None:
     """Nothing is tried: there is nothing to gain."""
     run = started(knee(500), waited=0.01)

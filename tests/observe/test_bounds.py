@@ -11,13 +11,14 @@ from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.machine import RunTimes, run_times
 from aioloader._observe.records import Counters, Record, Setting
 from aioloader._observe.verdict import report
-from observe.clock import Clock, Ticks
+from observe.clock import Clock, Ticks, delayed
 
 ALL_CPU = ("read", "transform", "collate")
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=2
 )
 LOOP = Setting("loop", concurrency=8, window=12, batch_size=4, cores=8)
+INLINE = Setting("inline", batch_size=4, cores=8)
 BUSY = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
 
 
@@ -61,20 +62,19 @@ def test_no_gain_exceeds_what_is_waited() -> None:
 # -- cores -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [0.7, 2.0])
-def test_cores_that_the_step_keeps_busy(used: float) -> None:
+def test_cores_that_the_step_keeps_busy() -> None:
     """More workers are advised only if they are idle."""
     setting = replace(PROCESSES, cores=4)
     records = Clock(setting, [BUSY]).run(96)
-    free, busy = report(records, setting), report(records, replace(setting, used=used))
+    free, some, busy = (
+        report(records, replace(setting, used=used)) for used in (0.0, 0.7, 2.0)
+    )
     assert free.advice is not None
     assert free.advice.argument == "num_workers"
-    if used == 2.0:
-        assert busy.advice is None
-        assert "all 4 cores are busy" in busy.limit
-    else:
-        assert busy.advice is not None
-        assert busy.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
+    assert some.advice is not None
+    assert some.advice.gain == pytest.approx(100 * (4 / 2.7 - 1), abs=2)
+    assert busy.advice is None
+    assert "all 4 cores are busy" in busy.limit
 
 
 def test_busy_cores_are_not_taken_for_waiting() -> None:
@@ -91,14 +91,6 @@ def test_busy_cores_are_not_taken_for_waiting() -> None:
     assert not tried(crowded, setting, "dataset")
 
 
-def test_lanes_that_crowd_out_each_other() -> None:
-    """Eight workers on two cores: more of them gain nothing."""
-    setting = replace(PROCESSES, workers=8, window=16)
-    found = report(Clock(setting, [BUSY]).run(96), setting)
-    assert found.advice is None
-    assert abs(found.model_error) < 0.1
-
-
 def test_a_step_that_computes_waits_for_no_lock() -> None:
     """Its process computes all the time: the step is slow by itself."""
     ticks = Ticks((4,) * 4, collate=20, step=13, uses_cpu=("collate",))
@@ -108,16 +100,12 @@ def test_a_step_that_computes_waits_for_no_lock() -> None:
     assert not costs(records, replace(setting, used=2.0)).locked
 
 
-def test_processor_time_of_the_process() -> None:
-    """It is known once two batches have been weighed."""
+def test_run_times() -> None:
+    """Of this thread, of another, of none; the process's after two batches."""
     counters = Counters()
     assert counters.used() == 0
     counters.clocks += [(10.0, 1.0), (12.0, 4.0)]
     assert counters.used() == 1.5
-
-
-def test_run_times_of_threads() -> None:
-    """Of this one, of another, and of none."""
     end = time.thread_time() + 0.02
     while time.thread_time() < end:
         pass
@@ -142,15 +130,14 @@ def test_more_reads_do_not_help_a_busy_lane() -> None:
 
 def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
     """Whether it holds the lock is not known; a step that waits does not."""
-    inline = Setting("inline", batch_size=4, cores=8)
     ticks = Ticks((1,) * 4, transform=10, collate=1, step=20, uses_cpu=ALL_CPU)
-    records = Clock(inline, [ticks]).run(64)
-    waits, computes = replace(inline, used=15 / 35), replace(inline, used=0.97)
-    beside = report(records, waits).advice
+    records = Clock(INLINE, [ticks]).run(64)
+    beside, apart = (
+        report(records, replace(INLINE, used=used)).advice for used in (15 / 35, 0.97)
+    )
     assert beside is not None
     assert beside.argument == "prefetch_factor"
     assert beside.gain == pytest.approx(75, abs=1)
-    apart = report(records, computes).advice
     assert apart is not None
     assert apart.argument == "num_workers"
 
@@ -167,18 +154,11 @@ def test_a_transport_is_not_seen() -> None:
 # -- starts of workers -----------------------------------------------------------------
 
 
-def starting(seconds: float, batches: int = 24) -> list[Record]:
+def starting(seconds: float) -> list[Record]:
     """Return the records of an epoch whose workers start so late."""
-    records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(batches)
-    made = [one.made for one in records]
-    return [
-        one._replace(
-            asked=one.asked + (seconds if at else 0.0),
-            taken=one.taken + seconds,
-            made=(*(t + seconds for t in made[at][:5]), *made[at][5:]),  # type: ignore[arg-type]
-        )
-        for at, one in enumerate(records)
-    ]
+    records = Clock(PROCESSES, [Ticks((4,) * 4, step=20)]).run(24)
+    first, *rest = (delayed(one, seconds) for one in records)
+    return [first._replace(asked=records[0].asked), *rest]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +173,10 @@ def starting(seconds: float, batches: int = 24) -> list[Record]:
 )
 def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) -> None:
     """They are kept if that saves 5 % of the epochs that are seen."""
-    found = report(starting(0.2), setting)
+    records = starting(0.2)
+    assert start_seconds(records[1:], setting) == 0
+    assert start_seconds(records, replace(setting, worker_kind="thread")) == 0
+    found = report(records, setting)
     if not is_advised:
         assert (found.stage, found.advice) == ("nothing", None)
         return
@@ -204,15 +187,10 @@ def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) ->
     assert found.advice.gain == pytest.approx(100 * 0.2 / (24 * 0.02), rel=0.02)
 
 
-def test_a_first_batch_that_is_not_recorded() -> None:
-    assert start_seconds(starting(0.2)[1:], PROCESSES) == 0
-    assert start_seconds(starting(0.2), replace(PROCESSES, worker_kind="thread")) == 0
-
-
 @pytest.mark.parametrize("length", [24, 2400])
 def test_new_workers_start_in_each_epoch(length: int) -> None:
     """They are not worth it if an epoch is over soon."""
-    setting = Setting("inline", batch_size=4, cores=8, length=length, epochs_before=1)
+    setting = replace(INLINE, length=length, epochs_before=1)
     ticks = Ticks((1,) * 4, transform=4, collate=1, step=12, uses_cpu=ALL_CPU)
     records = Clock(setting, [ticks]).run(24)
     (two, *_) = tried(records, setting, "num_workers")
@@ -253,26 +231,23 @@ def test_a_gain_within_the_error_is_not_advised(step: int) -> None:
         assert found.advice is None
 
 
-def test_samples_at_hand() -> None:
+@pytest.mark.parametrize("cpu", [0.0, 0.1])
+def test_samples_at_hand(cpu: float) -> None:
     """Reads of a microsecond wait for no store, whatever their processor time says."""
-    for cpu in (0.0, 0.1):
-        records, now = [], 0.0
-        for number in range(64):
-            times = now, now + 8e-6, now + 8e-6, now + 8e-6, now + 9e-6
-            records.append(
-                Record(number, now, now + 9e-6, 0, 8, (*times, 0.0, cpu * 1e-5, 0.0))
-            )
-            now += 9e-6
-        setting = Setting("inline", batch_size=8, cores=8)
-        assert not waits_for_store(costs(records, setting), setting)
-        assert report(records, setting).advice is None
+    records = []
+    for number in range(64):
+        now, ahead = 9e-6 * number, 9e-6 * number + 8e-6
+        made = now, ahead, ahead, ahead, now + 9e-6, 0.0, cpu * 1e-5, 0.0
+        records.append(Record(number, now, now + 9e-6, 0, 8, made))
+    setting = replace(INLINE, batch_size=8)
+    assert not waits_for_store(costs(records, setting), setting)
+    assert report(records, setting).advice is None
 
 
 def test_numbers_in_effect_are_named() -> None:
     """An inline loader makes nothing ahead; others have a number of their own."""
-    inline = Setting("inline", batch_size=4, cores=8)
-    records = Clock(inline, [Ticks((4,) * 4, step=20)]).run(64)
-    assert [one.old for one in tried(records, inline, "prefetch_factor")] == [0]
+    records = Clock(INLINE, [Ticks((4,) * 4, step=20)]).run(64)
+    assert [one.old for one in tried(records, INLINE, "prefetch_factor")] == [0]
     loop = Clock(LOOP, [Ticks((4,) * 4, step=20)]).run(64)
     auto = replace(LOOP, window=None)
     assert {one.old for one in tried(loop, auto, "prefetch_factor")} == {5}

@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -58,6 +59,18 @@ class FlakyBatches(Flaky):
         return [self[index] for index in indices]
 
 
+class Noting(SyncMap):
+    """Notes when its samples were read."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.at: list[float] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.at.append(perf_counter())
+        return super().__getitem__(index)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["plain", "transform", "async", "in memory"])
@@ -83,27 +96,19 @@ def test_bytes(place: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dataset", [Flaky(), AsyncFlaky(), FlakyBatches()])
-def test_retries(dataset: Any, place: str) -> None:
+@pytest.mark.parametrize("place", [*PLACES, "executor"])
+@pytest.mark.parametrize("kind", [Flaky, AsyncFlaky, FlakyBatches])
+def test_retries(kind: Any, place: str) -> None:
     """Each read that is tried again counts, also in a worker process."""
-    dataset.failed.clear()
     retry = Retry(4, base_delay=0)
-    with DataLoader(dataset, batch_size=BATCH, retry=retry, **PLACES[place]) as loader:
-        batches = [batch.tolist() for batch in loader]
-        found = loader.stats()
+    with ThreadPoolExecutor(1) as pool:
+        options = PLACES.get(place, {"num_workers": 1, "workers": pool})
+        with DataLoader(kind(), BATCH, retry=retry, **options) as loader:
+            batches = [batch.tolist() for batch in loader]
+            found = loader.stats()
     assert [one for batch in batches for one in batch] == list(range(20))
     assert (found.retries, found.failures) == (4, 0)
     assert "retries: 4" in str(found)
-
-
-def test_retries_in_an_executor() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        loader = DataLoader(
-            Flaky(), BATCH, num_workers=1, workers=pool, retry=Retry(2, base_delay=0)
-        )
-        assert len(list(loader)) == 5
-        assert loader.stats().retries == 4
 
 
 def test_listing(tmp_path: Path) -> None:
@@ -126,12 +131,13 @@ def test_listing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "loader",
     [
-        DataLoader(SyncMap(20), BATCH),
-        DataLoader(SyncMap(20), BATCH, transform=tuple),
+        DataLoader(Noting(20), BATCH),
+        DataLoader(Noting(20), BATCH, rng="batch"),
+        DataLoader(Noting(20), BATCH, transform=tuple),
         DataLoader(SyncStream(20), BATCH),
         DataLoader(TensorDataset(torch.zeros(20)), BATCH),
     ],
-    ids=["plain", "transform", "stream", "in memory"],
+    ids=["plain", "drawing", "transform", "stream", "in memory"],
 )
 def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> None:
     for number, _ in enumerate(loader, start=1):
@@ -139,6 +145,9 @@ def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> No
         each = [one.taken - one.asked for one in found._records]
         assert len(each) == number
         assert found.waited == pytest.approx(sum(each))
+        if isinstance(loader.dataset, Noting):
+            latest, at = found._records[-1], loader.dataset.at
+            assert latest.asked <= at[-BATCH] <= at[-1] <= latest.taken
     assert found.waited > 0
 
 

@@ -23,15 +23,10 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_cores_without_a_quota(tmp_path: Path) -> None:
-    """The cores that the process may run on."""
-    assert cores(tmp_path) == 8
-    written(tmp_path, cpu__max="max 100000\n")
-    assert cores(tmp_path) == 8
-
-
 def test_a_quota_of_either_version(tmp_path: Path) -> None:
-    """Whole cores of it; one at least."""
+    """Whole cores of it, one at least; without one, those the process may run on."""
+    assert cores(tmp_path) == 8
+    assert cores(written(tmp_path, cpu__max="max 100000\n")) == 8
     assert cores(written(tmp_path / "a", cpu__max="250000 100000\n")) == 2
     assert cores(written(tmp_path / "b", cpu__max="20000 100000\n")) == 1
     quota = {"cpu__cfs_quota_us": "300000\n", "cpu__cfs_period_us": "100000\n"}

@@ -44,7 +44,8 @@ def full() -> Counting:
     return loader
 
 
-EXPECTED = {
+READ = ("stage", "read")
+EXPECTED: dict[tuple[Any, ...], float] = {
     ("aioloader_batches_total",): 9,
     ("aioloader_wait_time_seconds_total",): 1.5,
     ("aioloader_failures_total",): 4,
@@ -57,19 +58,18 @@ EXPECTED = {
     ("aioloader_batch_size_bytes",): 4096,
     ("aioloader_batches_ready",): 1.5,
     ("aioloader_loop_held_ratio",): 0.125,
-    ("aioloader_wait_duration_seconds", ("quantile", "0.5")): 0.1,
-    ("aioloader_wait_duration_seconds", ("quantile", "0.95")): 0.2,
-    ("aioloader_wait_duration_seconds", ("quantile", "0.99")): 0.3,
-    ("aioloader_stage_utilization_ratio", ("stage", "read"), ("state", "busy")): 0.75,
-    (
-        "aioloader_stage_utilization_ratio",
-        ("stage", "read"),
-        ("state", "starved"),
-    ): 0.25,
-    ("aioloader_stage_utilization_ratio", ("stage", "read"), ("state", "blocked")): 0,
-    ("aioloader_stage_duration_seconds", ("quantile", "0.5"), ("stage", "read")): 0.1,
-    ("aioloader_stage_duration_seconds", ("quantile", "0.95"), ("stage", "read")): 0.2,
-    ("aioloader_stage_duration_seconds", ("quantile", "0.99"), ("stage", "read")): 0.3,
+    **{
+        ("aioloader_wait_duration_seconds", ("quantile", at)): seconds
+        for at, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
+    },
+    **{
+        ("aioloader_stage_utilization_ratio", READ, ("state", state)): share
+        for state, share in (("busy", 0.75), ("starved", 0.25), ("blocked", 0))
+    },
+    **{
+        ("aioloader_stage_duration_seconds", ("quantile", at), READ): seconds
+        for at, seconds in (("0.5", 0.1), ("0.95", 0.2), ("0.99", 0.3))
+    },
 }
 
 

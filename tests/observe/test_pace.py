@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aioloader._observe.costs import Costs, costs_of
 from aioloader._observe.pace import pace, seconds_per_batch
 from aioloader._observe.records import Setting
-from observe.clock import TICK, Clock, Ticks
+from observe.clock import TICK, Clock, Ticks, ticks
 from observe.clock import seconds_per_batch as seconds_of
 
 
@@ -36,6 +36,12 @@ BATCH: dict[str, Any] = {
 }
 
 
+READS = {"read": 3.2, "reads": 32, "slowest": 0.1, "step": 0.001}
+SLOWEST = {"read": 0.1, "reads": 10, "slowest": 0.055, "step": 0.001}
+LOCKED = {"collate": 0.004, "step": 0.013, "locked": 0.005}
+MOVED = {"collate": 0.001, "step": 0.004}
+
+
 def workers(number: int, **changes: object) -> Setting:
     """Return a loader with processes that read."""
     plain = Setting(
@@ -44,66 +50,51 @@ def workers(number: int, **changes: object) -> Setting:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("setting", "seconds"),
-    [
-        (Setting("inline"), 0.022),
-        (Setting("thread", window=2), 0.016),
-        # One batch ahead: it is requested when the one before is taken.
-        (Setting("thread", window=1), 0.017),
-        # Not requested before it is asked for.
-        (Setting("thread", window=0), 0.022),
-        (workers(2), 0.008),
-        (workers(4), 0.005),
-        # The window limits: each batch takes 17 ms from request to consumer.
-        (workers(4, window=2), 0.0085),
-        (Setting("loop", concurrency=1, window=8), 0.010),
-        (Setting("loop", concurrency=64, window=8), 0.006),
-    ],
-)
-def test_constant_durations(setting: Setting, seconds: float) -> None:
-    assert seconds_per_batch(costs(**BATCH), setting) == pytest.approx(seconds)
+THREADS = workers(8, worker_kind="thread")
+CLOSED: list[tuple[dict[str, Any], Setting, float]] = [
+    (BATCH, Setting("inline"), 0.022),
+    (BATCH, Setting("thread", window=2), 0.016),
+    # One batch ahead: it is requested when the one before is taken.
+    (BATCH, Setting("thread", window=1), 0.017),
+    # Not requested before it is asked for.
+    (BATCH, Setting("thread", window=0), 0.022),
+    (BATCH, workers(2), 0.008),
+    (BATCH, workers(4), 0.005),
+    # The window limits: each batch takes 17 ms from request to consumer.
+    (BATCH, workers(4, window=2), 0.0085),
+    (BATCH, Setting("loop", concurrency=1, window=8), 0.010),
+    (BATCH, Setting("loop", concurrency=64, window=8), 0.006),
+    # Many samples share the readers; one slow one holds up a batch of its own.
+    (READS, Setting("loop", concurrency=8, window=None, batch_size=32), 3.2 / 8),
+    (READS, Setting("loop", concurrency=256, window=None, batch_size=32), 3.2 / 256),
+    (SLOWEST, Setting("loop", concurrency=10, window=1), 0.055),
+    # Threads share one processor; processes share the cores.
+    (BATCH | {"read_cpu": 0.5, "make_cpu": 1.0}, workers(8), 0.005),
+    (BATCH | {"read_cpu": 0.5, "make_cpu": 1.0}, THREADS, 0.011),
+    (
+        BATCH | {"read_cpu": 0.5, "make_cpu": 1.0},
+        replace(THREADS, worker_kind="ThreadPoolExecutor"),
+        0.011,
+    ),
+    (
+        BATCH | {"read_cpu": 1.0, "make_cpu": 1.0, "step": 0.0},
+        workers(8, cores=2),
+        0.008,
+    ),
+    # The step waits for threads that keep the lock.
+    (LOCKED, Setting("loop", window=4), 0.018),
+    (LOCKED, workers(2), 0.013),
+    # Copies follow each other.
+    (MOVED | {"copy": 0.010}, Setting("thread", window=4, on_device=2), 0.010),
+    (MOVED | {"transport": 0.010}, Setting("thread", window=16), 0.004),
+]
 
 
-def test_many_samples_share_the_readers() -> None:
-    batch = costs(read=3.2, reads=32, slowest=0.1, step=0.001)
-    for concurrency in (8, 16, 64, 256):
-        setting = Setting("loop", concurrency=concurrency, window=None, batch_size=32)
-        assert seconds_per_batch(batch, setting) == pytest.approx(3.2 / concurrency)
-
-
-def test_one_slow_sample_holds_up_a_batch_of_its_own() -> None:
-    batch = costs(read=0.1, reads=10, slowest=0.055, step=0.001)
-    setting = Setting("loop", concurrency=10, window=1)
-    assert seconds_per_batch(batch, setting) == pytest.approx(0.055)
-
-
-@pytest.mark.parametrize("kind", ["thread", "ThreadPoolExecutor"])
-def test_threads_share_one_processor(kind: str) -> None:
-    batch = costs(**BATCH | {"read_cpu": 0.5, "make_cpu": 1.0})
-    assert seconds_per_batch(batch, workers(8)) == pytest.approx(0.005)
-    threads = workers(8, worker_kind=kind)
-    assert seconds_per_batch(batch, threads) == pytest.approx(0.011)
-
-
-def test_processes_share_the_cores() -> None:
-    batch = costs(**BATCH | {"read_cpu": 1.0, "make_cpu": 1.0, "step": 0.0})
-    assert seconds_per_batch(batch, workers(8, cores=2)) == pytest.approx(0.008)
-
-
-def test_a_step_waits_for_threads_that_keep_the_lock() -> None:
-    batch = costs(collate=0.004, step=0.013, locked=0.005)
-    assert seconds_per_batch(batch, Setting("loop", window=4)) == pytest.approx(0.018)
-    assert seconds_per_batch(batch, workers(2)) == pytest.approx(0.013)
-
-
-def test_copies_follow_each_other() -> None:
-    batch = costs(collate=0.001, copy=0.010, step=0.004)
-    setting = Setting("thread", window=4, on_device=2)
-    assert seconds_per_batch(batch, setting) == pytest.approx(0.010)
-    batch = costs(collate=0.001, transport=0.010, step=0.004)
-    delayed = Setting("thread", window=16)
-    assert seconds_per_batch(batch, delayed) == pytest.approx(0.004)
+@pytest.mark.parametrize(("batch", "setting", "seconds"), CLOSED)
+def test_constant_durations(
+    batch: dict[str, Any], setting: Setting, seconds: float
+) -> None:
+    assert seconds_per_batch(costs(**batch), setting) == pytest.approx(seconds)
 
 
 def test_a_slow_batch_stops_the_others_only_in_order() -> None:
@@ -114,14 +105,6 @@ def test_a_slow_batch_stops_the_others_only_in_order() -> None:
     assert reads.mean() / 2 * 0.99 <= free < 0.8 * ordered
 
 
-def test_only_one_stage_is_scaled() -> None:
-    for stage, field in (("transform", "transform"), ("consumer", "step")):
-        faster, batch = costs(**BATCH).scaled(stage, 0.5), costs(**BATCH)
-        for one in ("read", "transform", "collate", "transport", "step"):
-            factor = 0.5 if one == field else 1.0
-            assert getattr(faster, one) == factor * getattr(batch, one)
-
-
 def test_the_pace_of_bursts() -> None:
     """Batches that come eight at a time; the ends of the span do not matter much."""
     taken = [float(at // 8) for at in range(60)]
@@ -130,13 +113,6 @@ def test_the_pace_of_bursts() -> None:
     assert pace([1.0]) == 0
 
 
-TICKS = st.builds(
-    Ticks,
-    reads=st.lists(st.integers(1, 6), min_size=4, max_size=4).map(tuple),
-    transform=st.integers(0, 12),
-    collate=st.integers(1, 6),
-    step=st.integers(1, 20),
-)
 SETTINGS = st.one_of(
     st.just(Setting("inline")),
     st.builds(
@@ -167,7 +143,7 @@ SETTINGS = st.one_of(
 
 @pytest.mark.slow
 @given(
-    batches=st.lists(TICKS, min_size=3, max_size=3),
+    batches=st.lists(ticks(4, 4, at_least=1), min_size=3, max_size=3),
     setting=SETTINGS,
     change=st.sampled_from(["window", "workers", "concurrency", "none"]),
     transport=st.integers(0, 6),

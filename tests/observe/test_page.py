@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +16,10 @@ import pytest
 from aioloader import DataLoader
 from aioloader._observe.page import report_html
 from aioloader._observe.records import NOT_MADE, Made, Record, Setting
-from observe.showing import Figures, Stage
+from aioloader._observe.verdict import Advice, HeadRoom, Report
+from observe.showing import SETTINGS, WORKERS, Figures, Stage
 
 CHROMIUM = shutil.which("chromium")
-WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
-SETTINGS = [
-    Setting("inline"),
-    Setting("thread", window=2),
-    Setting("loop", concurrency=64, window=None),
-    WORKERS,
-    Setting("workers", workers=2, worker_kind="RayWorkers", concurrency=64),
-]
 STAGES = (
     Stage("read", 2, 50, busy=30.0, starved=50.0, blocked=20.0, p50=0.6, p99=0.9),
     Stage("transform", 2, 50, busy=50.0, starved=30.0, blocked=20.0, p50=1.0),
@@ -37,18 +29,15 @@ STAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Like ``Report``."""
-
-    headline: str = "Your transform is the bottleneck: it <waits> & waits."
-    stage: str = "transform"
-    advice: str | None = "Change num_workers from 2 to 4."
-    limit: str = ""
-    wait_share: float = 0.6
-    head_room: tuple[tuple[int, float], ...] = ((1, 0.4), (2, 0.2), (4, 0.1))
-    remarks: tuple[str, ...] = ("2 samples failed.",)
-    confidence: str = "measured over the latest 50 batches"
+VERDICT = Report(
+    "Your transform is the bottleneck: it <waits> & waits.",
+    "transform",
+    Advice("num_workers", 2, 4, 50.0, "it <helps>"),
+    wait_share=0.6,
+    head_room=(HeadRoom(1, 0.4), HeadRoom(2, 0.2), HeadRoom(4, 0.1)),
+    batches=50,
+    remarks=("2 samples failed.",),
+)
 
 
 def records(count: int, *, is_made: bool = True) -> list[Record]:
@@ -73,7 +62,7 @@ def written(
         3, len(taken), 30.0, failures=2, recent=len(taken), seconds=50.0, samples=200
     )
     stats = SimpleNamespace(**{**vars(stats), "stages": tuple(stages)})
-    report_html(path, stats, Verdict(), taken, setting)
+    report_html(path, stats, VERDICT, taken, setting)
     return path.read_text(encoding="utf-8")
 
 
@@ -135,10 +124,10 @@ def test_the_cores_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_said(tmp_path: Path) -> None:
     """The verdict, figures, and a row for each stage; in the reader's words."""
     root = parsed(written(tmp_path / "page.html", records(50)))
-    assert root.findtext(".//h1") == Verdict.headline
-    assert root.findtext("head/title") == Verdict.headline
+    assert root.findtext(".//h1") == VERDICT.headline
+    assert root.findtext("head/title") == VERDICT.headline
     said = ["".join(one.itertext()) for one in root.findall(".//p")]
-    assert {"Change num_workers from 2 to 4.", "2 samples failed."} < {*said}
+    assert {str(VERDICT.advice), "2 samples failed."} < {*said}
     assert "Measured over the latest 50 batches." in said
     tiles = ["".join(one.itertext()) for one in root.findall(".//li")]
     assert tiles[:3] == [

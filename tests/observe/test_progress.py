@@ -4,13 +4,11 @@ import asyncio
 import gc
 import io
 import logging
-import subprocess
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from tqdm import tqdm
 
 from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
-from aioloader._pipeline import batch_maker, inline, plain
 from observe.showing import Clock, Counting, Terminal
 from samples import AsyncMap
-from scripts.running import KERNEL
 
 
 @pytest.fixture
@@ -53,10 +49,14 @@ def is_bar(one: object) -> bool:
     return type(one).__name__ == "Bar" and isinstance(one, tqdm) and not one.disable
 
 
-def test_figures(clock: Clock, terminal: Terminal) -> None:
+@pytest.mark.parametrize("way", ["for", "async for"])
+async def test_figures(clock: Clock, terminal: Terminal, way: str) -> None:
     """Rates, bytes, the share of waiting; of the whole at the end."""
-    loader = Counting(clock)
-    numbers = [one["number"] for one in progress(loader, desc="train", file=terminal)]
+    shown = progress(Counting(clock), desc="train", file=terminal)
+    if way == "for":
+        numbers = [one["number"] for one in shown]
+    else:
+        numbers = [one["number"] async for one in shown]
     assert numbers == list(range(8))
     last = terminal.lines()[-1]
     assert last.startswith("train: ")
@@ -89,51 +89,14 @@ def test_a_loader_that_is_resumed(clock: Clock, terminal: Terminal) -> None:
     assert "6/6" in last or "6 of 6" in last
 
 
-class Slow:
-    """Samples that take 3 ms to arrive."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        self.clock.now += 0.003
-        return index
-
-
-@pytest.mark.parametrize("options", [{}, {"rng": "batch"}])
-def test_batches_made_by_the_for_itself(
-    clock: Clock,
-    terminal: Terminal,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:
-    """Making a batch takes 12 ms and a step 4: the loop waits 75 % of the time."""
-    for place in (plain, inline, batch_maker):
-        monkeypatch.setattr(place, "perf_counter", clock)
-    loader = DataLoader(Slow(clock), 4, **options)
-    for _ in progress(loader, file=terminal):
-        clock.now += 0.004
-    assert "waiting 75%" in terminal.lines()[-1]
-
-
-def test_looks_seldom(clock: Clock) -> None:
-    """By time, whatever the number of batches."""
-    loader = Counting(clock, batches=1000, seconds=0.01)
-    for _ in progress(loader, file=Terminal()):
-        pass
-    assert 18 <= loader.looks <= 22
-
-
-def test_figures_that_cost_much_are_read_less_often(clock: Clock) -> None:
-    """They take a thousandth of the time; the position is shown all the same."""
+@pytest.mark.parametrize(("costs", "looks"), [(0.0, range(18, 23)), (0.005, [3])])
+def test_looks_seldom(clock: Clock, costs: float, looks: Sequence[int]) -> None:
+    """By time; figures take a thousandth of it, and the position is always shown."""
     loader, terminal = Counting(clock, batches=1000, seconds=0.01), Terminal()
-    loader.costs = 0.005
+    loader.costs = costs
     for _ in progress(loader, file=terminal):
         pass
-    assert loader.looks == 3
+    assert loader.looks in looks
     assert len(terminal.lines()) >= 18
 
 
@@ -173,7 +136,7 @@ def test_a_terminal_that_goes(clock: Clock, terminal: Terminal) -> None:
 
 
 def test_a_break(clock: Clock, terminal: Terminal) -> None:
-    """Ends the display; the loader's iterator is gone."""
+    """Ends the display, as ``close`` does; the loader's iterator is gone."""
     loader = DataLoader(AsyncMap(64), 2)
     for number, _ in enumerate(progress(loader, file=terminal)):
         clock.now += 1
@@ -181,6 +144,10 @@ def test_a_break(clock: Clock, terminal: Terminal) -> None:
             break
     assert loader.stats().in_flight == 0
     assert terminal.getvalue().endswith("\n")
+    batches = iter(progress(loader, file=terminal))
+    next(batches)
+    batches.close()
+    assert list(batches) == []
     loader.close()
 
 
@@ -235,16 +202,15 @@ async def test_a_wait_is_cancelled(clock: Clock, terminal: Terminal) -> None:
 def test_an_exception_of_the_consumer_holds_no_iterator(clock: Clock) -> None:
     """Its traceback is kept, as in a notebook."""
     terminal = Terminal()
+
+    def train() -> None:
+        for one in progress(Counting(clock), file=terminal):
+            1 / (3 - one["number"])
+
     with pytest.raises(ZeroDivisionError) as caught:
-        train(Counting(clock), terminal)
+        train()
     assert caught.value.__traceback__ is not None
     assert terminal.getvalue().endswith("\n")
-
-
-def train(loader: Any, terminal: Terminal) -> None:
-    """Fail at the fourth batch."""
-    for one in progress(loader, file=terminal):
-        1 / (3 - one["number"])
 
 
 class Failing:
@@ -305,22 +271,6 @@ def test_an_interrupt_loses_no_batch(clock: Clock, terminal: Terminal, at: int) 
     assert terminal.getvalue().endswith("\n")
 
 
-async def test_async_for(clock: Clock, terminal: Terminal) -> None:
-    """The same batches and figures."""
-    shown = progress(Counting(clock), file=terminal)
-    assert [one["number"] async for one in shown] == list(range(8))
-    assert "5 samples/s, 1 kB/s, waiting 25%" in terminal.lines()[-1]
-
-
-def test_close_ends_the_loaders_iterator(clock: Clock, terminal: Terminal) -> None:
-    """Later steps end the loop."""
-    loader = DataLoader(AsyncMap(64), 2)
-    batches = iter(progress(loader, file=terminal))
-    next(batches)
-    batches.close()
-    assert list(batches) == []
-
-
 def test_epochs_of_one_display(clock: Clock, terminal: Terminal) -> None:
     """Each has its bar; the loader's length is its own."""
     loader = DataLoader(range(6), 2)
@@ -344,27 +294,3 @@ def test_epochs_of_one_display(clock: Clock, terminal: Terminal) -> None:
 def test_short_numbers(number: float, text: str) -> None:
     """Three digits, and a prefix."""
     assert module._short(number) == text
-
-
-CELL = """
-import time
-from aioloader import DataLoader, progress
-from aioloader._observe import progress as module
-from aioloader._pipeline import batch_maker, inline, plain
-module.SHOWN_EVERY = 0.0
-async for _ in progress(DataLoader(range(6), 2), desc="train"):
-    pass
-"""
-
-
-@pytest.mark.slow
-def test_in_a_notebook(tmp_path: Path) -> None:
-    """A cell shows it, though its stderr is no terminal."""
-    cells = tmp_path / "cells.py"
-    cells.write_text(CELL)
-    done = subprocess.run(
-        [*KERNEL, str(cells)], capture_output=True, text=True, check=True, timeout=100
-    )
-    assert done.stdout == ""
-    shown = done.stderr.replace("\r", "\n").splitlines()
-    assert any(line.startswith("train: 100%") for line in shown), shown

@@ -81,12 +81,24 @@ async def test_each_batch_has_a_record(
         assert [one.number for one in found] == list(range(batches))
 
 
-async def test_batches_that_coroutines_read_as_a_whole() -> None:
-    """No sample has a time of its own; but its transform has."""
-    for transform in (None, plus_async):
-        loader = DataLoader(AsyncBatchMap(24), 4, transform=transform)
+async def test_batches_made_elsewhere() -> None:
+    """Read as a whole; gathered at once; a stream's block; those of other processes."""
+    for dataset in (
+        AsyncBatchMap(24),
+        TensorDataset(torch.arange(24)),
+        from_iterable(range(24)),
+    ):
+        loader: DataLoader[Any] = DataLoader(dataset, 4, shuffle=False)
         await beside(partial(list, loader))
-        check(records(loader), size=4, busy=transform is not None)
+        check(records(loader), size=4)
+    loader = DataLoader(AsyncBatchMap(24), 4, transform=plus_async)
+    await beside(partial(list, loader))
+    check(records(loader), size=4, busy=True)
+    for executor in (ThreadPoolExecutor(2), ProcessPoolExecutor(2)):
+        with executor:
+            loader = DataLoader(SyncMap(24), 4, num_workers=2, workers=executor)
+            await beside(partial(list, loader))
+            check(records(loader), size=4)
 
 
 async def test_seconds_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,23 +127,6 @@ async def test_processor_time_of_some() -> None:
             cpu = [MadeAt._make(one.made).cpu for one in records(loader)]
             measured = [at for at, seconds in enumerate(cpu) if seconds]
             assert measured == [1, 3, 7, 15, 17, 33]
-
-
-async def test_tensors_in_memory_and_streams() -> None:
-    """What is gathered at once was read; a stream's block too."""
-    for dataset in (TensorDataset(torch.arange(24)), from_iterable(range(24))):
-        loader: DataLoader[Any] = DataLoader(dataset, 4, shuffle=False)
-        await beside(partial(list, loader))
-        check(records(loader), size=4)
-
-
-async def test_executors() -> None:
-    """Those of other processes have the same clock."""
-    for executor in (ThreadPoolExecutor(2), ProcessPoolExecutor(2)):
-        with executor:
-            loader = DataLoader(SyncMap(24), 4, num_workers=2, workers=executor)
-            await beside(partial(list, loader))
-            check(records(loader), size=4)
 
 
 async def test_failed_and_skipped_batches_have_none() -> None:
@@ -171,13 +166,6 @@ async def test_samples_of_a_batch(kind: Any, place: str, transform: Any) -> None
     assert 1 <= min(sizes) <= 2
     assert [one.samples for one in records(loader)] == sizes
     assert loader.stats().samples == sum(sizes)
-
-
-async def test_only_the_latest_are_kept() -> None:
-    """The memory of a long epoch is bounded."""
-    loader = DataLoader(range(5000), 1)
-    await beside(lambda: sum(1 for _ in loader))
-    assert [one.number for one in records(loader)] == list(range(5000 - 1024, 5000))
 
 
 def test_bytes_of_a_batch() -> None:

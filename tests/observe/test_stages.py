@@ -10,7 +10,7 @@ from aioloader._observe.records import NOT_MADE, Copy, Record, Setting
 from aioloader._observe.stages import StageStats, held_back, stage_stats
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
-from observe.clock import TICK, Clock, Ticks
+from observe.clock import TICK, Clock, Ticks, delayed, ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
 
@@ -46,10 +46,14 @@ def test_one_lane_does_everything() -> None:
     assert {stage.items for stage in stages} == {4}
 
 
+def simulated(setting: Setting, ticks: Ticks) -> tuple[StageStats, ...]:
+    """Return the stages of a loader on a simulated clock."""
+    return stage_stats(Clock(setting, [ticks]).run(40), setting)
+
+
 def test_a_slow_consumer_blocks_the_makers() -> None:
-    batches = [Ticks(reads=(2,), collate=1, step=20)]
     setting = Setting("thread", window=2)
-    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    stages = simulated(setting, Ticks(reads=(2,), collate=1, step=20))
     read = named(stages, "read")
     assert read.blocked > 0.8 * (read.busy + read.starved + read.blocked)
     assert named(stages, "consumer").utilisation > 0.95
@@ -68,22 +72,16 @@ def test_copies_to_a_device() -> None:
     device = named(stages, "device")
     assert (device.busy, device.starved, device.blocked) == (12, 8, 16)
     assert (device.items, device.nbytes, device.p50) == (4, 4 << 20, 3)
-
-
-def test_copies_that_overlap() -> None:
-    """The next is begun while one is under way: it counts from the end of that."""
-    records = one_after_the_other(2)
+    # One that is begun while another is under way counts from the end of that.
     copies = [Copy(0, 100, 100, 106, 1), Copy(1, 101, 103, 110, 1)]
-    stages = stage_stats(records, Setting("thread", on_device=1), copies)
-    device = named(stages, "device")
+    device = named(stage_stats(records[:2], setting, copies), "device")
     assert (device.busy, device.starved, device.blocked) == (10, 0, 6)
     assert device.p99 == pytest.approx(6, abs=0.1)
 
 
 def test_slow_reads_starve_the_rest() -> None:
-    batches = [Ticks(reads=(20,) * 4, transform=2, collate=1, step=3)]
     setting = Setting("loop", concurrency=4, window=3)
-    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    stages = simulated(setting, Ticks((20,) * 4, transform=2, collate=1, step=3))
     assert named(stages, "read").utilisation == pytest.approx(1, abs=0.1)
     transform = named(stages, "transform")
     assert transform.starved > 0.7 * (
@@ -93,20 +91,16 @@ def test_slow_reads_starve_the_rest() -> None:
 
 
 def test_transport_is_exact_where_the_consumer_waits() -> None:
-    batches = [Ticks(reads=(5,), collate=1, transport=4, step=1)]
     setting = Setting("workers", 1, "process", reads_in_workers=True, window=2)
-    records = Clock(setting, batches, sends=True).run(30)
-    assert named(stage_stats(records, setting), "transport").p50 == pytest.approx(
-        # The part that is as short as taking a batch is counts as taking it.
-        4 * TICK,
-        abs=0.25 * TICK,
-    )
+    stages = simulated(setting, Ticks((5,), collate=1, transport=4, step=1))
+    # The part that is as short as taking a batch is counts as taking it.
+    near = pytest.approx(4 * TICK, abs=0.25 * TICK)
+    assert named(stages, "transport").p50 == near
 
 
 def test_copies_count_from_the_one_before() -> None:
-    batches = [Ticks(collate=1, transport=10, step=2)]
     setting = Setting("thread", window=6, on_device=2)
-    stages = stage_stats(Clock(setting, batches).run(40), setting)
+    stages = simulated(setting, Ticks(collate=1, transport=10, step=2))
     transport = named(stages, "transport")
     assert transport.p50 == pytest.approx(10 * TICK)
     assert transport.utilisation > 0.9
@@ -124,10 +118,7 @@ def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
 def test_clocks_of_other_machines() -> None:
     setting = Setting("workers", 2, "RayWorkers", reads_in_workers=True, window=4)
     records = Clock(setting, [Ticks(reads=(8,), collate=1, step=1)]).run(32)
-    behind = [
-        one._replace(made=(*(at - 1e5 for at in one.made[:5]), *one.made[5:]))  # type: ignore[arg-type]
-        for one in records
-    ]
+    behind = [one._replace(made=delayed(one, -1e5).made) for one in records]
     for here, there in zip(
         stage_stats(records, setting), stage_stats(behind, setting), strict=True
     ):
@@ -144,18 +135,7 @@ def test_batches_whose_making_is_not_known() -> None:
 
 @pytest.mark.slow
 @given(
-    batches=st.lists(
-        st.builds(
-            Ticks,
-            reads=st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple),
-            transform=st.integers(0, 9),
-            collate=st.integers(0, 5),
-            transport=st.integers(0, 5),
-            step=st.integers(1, 15),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
+    batches=st.lists(ticks(1, 6, at_least=0), min_size=1, max_size=4),
     setting=st.sampled_from(
         [
             Setting("inline"),

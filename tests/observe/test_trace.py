@@ -26,18 +26,9 @@ from aioloader._observe.records import (
     Setting,
 )
 from aioloader._observe.trace import Trace, Traced, trace_events
+from observe.showing import SETTINGS, WORKERS
 from observe.trace_format import check_trace, of_kind, tracks
 from samples import AsyncMap
-
-WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)
-SETTINGS = [
-    Setting("inline"),
-    Setting("thread", window=2),
-    Setting("loop", concurrency=64, window=None),
-    WORKERS,
-    Setting("workers", workers=2, worker_kind="thread", concurrency=64),
-    Setting("workers", workers=2, worker_kind="RayWorkers", reads_in_workers=True),
-]
 
 
 def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
@@ -68,21 +59,6 @@ def total(events: list[Any], name: str) -> float:
     return math.fsum(one["dur"] for one in of_kind(events, name)) / 1e6
 
 
-@pytest.mark.parametrize(
-    "setting", SETTINGS, ids=lambda one: one.place + one.worker_kind
-)
-def test_sums_agree_with_the_records(setting: Setting) -> None:
-    """For each place, each stage has its time, on a track of its own."""
-    events = list(trace_events([traced(setting)], 0, 1))
-    check_trace({"traceEvents": events})
-    name = "make" if setting.place == "inline" else "wait"
-    stages = ("read", 2), ("queued", 1), ("transform", 3), ("collate", 1)
-    for stage, seconds in ((name, 3), *stages):
-        assert total(events, stage) == pytest.approx(6 * seconds)
-    batches = {one["args"]["batch"] for one in of_kind(events, "collate")}
-    assert batches == set(range(6))
-
-
 @given(
     st.lists(
         st.tuples(
@@ -107,9 +83,14 @@ def test_any_times(drawn: list[Any], setting: Setting) -> None:
         one.records.append((number, asked, at[-1] + 1, lane, 1, made))
     events = list(trace_events([one], 0, 1))
     check_trace({"traceEvents": events})
-    for index, stage in ((0, "read"), (2, "transform"), (3, "collate")):
+    for index, stage in enumerate(("read", "queued", "transform", "collate")):
         seconds = sum(lasts[index] for *_, lasts in drawn)
         assert total(events, stage) == pytest.approx(seconds, abs=1e-6)
+    name = "make" if setting.place == "inline" else "wait"
+    waits = math.fsum(wait + 1 for _, wait, *_ in drawn)
+    assert total(events, name) == pytest.approx(waits, abs=1e-6)
+    batches = {event["args"]["batch"] for event in of_kind(events, name)}
+    assert batches == set(range(len(drawn)))
 
 
 def test_tracks() -> None:
@@ -272,18 +253,6 @@ def test_a_record_added_as_a_trace_begins_or_ends() -> None:
     assert found == [record(1, 8.0)]
 
 
-def test_a_block_that_raises(tmp_path: Path) -> None:
-    """Is written too; what is there is replaced."""
-    path = tmp_path / "run.json"
-    path.write_text("before")
-    records, trace = Records(), Trace(path, [])
-    trace.follow(0, records, WORKERS)
-    with pytest.raises(LookupError), trace:
-        records.append(record(0, 0.0))
-        raise LookupError
-    assert of_kind(loaded(path)["traceEvents"], "collate")
-
-
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Is an error; beside one of the block, a note of that."""
     none = Trace(tmp_path / "none" / "run.json", [])
@@ -297,16 +266,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         raise LookupError
     assert "was not written" in caught.value.__notes__[0]
     assert list(tmp_path.iterdir()) == [taken]
-
-
-def test_a_trace_is_recorded_once(tmp_path: Path) -> None:
-    """A second block would replace the first one's file."""
-    trace = Trace(tmp_path / "run.json", [])
-    with trace:
-        pass
-    with pytest.raises(RuntimeError, match="make a new one"), trace:
-        pass
-    check_trace(json.loads((tmp_path / "run.json").read_text()))
 
 
 # -- torch's ------------------------------------------------------------------------
@@ -347,6 +306,9 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     assert wait["pid"] != block["pid"]
 
 
+EVENT = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
+
+
 def test_the_base_is_torchs(tmp_path: Path) -> None:
     """So that both line up unmerged too; another one is converted."""
     profiled(tmp_path / "theirs.json")
@@ -357,9 +319,8 @@ def test_the_base_is_torchs(tmp_path: Path) -> None:
         for name in ("theirs.json", "ours.json")
     ]
     assert bases[0] == bases[1]
-    event = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
     for name, zero, ts in (("a", 5_000_000, 1.0), ("b", 2_000_000, 3001.0)):
-        trace = {"baseTimeNanoseconds": zero, "traceEvents": [{**event, "ts": ts}]}
+        trace = {"baseTimeNanoseconds": zero, "traceEvents": [{**EVENT, "ts": ts}]}
         (tmp_path / name).write_text(json.dumps(trace))
     merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     merged = json.loads((tmp_path / "c").read_text())
@@ -369,9 +330,8 @@ def test_the_base_is_torchs(tmp_path: Path) -> None:
 
 def test_traces_of_other_times_are_said(tmp_path: Path) -> None:
     """Such as those of two runs."""
-    event = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
     for name, ts in (("a", 1.0), ("b", 3e9)):
-        (tmp_path / name).write_text(json.dumps([{**event, "ts": ts}]))
+        (tmp_path / name).write_text(json.dumps([{**EVENT, "ts": ts}]))
     with pytest.warns(UserWarning, match="happened at the time of"):
         merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     (tmp_path / "b").write_text("{}")
@@ -380,7 +340,11 @@ def test_traces_of_other_times_are_said(tmp_path: Path) -> None:
 
 
 async def test_another_thread_writes(tmp_path: Path) -> None:
-    """``async with``: also where the block is cancelled."""
+    """``async with``: also where the block is cancelled; what is there is replaced.
+
+    It is recorded once: a second block would replace the first one's file.
+    """
+    (tmp_path / "run.json").write_text("before")
     records, trace = Records(), Trace(tmp_path / "run.json", [])
     trace.follow(0, records, WORKERS)
     began = asyncio.Event()
@@ -396,5 +360,7 @@ async def test_another_thread_writes(tmp_path: Path) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    with pytest.raises(RuntimeError, match="make a new one"):
+        await trace.__aenter__()
     found = await asyncio.to_thread(loaded, tmp_path / "run.json")
     assert of_kind(found["traceEvents"], "collate")

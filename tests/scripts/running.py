@@ -71,9 +71,16 @@ def begin(
     folder.mkdir()
     script = folder / f"{case}.py"
     script.write_text(source.replace(THEIRS, line), encoding="utf-8")
+    return start(script, run, *arguments)
+
+
+def start(
+    script: Path, run: tuple[str, ...], *arguments: str
+) -> "subprocess.Popen[str]":
+    """Start a file in its folder, in a session of its own."""
     return subprocess.Popen(
         [*run, str(script), *arguments],
-        cwd=folder,
+        cwd=script.parent,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,34 +14,32 @@ from torch.utils.data import Dataset, IterableDataset
 from aioloader import DataLoader, Device, Skip, progress
 
 
-class Vectors(Dataset[Tensor]):
+class Sized:
+    """Of so many samples."""
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Vectors(Sized, Dataset[Tensor]):
     """Tensors, map-style."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.full((3,), index)
 
-    def __len__(self) -> int:
-        return 4
 
-
-class Labelled(Dataset[tuple[Tensor, int]]):
+class Labelled(Sized, Dataset[tuple[Tensor, int]]):
     """Pairs, as most datasets have."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.full((3,), index), index
 
-    def __len__(self) -> int:
-        return 4
 
-
-class Remote:
-    """Read by a coroutine function; no base class."""
+class Remote(Sized):
+    """Read by a coroutine function; no base class of torch's."""
 
     async def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": torch.full((3,), index)}
-
-    def __len__(self) -> int:
-        return 4
 
 
 class Stream:
@@ -66,24 +64,8 @@ class Point(NamedTuple):
     name: str
 
 
-class Points(Dataset[Point]):
-    """Named tuples."""
-
-    def __getitem__(self, index: int) -> Point:
-        return Point(torch.tensor(index), str(index))
-
-    def __len__(self) -> int:
-        return 4
-
-
-class Untyped(Dataset[Any]):
-    """Says nothing of its samples."""
-
-    def __getitem__(self, index: int) -> Any:
-        return str(index), {"x": index}
-
-    def __len__(self) -> int:
-        return 4
+POINTS = [Point(torch.tensor(number), str(number)) for number in range(4)]
+UNTYPED: Dataset[Any] = Vectors()
 
 
 def lengths(samples: list[Tensor]) -> list[int]:
@@ -111,8 +93,8 @@ def named(sample: Tensor) -> str:
     return str(sample)
 
 
-def test_tensors() -> None:
-    """A batch of tensors is a tensor."""
+async def test_tensors() -> None:
+    """A batch of tensors is a tensor, by ``for``, ``async for`` and ``progress``."""
     loader = DataLoader(Vectors(), batch_size=2, shuffle=True, num_workers=0)
     assert_type(loader, DataLoader[Tensor])
     for batch in loader:
@@ -120,11 +102,10 @@ def test_tensors() -> None:
         assert type(batch) is Tensor
     assert_type(next(iter(loader)), Tensor)
     assert type(next(iter(loader))) is Tensor
-
-
-async def test_async_for_gives_the_same_type() -> None:
-    """As ``for`` does."""
-    async for batch in DataLoader(Vectors(), batch_size=2):
+    async for batch in loader:
+        assert_type(batch, Tensor)
+        assert type(batch) is Tensor
+    for batch in progress(loader):
         assert_type(batch, Tensor)
         assert type(batch) is Tensor
 
@@ -151,35 +132,27 @@ def test_tuples() -> None:
         assert type(vectors) is type(labels) is Tensor
 
 
-async def test_dicts_of_an_async_dataset() -> None:
-    """What is awaited is the sample."""
+async def test_async_datasets() -> None:
+    """What is awaited, or yielded, is the sample."""
     async for batch in DataLoader(Remote(), batch_size=2):
         assert_type(batch, dict[str, Tensor])
         assert type(batch["x"]) is Tensor
+    async for tensor in DataLoader(Stream(), batch_size=2):
+        assert_type(tensor, Tensor)
+        assert type(tensor) is Tensor
 
 
-async def test_async_iterables() -> None:
-    """Their samples are what they yield."""
-    async for batch in DataLoader(Stream(), batch_size=2):
-        assert_type(batch, Tensor)
-        assert type(batch) is Tensor
-
-
-def test_collate_fn() -> None:
-    """What it returns is the batch."""
+async def test_collate_fn() -> None:
+    """What it, or its coroutine, returns is the batch, after a transform or not."""
     for batch in DataLoader(Vectors(), batch_size=2, collate_fn=lengths):
         assert_type(batch, list[int])
         assert batch == [3, 3]
     for sample in DataLoader(Vectors(), batch_size=None, collate_fn=len):
         assert_type(sample, int)
         assert sample == 3
-
-
-async def test_async_collate_fn() -> None:
-    """What its coroutine returns, with a transform before it or not."""
-    async for batch in DataLoader(Vectors(), 4, collate_fn=fetched):
-        assert_type(batch, set[int])
-        assert batch == {0, 1, 2, 3}
+    async for found in DataLoader(Vectors(), 4, collate_fn=fetched):
+        assert_type(found, set[int])
+        assert found == {0, 1, 2, 3}
     loader = DataLoader(Vectors(), 4, collate_fn=fetched, transform=torch.neg)
     assert_type(loader, DataLoader[set[int]])
     assert [batch async for batch in loader] == [{0, -1, -2, -3}]
@@ -197,13 +170,20 @@ async def test_transforms() -> None:
 
 def test_what_typing_cannot_say_is_any() -> None:
     """Rather than something that is not true."""
-    assert_type(DataLoader(Points(), batch_size=2), DataLoader[Any])
-    assert type(next(iter(DataLoader(Points(), batch_size=2)))) is Point
+    assert_type(DataLoader(POINTS, batch_size=2), DataLoader[Any])
+    assert type(next(iter(DataLoader(POINTS, batch_size=2)))) is Point
     assert_type(DataLoader(Vectors(), transform=named), DataLoader[Any])
     assert_type(DataLoader(Vectors(), batch_size=None), DataLoader[Any])
     padded = DataLoader(Vectors(), tail="pad", rank=0, world_size=1)
     assert_type(padded, DataLoader[Any])
     assert type(next(iter(padded))) is tuple
+    # A dataset, a transform or a function of which nothing is known.
+    unknown: Any = str
+    assert_type(DataLoader(UNTYPED), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
+    assert_type(DataLoader(Vectors(), collate_fn=unknown), DataLoader[Any])
+    options: dict[str, Any] = {"batch_size": None}
+    assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
 
 
 def test_devices() -> None:
@@ -215,16 +195,6 @@ def test_devices() -> None:
     lengths = Device("cpu", transform=len)
     assert_type(DataLoader(Vectors(), 2, device=lengths), DataLoader[Any])
     assert next(iter(DataLoader(Vectors(), 2, device=lengths))) == 2
-
-
-def test_what_has_no_type_is_any() -> None:
-    """A dataset, a transform or a function of which nothing is known."""
-    unknown: Any = str
-    assert_type(DataLoader(Untyped()), DataLoader[Any])
-    assert_type(DataLoader(Vectors(), transform=unknown), DataLoader[Any])
-    assert_type(DataLoader(Vectors(), collate_fn=unknown), DataLoader[Any])
-    options: dict[str, Any] = {"batch_size": None}
-    assert_type(DataLoader(Vectors(), **options), DataLoader[Any])
 
 
 def test_the_users_own_word_counts() -> None:
@@ -239,14 +209,7 @@ def test_the_users_own_word_counts() -> None:
     texts = DataLoader[list[str]](Vectors(), transform=named)
     assert_type(next(iter(texts)), list[str])
     assert type(first(DataLoader(Vectors()))) is Tensor
-    assert_type(next(iter(Mine(Untyped(), transform=len))), Tensor)
-
-
-def test_progress_keeps_the_type() -> None:
-    """It wraps a loader."""
-    for batch in progress(DataLoader(Vectors(), batch_size=2)):
-        assert_type(batch, Tensor)
-        assert type(batch) is Tensor
+    assert_type(next(iter(Mine(UNTYPED, transform=len))), Tensor)
 
 
 def wrong_arguments() -> None:

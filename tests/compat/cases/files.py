@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, get_worker_info
 from compat.kit import WORKERS, Cases, Kit, plain
 
 cases = Cases()
-WAYS = tuple({**one, "way": way} for one in WORKERS for way in ("early", "late"))
 
 
 def values() -> Any:
@@ -24,39 +23,22 @@ def values() -> Any:
 
 
 class Rows(Dataset[Any]):
-    """Rows of what ``open_array`` opens: when it is made, or in the worker."""
+    """Rows of an array that is opened when this is made, or in the worker."""
 
-    def __init__(self, open_array: Any, path: Path, way: str) -> None:
-        self.open_array, self.path = open_array, path
-        self.array = open_array(path) if way == "early" else None
+    def __init__(self, path: Path, way: str) -> None:
+        self.path = path
+        self.array = self.opened() if way == "early" else None
+
+    def opened(self) -> Any:
+        return zarr.open_array(str(self.path), mode="r")
 
     def __len__(self) -> int:
         return 23
 
     def __getitem__(self, index: int) -> Any:
         if self.array is None:
-            self.array = self.open_array(self.path)
+            self.array = self.opened()
         return torch.from_numpy(np.asarray(self.array[index]))
-
-
-def open_hdf5(path: Path) -> Any:
-    return h5py.File(path, "r")["rows"]
-
-
-def open_zarr(path: Path) -> Any:
-    return zarr.open_array(str(path), mode="r")
-
-
-@cases.add(*WAYS)
-def hdf5(kit: Kit, workers: int, way: str) -> Any:
-    """Two epochs; the file stays open."""
-    path = kit.folder / f"{workers}-{way}.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("rows", data=values(), chunks=(4, 6))
-    data = Rows(open_hdf5, path, way)
-    loader = kit.loader(data, 4, shuffle=True, num_workers=workers)
-    found = [[plain(batch) for batch in loader] for _ in range(2)]
-    return [found, plain(data[5])]
 
 
 @cases.add(*WORKERS)
@@ -71,31 +53,20 @@ def an_open_file_itself(kit: Kit, workers: int) -> Any:
         return [found, plain(rows[2])]
 
 
-@cases.add({"workers": 0, "way": "early"}, {"workers": 0, "way": "late"})
-def zarr_arrays(kit: Kit, workers: int, way: str) -> Any:
+@cases.add(
+    {"workers": 0, "way": "early"},
+    {"workers": 0, "way": "late"},
+    {"workers": 2, "way": "late", "start": "forkserver"},
+)
+def zarr_arrays(kit: Kit, workers: int, way: str, start: str | None = None) -> Any:
     """Chunks of an array; zarr's own event loop does not survive a fork."""
     path = kit.folder / f"{workers}-{way}.zarr"
     array = zarr.create_array(str(path), shape=(23, 6), chunks=(4, 6), dtype="f4")
     array[:] = values()
-    data = Rows(open_zarr, path, way)
-    loader = kit.loader(data, 4, shuffle=True, num_workers=workers)
-    return [[plain(batch) for batch in loader] for _ in range(2)]
-
-
-@cases.add({"workers": 2, "way": "late"})
-def zarr_from_a_clean_process(kit: Kit, workers: int, way: str) -> Any:
-    """Opened in workers that inherit nothing."""
-    path = kit.folder / f"clean-{workers}-{way}.zarr"
-    array = zarr.create_array(str(path), shape=(23, 6), chunks=(4, 6), dtype="f4")
-    array[:] = values()
-    loader = kit.loader(
-        Rows(open_zarr, path, way),
-        4,
-        shuffle=True,
-        num_workers=workers,
-        multiprocessing_context="forkserver",
-    )
-    return [plain(batch) for batch in loader]
+    how: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": start}
+    loader = kit.loader(Rows(path, way), 4, shuffle=True, **how)
+    epochs = 1 if start else 2  # a clean process imports this module
+    return [[plain(batch) for batch in loader] for _ in range(epochs)]
 
 
 def shards(folder: Path, count: int = 4) -> list[str]:
@@ -153,20 +124,6 @@ class Frame(Dataset[Any]):
         return {"x": row["x"], "y": row["y"], "name": row["name"]}
 
 
-@cases.add(*WORKERS)
-def pandas(kit: Kit, workers: int) -> Any:
-    """Mixed columns, and a group per worker."""
-    frame = pd.DataFrame(
-        {
-            "x": np.arange(23),
-            "y": np.linspace(0, 1, 23),
-            "name": [f"row {index}" for index in range(23)],
-        }
-    )
-    loader = kit.loader(Frame(frame), 4, shuffle=True, num_workers=workers)
-    return [[plain(batch) for batch in loader] for _ in range(2)]
-
-
 def which_worker(_worker: int) -> None:
     info = get_worker_info()
     assert info is not None
@@ -175,7 +132,7 @@ def which_worker(_worker: int) -> None:
 
 
 @cases.add({"workers": 2})
-def pandas_set_up_by_workers(kit: Kit, workers: int) -> Any:
+def pandas(kit: Kit, workers: int) -> Any:
     """An init function changes the worker's dataset: batches come in torch's turns."""
     frame = pd.DataFrame({"x": range(23), "y": 0.5, "name": "none"})
     data = Frame(frame)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from compat.kit import SHIFT, WORKERS, Cases, Kit, plain
+from compat.kit import SHIFT, WORKERS, Cases, Kit, Shifted, plain
 
 cases = Cases()
 
@@ -15,19 +15,6 @@ def shift(graph: Any) -> Any:
     found = graph.clone()
     found.x = found.x + SHIFT
     return found
-
-
-class Shifted(torch.utils.data.Dataset[Any]):
-    """What ``transform=shift`` gives, for torch's loader."""
-
-    def __init__(self, graphs: list[Any]) -> None:
-        self.graphs = graphs
-
-    def __len__(self) -> int:
-        return len(self.graphs)
-
-    def __getitem__(self, index: int) -> Any:
-        return shift(self.graphs[index])
 
 
 def graphs() -> list[Any]:
@@ -66,7 +53,7 @@ def arguments(kit: Kit, workers: int) -> dict[str, Any]:
     how = {"num_workers": workers}
     if kit.is_ours:
         return {"dataset": data, "transform": shift, **how}
-    return {"dataset": Shifted(data), **how}
+    return {"dataset": Shifted(data, shift), **how}
 
 
 @cases.add(*WORKERS)
@@ -86,16 +73,20 @@ def batches_by_nodes(kit: Kit, workers: int) -> Any:
     return two_epochs(kit, loaders.DataLoader(batch_sampler=sampler, **given))
 
 
+def ring() -> Any:
+    """Return a graph of 20 nodes, with an edge from each."""
+    from torch_geometric.data import Data
+
+    edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
+    return Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
+
+
 @cases.add(*WORKERS)
 def parts_of_a_graph(kit: Kit, workers: int) -> Any:
     """A loader whose dataset is a range, and whose collate function cuts the graph."""
     loaders = geometric(kit)
-    from torch_geometric.data import Data
-
-    edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
-    graph = Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
     loader = loaders.RandomNodeLoader(
-        graph, num_parts=4, shuffle=True, num_workers=workers
+        ring(), num_parts=4, shuffle=True, num_workers=workers
     )
     kit.check_engine(loader)
     return [plain(part.to_dict()) for part in loader]
@@ -105,7 +96,6 @@ def parts_of_a_graph(kit: Kit, workers: int) -> Any:
 def nodes_with_neighbours(kit: Kit, workers: int) -> Any:
     """A loader that keeps a ``transform`` of its own, and applies it to batches."""
     loaders = geometric(kit)
-    from torch_geometric.data import Data
     from torch_geometric.sampler import BaseSampler, SamplerOutput
 
     class Neighbours(BaseSampler):  # type: ignore[misc]
@@ -125,15 +115,7 @@ def nodes_with_neighbours(kit: Kit, workers: int) -> Any:
         def sample_from_edges(self, *_: Any, **_options: Any) -> Any:
             raise NotImplementedError
 
-    edges = torch.stack([torch.arange(20), torch.arange(20).roll(3)])
-    graph = Data(x=torch.arange(40.0).view(20, 2), edge_index=edges)
-    loader = loaders.NodeLoader(
-        graph,
-        Neighbours(),
-        transform=shift,
-        batch_size=6,
-        shuffle=True,
-        num_workers=workers,
-    )
+    how: dict[str, Any] = {"batch_size": 6, "shuffle": True, "num_workers": workers}
+    loader = loaders.NodeLoader(ring(), Neighbours(), transform=shift, **how)
     kit.check_engine(loader)
     return [plain(part.to_dict()) for _ in range(2) for part in loader]

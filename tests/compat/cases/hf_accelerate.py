@@ -9,7 +9,18 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 
 import aioloader
 from aioloader import accelerate as ours
-from compat.kit import KINDS, WORKERS, AsyncNumbers, Cases, Kit, dataset, shift
+from compat.kit import (
+    KINDS,
+    WORKERS,
+    AsyncNumbers,
+    Cases,
+    Kit,
+    batches,
+    dataset,
+    resumed,
+    shift,
+    stopped,
+)
 
 cases = Cases()
 
@@ -59,21 +70,22 @@ def train(kit: Kit, workers: int, kind: str, seedable: bool) -> Any:
     return [seen, float(next(iter(model.parameters())).detach())]
 
 
-@cases.add(*[{"kind": k, "dispatch": d} for k in ("map", "stream") for d in (0, 1)])
-def dispatched_or_not(kit: Kit, kind: str, dispatch: int) -> Any:
-    """One process reads for all, or each its own part."""
-    tool = accelerator(kit, dispatch_batches=bool(dispatch))
-    loader = kit.prepared(tool, kit.loader(dataset(kind), 4, prefetch_factor=None))
+@cases.add(
+    *[
+        {"kind": k, "dispatch_batches": d}
+        for k in ("map", "stream")
+        for d in (False, True)
+    ],
+    {"kind": "map", "split_batches": True, "even_batches": True},
+    {"kind": "map", "split_batches": True, "even_batches": False},
+)
+def dealt(kit: Kit, kind: str, **how: bool) -> Any:
+    """One process reads for all, or each its own part, or a batch is cut in parts."""
+    tool = accelerator(kit, **how)
+    shuffle = "split_batches" in how or None
+    loader = kit.prepared(tool, kit.loader(dataset(kind), 4, shuffle=shuffle))
     kit.check_engine(loader.base_dataloader)
-    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
-
-
-@cases.add({"even": True}, {"even": False})
-def split_batches(kit: Kit, even: bool) -> Any:
-    """A batch is cut in parts, one for each process."""
-    tool = accelerator(kit, split_batches=True, even_batches=even)
-    loader = kit.prepared(tool, kit.loader(dataset("map"), 4, shuffle=True))
-    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    return [batches(loader) for _ in range(2)]
 
 
 @cases.add(*KINDS)
@@ -85,20 +97,13 @@ def skipped(kit: Kit, workers: int, kind: str) -> Any:
     skip = ours.skip_first_batches if kit.is_ours else skip_first_batches
     rest = skip(loader, 2)
     kit.check_engine(rest.base_dataloader)
-    return [
-        [batch.flatten().tolist() for batch in rest],
-        [batch.flatten().tolist() for batch in loader],
-    ]
+    return [batches(rest), batches(loader)]
 
 
-@cases.add(
-    *[
-        {"workers": w, "epoch": e, "step": s}
-        for w in (0, 2)
-        for e in (0, 1)
-        for s in (0, 1, 2)
-    ]
-)
+EPOCHS = tuple({**one, "epoch": epoch} for one in WORKERS for epoch in (0, 1))
+
+
+@cases.add(*[{**one, "step": step} for one in EPOCHS for step in (0, 1, 2)])
 def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
     """A state of the prepared loader: in an epoch, or (0) at its last batch."""
 
@@ -108,9 +113,6 @@ def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
             tool, kit.loader(dataset("map"), 4, True, num_workers=workers)
         )
 
-    def batches(one: Any) -> list[Any]:
-        return [batch.flatten().tolist() for batch in one]
-
     whole = loader()
     expected = [batches(whole) for _ in range(3)]
     if not kit.is_ours:
@@ -118,18 +120,10 @@ def resume(kit: Kit, workers: int, epoch: int, step: int) -> Any:
     first = loader()
     for _ in range(epoch):
         batches(first)
-    iterator = iter(first)
-    for _ in range(step or len(first)):
-        next(iterator)
-    state = first.state_dict()
-    iterator.close()
-    second = loader()
-    second.load_state_dict(state)
-    rest = [expected[epoch][step:]] if step else []  # else it is the next epoch's turn
-    assert [batches(second) for _ in range(3 - epoch - (not step))] == [
-        *rest,
-        *expected[epoch + 1 :],
-    ]
+    _, state = stopped(first, step or len(first))
+    left = [expected[epoch][step:]] if step else []  # else it is the next epoch's turn
+    left += expected[epoch + 1 :]
+    assert resumed(loader(), state, len(left)) == left
     return expected
 
 
@@ -145,10 +139,10 @@ def async_datasets(kit: Kit, dispatch: bool) -> Any:
     tool = accelerator(kit, dispatch_batches=dispatch)
     data: Any = Async() if kit.is_ours else dataset("stream")
     loader = kit.prepared(tool, kit.loader(data, 4))
-    stream = [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    stream = [batches(loader) for _ in range(2)]
     data = AsyncNumbers(23) if kit.is_ours else dataset("map")
     loader = kit.prepared(tool, kit.loader(data, 4, shuffle=True))
-    return [stream, [[batch.flatten().tolist() for batch in loader] for _ in range(2)]]
+    return [stream, [batches(loader) for _ in range(2)]]
 
 
 @cases.add(*WORKERS)
@@ -157,7 +151,7 @@ def prepared_by_accelerate_alone(kit: Kit, workers: int) -> Any:
     tool = accelerator(kit)
     cls = kit.cls
     loader = tool.prepare(cls(dataset("map"), 4, shuffle=True, num_workers=workers))
-    found = [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    found = [batches(loader) for _ in range(2)]
     if kit.is_ours:
         assert type(loader.base_dataloader) is torch.utils.data.DataLoader
         for lost in (
@@ -205,7 +199,7 @@ def own_stream(kit: Kit, workers: int, dispatch: int) -> Any:
     count = workers if kit.is_ours else 0
     loader = kit.prepared(tool, kit.loader(data, 4, num_workers=count))
     kit.check_engine(loader.base_dataloader)
-    return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
+    return [batches(loader) for _ in range(2)]
 
 
 @cases.add(*[{"workers": w, "step": s} for w in (0, 2) for s in (1, 2, 3)])
@@ -219,19 +213,11 @@ def own_stream_resumed(kit: Kit, workers: int, step: int) -> Any:
         data = dataset("ours", 24 if kit.world > 1 else 12).shuffle(8)
         return kit.prepared(tool, kit.loader(data, 4, num_workers=workers))
 
-    def batches(one: Any) -> list[Any]:
-        return [batch.flatten().tolist() for batch in one]
-
-    whole, first, second = loader(), loader(), loader()
+    whole, first = loader(), loader()
     expected = [batches(whole) for _ in range(3)]
     assert len({str(sorted(epoch)) for epoch in expected}) == 3
     batches(first)
-    iterator = iter(first)
-    for _ in range(step):
-        next(iterator)
-    state = first.state_dict()
-    iterator.close()
-    second.load_state_dict(state)
-    rest = [expected[1][step:]] * (step < 3)
-    assert [batches(second) for _ in (*rest, 2)] == [*rest, expected[2]]
+    _, state = stopped(first, step)
+    left = [*[expected[1][step:]] * (step < 3), expected[2]]
+    assert resumed(loader(), state, len(left)) == left
     return None

@@ -9,37 +9,31 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 from aioloader.accelerate import TrainerMixin
 from aioloader.datasets import from_iterable
-from compat.kit import Cases, Kit, Shifted, ShiftedStream, Stream, seed, shift
+from compat.kit import Cases, Kit, Numbers, Stream, number, seed, shift
 
 cases = Cases()
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples(Numbers):
     """Dicts of one number."""
 
-    def __init__(self, n: int = 23) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor([float(index)])}
+    def __getitem__(self, index: int) -> Any:
+        return {"x": number(index)}
 
 
 class AsyncSamples(Samples):
     """The same, read by coroutines."""
 
-    async def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        return {"x": torch.tensor([float(index)])}
+    async def __getitem__(self, index: int) -> Any:
+        return {"x": number(index)}
 
 
 class SampleStream(Stream):
     """The same, one after the other."""
 
     def __iter__(self) -> Any:
-        for number in super().__iter__():
-            yield {"x": number}
+        for one in super().__iter__():
+            yield {"x": one}
 
 
 class Model(PreTrainedModel):
@@ -74,11 +68,8 @@ def samples(kit: Kit, kind: str, n: int = 23) -> Any:
     if kind == "ours" and kit.is_ours:
         return from_iterable(range(n)).map(Samples(n).__getitem__)
     if kind in {"stream", "ours"}:
-        found: Any = SampleStream(n)
-        return found if kit.is_ours else ShiftedStream(found)
-    if kit.is_ours:
-        return AsyncSamples(n) if kind == "async" else Samples(n)
-    return Shifted(Samples(n))
+        return kit.data(SampleStream(n))
+    return kit.data(AsyncSamples(n) if kind == "async" and kit.is_ours else Samples(n))
 
 
 def trainer(kit: Kit, workers: int, kind: str = "map", **options: Any) -> Trainer:

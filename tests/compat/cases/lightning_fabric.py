@@ -5,7 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from compat.kit import KINDS, WORKERS, Cases, Kit, dataset
+from compat.kit import KINDS, WORKERS, Cases, Kit, batches, dataset, plain
 
 cases = Cases()
 
@@ -55,11 +55,7 @@ def several_and_moved(kit: Kit, workers: int) -> Any:
         kit.loader(dataset("map", 9), 2, True, num_workers=workers, drop_last=True),
     )
     kit.check_engine(one._dataloader)
-    found = [
-        [a.flatten().tolist(), b.flatten().tolist()]
-        for a, b in zip(one, two, strict=False)
-    ]
-    return [found, len(one), len(two)]
+    return [plain([*zip(one, two, strict=False)]), len(one), len(two)]
 
 
 @cases.add(*WORKERS)
@@ -72,14 +68,11 @@ def own_stream(kit: Kit, workers: int) -> Any:
         kit.check_engine(made._dataloader)
         return made
 
-    def batches(one: Any) -> list[Any]:
-        return [batch.flatten().tolist() for batch in one]
-
     expected = [batches(one := loader()), batches(one), len(one)]
     if kit.is_ours:
         first, second = loader(), loader()
         iterator = iter(first)
-        found = [next(iterator).flatten().tolist() for _ in range(2)]
+        found = [plain(next(iterator)) for _ in range(2)]
         state = kit.merged(first._dataloader.state_dict())
         second._dataloader.load_state_dict(state)
         assert [found + batches(second), batches(second), len(second)] == expected

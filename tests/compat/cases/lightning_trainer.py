@@ -41,15 +41,22 @@ class Model(L.LightningModule):
 
 
 class Stop(Callback):
-    """Save at a step, and end there."""
+    """Save at a step, or as Lightning does after the first epoch, and end there."""
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int | None, path: Path) -> None:
         self.step, self.path = step, path
 
     def on_train_batch_end(self, trainer: Any, *_args: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+            self.stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_args: Any) -> None:
+        if self.step is None:
+            self.stop(trainer)
+
+    def stop(self, trainer: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
 
 
 def trainer(kit: Kit, **options: Any) -> L.Trainer:
@@ -120,28 +127,19 @@ def predict(kit: Kit, workers: int) -> Any:
 
 
 @cases.add(*WORKERS)
-def fit_with_workers_that_persist(kit: Kit, workers: int) -> Any:
-    """They end with Lightning's teardown."""
-    loader = kit.loader(
-        dataset("map"), 4, True, num_workers=workers, persistent_workers=workers > 0
-    )
-    model, training = Model(), trainer(kit, max_epochs=3, limit_train_batches=4)
-    training.fit(model, loader)
-    return gathered(model, training)
-
-
-@cases.add(*WORKERS)
 def a_sub_class(kit: Kit, workers: int) -> Any:
-    """Its ``**kwargs`` carry what Lightning knows nothing of."""
+    """Its ``**kwargs`` carry what Lightning knows nothing of; its workers persist.
+
+    They end with Lightning's teardown.
+    """
 
     class Mine(kit.cls):  # type: ignore[name-defined,misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
 
-    loader = Mine(
-        kit.data(dataset("map")), 4, True, num_workers=workers, **kit.options()
-    )
-    model, training = Model(), trainer(kit, max_epochs=2)
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = Mine(kit.data(dataset("map")), 4, True, **options, **kit.options())
+    model, training = Model(), trainer(kit, max_epochs=3, limit_train_batches=4)
     training.fit(model, loader)
     return gathered(model, training)
 
@@ -180,17 +178,6 @@ def resume(kit: Kit, workers: int, step: int) -> Any:
     return [[index for _, index, _ in second.seen], training.global_step]
 
 
-class AfterEpoch(Callback):
-    """Save after the first epoch, as Lightning's own checkpoints do, and end there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, *_args: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.should_stop = True
-
-
 def numbers() -> Any:
     yield from (torch.tensor([float(number)]) for number in range(24))
 
@@ -226,8 +213,7 @@ def resume_within_lightnings_limits(kit: Kit, limit: str) -> Any:
     path = kit.folder / f"limit-{limit}.ckpt"
     whole = Model()
     trainer(kit, max_epochs=3).fit(whole, loader())
-    save = AfterEpoch(path) if step is None else Stop(step, path)
-    trainer(kit, max_epochs=3, callbacks=[save]).fit(Model(), loader())
+    trainer(kit, max_epochs=3, callbacks=[Stop(step, path)]).fit(Model(), loader())
     resumed = Model()
     training = trainer(kit, max_epochs=3)
     training.fit(resumed, loader(), ckpt_path=str(path), weights_only=False)

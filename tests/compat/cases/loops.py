@@ -1,15 +1,32 @@
-"""ignite's engine, torchmetrics, torchdata's states, timm's and YOLO's loaders."""
+"""ignite's engine, torchmetrics, torchdata's states, pictures."""
 
 import copy
-from collections.abc import Iterable, Iterator
+import io
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from ignite.engine import DeterministicEngine, Engine, Events
 from ignite.engine.deterministic import ReproducibleBatchSampler, update_dataloader
+from PIL import Image, ImageFile
+from skimage import data as skimage_data
+from skimage import transform as skimage_transform
+from sklearn.datasets import load_sample_images
+from torch.utils.data import Dataset
 
-from compat.kit import KINDS, WORKERS, Cases, Kit, dataset, plain, seed
+from compat.kit import (
+    KINDS,
+    WORKERS,
+    Cases,
+    Kit,
+    batches,
+    dataset,
+    plain,
+    resumed,
+    seed,
+    stopped,
+)
 
 cases = Cases()
 
@@ -36,7 +53,7 @@ def ignite_rebuilds(kit: Kit, workers: int) -> Any:
     loader = kit.loader(dataset("map"), 4, num_workers=workers)
     again = update_dataloader(loader, ReproducibleBatchSampler(loader.batch_sampler))
     kit.check_engine(again)
-    return [plain(batch) for batch in again]
+    return batches(again)
 
 
 @cases.add(*[{**w, "at": at} for w in WORKERS for at in (2, 8)])
@@ -86,89 +103,37 @@ def torchdata_states(kit: Kit, workers: int, kind: str, step: int) -> Any:
         seed()
         return kit.loader(dataset(kind), 4, num_workers=workers, stateful=True)
 
-    first = loader()
-    iterator = iter(first)
-    head = [plain(next(iterator)) for _ in range(step)]
-    state = first.state_dict()
-    del iterator
-    second = loader()
-    second.load_state_dict(state)
-    return [head, [plain(batch) for batch in second], [plain(b) for b in second]]
+    head, state = stopped(loader(), step)
+    return [head, resumed(loader(), state, 2)]
 
 
-class Repeat:
-    """A batch sampler without an end."""
+class Encoded(Dataset[Any]):
+    """JPEG bytes, one of them cut short: only a global of Pillow makes it readable."""
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = sampler
+    def __init__(self) -> None:
+        self.files = []
+        pictures = [skimage_data.astronaut(), *load_sample_images().images]
+        for picture in pictures:
+            small = skimage_transform.resize(picture, (32, 32))
+            file = io.BytesIO()
+            Image.fromarray((small * 255).astype(np.uint8)).save(file, "JPEG")
+            self.files.append(file.getvalue())
+        self.files.append(self.files[0][:-40])
 
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
+    def __len__(self) -> int:
+        return len(self.files)
 
-
-def yolo_like(cls: Any) -> Any:
-    class InfiniteDataLoader(cls):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
-            self.iterator = super().__iter__()
-
-        def __len__(self) -> int:
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self) -> Iterator[Any]:
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
-        def __del__(self) -> None:
-            for worker in getattr(self.iterator, "_workers", ()):
-                if worker.is_alive():
-                    worker.terminate()
-            if hasattr(self.iterator, "_shutdown_workers"):
-                self.iterator._shutdown_workers()
-
-        def reset(self) -> None:
-            self.iterator = self._get_iterator()
-
-    return InfiniteDataLoader
+    def __getitem__(self, index: int) -> Any:
+        with Image.open(io.BytesIO(self.files[index])) as picture:
+            return torch.from_numpy(np.array(picture.convert("L"), dtype=np.int64))
 
 
-def timm_like(cls: Any) -> Any:
-    class MultiEpochsDataLoader(cls):  # type: ignore[misc]
-        batch_sampler: Any
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._DataLoader__initialized = False
-            self.batch_sampler = Repeat(self.batch_sampler)
-            self._DataLoader__initialized = True
-            self.iterator = super().__iter__()
-
-        def __len__(self) -> int:
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self) -> Iterator[Any]:
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
-    return MultiEpochsDataLoader
-
-
-@cases.add(*[{**w, "like": like} for w in WORKERS for like in ("yolo", "timm")])
-def sub_classes(kit: Kit, workers: int, like: str) -> Any:
-    """Three epochs over one iterator; YOLO's starts another in between."""
-    make = yolo_like if like == "yolo" else timm_like
-    generator = torch.Generator().manual_seed(6)
-    loader = make(kit.cls)(
-        kit.data(dataset("map")),
-        4,
-        shuffle=True,
-        num_workers=workers,
-        generator=generator,
-        **kit.options(),
-    )
-    found = [[plain(batch) for batch in loader] for _ in range(2)]
-    if like == "yolo":
-        loader.reset()
-    return [found, [plain(batch) for batch in loader], len(loader)]
+@cases.add(*WORKERS)
+def decoded(kit: Kit, workers: int) -> Any:
+    """A setting at the top of a script reaches its workers."""
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    try:
+        loader = kit.loader(Encoded(), 2, num_workers=workers)
+        return batches(loader)
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
