@@ -71,9 +71,7 @@ def write_tokens(kind: Any, destination: str) -> None:
     path = f"{destination}/tokens.bin"
     if kind == "tokenize":
         vars(tokenize)["TokenWriter"] = partial(TokenWriter, save_bytes=500)
-        source = Path(f"{destination}-of/texts.txt")
-        source.parent.mkdir(exist_ok=True)
-        source.write_text("".join(f"{text}\n" for text in TEXTS))
+        source = Path(destination).with_name("texts.txt")
         how = ["--tokenizer", "killed_writing:letters", "--dtype", "uint16", "-q"]
         assert not command(["tokenize", str(source), path, *how, "--eos", "0"])
         return

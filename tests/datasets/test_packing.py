@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from aioloader import DataLoader, varlen_collate
 from aioloader._order.blocks import Bad
-from aioloader.datasets import from_iterable
+from aioloader.datasets import from_iterable, mix
 from aioloader.errors import ShardChangedError
 from datasets import shards
 from datasets.shards import read
@@ -371,6 +371,7 @@ class Ragged(list[Any]):
         ({"input_ids": [1.0]}, TypeError, "dtype float64"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, ValueError, "1 entries for 2 tok"),
         ({"input_ids": [1], "loss_mask": [0.5]}, TypeError, "a loss_mask must be"),
+        (np.array([2**63], np.uint64), ValueError, "above int64's limit"),
     ],
     ids=repr,
 )
@@ -385,6 +386,29 @@ async def test_what_is_no_document_fails_alone(
     assert [one["input_ids"].tolist() for one in found] == [[0, 1, 2, 3]] * 2
     assert re.search(words, str(failure))
     assert failure.__notes__ == ["aioloader: in 'pack' of the stream"]
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda stream: stream.pack(4),
+        lambda stream: stream.pack(4, "best_fit", window=10, overlong="drop"),
+        lambda stream: stream.unbatch(),
+        lambda stream: stream.filter(len),
+        lambda stream: mix([stream, stream]).pack(4),
+        lambda stream: stream.filter(len).take(3).repeat(),
+    ],
+    ids=["concat", "best fit", "unbatch", "filter", "mix", "take"],
+)
+async def test_passes_without_a_sample_are_an_error(chain: Any) -> None:
+    """Not an endless loop, for which other ranks would wait."""
+    with pytest.raises(ValueError, match=r"had no samples in|no sample of 8 passes"):
+        await anext(aiter(chain(from_iterable([np.zeros(0, int)] * 3).repeat())))
+
+
+async def test_one_sample_of_many_passes() -> None:
+    stream = from_iterable([np.array([7]), np.zeros(0, int)]).repeat().pack(50)
+    assert (await anext(aiter(stream)))["input_ids"].tolist() == [7] * 50
 
 
 # -- flat batches --------------------------------------------------------------------

@@ -489,6 +489,7 @@ async def test_files_of_others_stay(tmp_path: Path) -> None:
 def test_killed_before_any_step(tmp_path: Path, numbers: Sequence[int]) -> None:
     """Run again, it makes the same bytes; until then there is nothing to read."""
     kinds = ("flat", "megatron", "tokenize")
+    (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS))
     jobs = [
         (kind, f"{tmp_path}/{kind}-{n}", n)
         for kind in kinds
@@ -561,6 +562,15 @@ def test_tokenize(
     assert capsys.readouterr().out == f"{said}\n"
     assert main(command) == 0
     assert f"{said} ({len(TEXTS)} documents already written)" in capsys.readouterr().out
+    # Shards of the same names in another folder, and one more, are other texts.
+    (tmp_path / "other").mkdir()
+    command[1] = shards(tmp_path / "other", kind)[0]
+    assert main(command) == 1
+    assert "another metadata (place)" in capsys.readouterr().err
+    command[1] = src
+    (tmp_path / f"00.{kind}").write_bytes((tmp_path / f"0.{kind}").read_bytes())
+    assert main(command) == 1
+    assert "another metadata (shards)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,7 @@ def test_padding_entries() -> None:
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
+        ([np.array([2**63], np.uint64)], ValueError, "above int64's limit"),
         (["text"], TypeError, "sample 0 .* 'input_ids' must be .* integers, got str"),
         ([[1], [1.5]], TypeError, "sample 1 .* integers, got float64"),
         ([[1], [True]], TypeError, "sample 1 .* integers, got bool"),
@@ -377,6 +378,13 @@ def test_samples_that_cannot_be_padded(
 ) -> None:
     with pytest.raises(error, match=message):
         pad_collate()(samples)
+
+
+def test_an_empty_sample_changes_no_dtype() -> None:
+    whole = {"input_ids": [1], "mask": np.array([True]), "w": np.ones(1, np.float32)}
+    for empty in ([], np.zeros(0)):
+        batch = pad_collate()([whole, dict.fromkeys(whole, empty)])
+        assert (batch["mask"].dtype, batch["w"].dtype) == (torch.bool, torch.float32)
 
 
 def test_a_bad_multiple() -> None:

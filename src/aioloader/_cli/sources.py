@@ -13,7 +13,7 @@ import os
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -160,7 +160,7 @@ def _files(
     content = {"count": count, "digest": digest.hexdigest()[:16]}
     return Source(
         lambda first: from_iterable(order[first:]).map(make, concurrency=options.jobs),
-        {"kind": "files", **content, **metadata},
+        {"kind": "files", **_place_of(options.src), **content, **metadata},
         count,
         lifespan=dataset.lifespan(),
     )
@@ -256,7 +256,7 @@ def _rows(kind: str, options: Namespace) -> Source:
     """Return the samples of shards; those before the first one are read again."""
     _refuse(options, "class_folders", "glob", "shuffle")
     stream = _open_shards(_STREAMS[kind], options)
-    metadata = {"kind": type(stream).__name__, "name": _name_of(options.src)}
+    metadata = {"kind": type(stream).__name__, **_origin_of(stream, options.src)}
     fitted = _row if options.format == "parquet" else _members
     return Source(stream.skip, metadata, fitted=fitted)
 
@@ -277,15 +277,15 @@ def find_texts(options: Namespace, tokenizer: Any) -> Source:
         stream = _open_shards(JSONLinesDataset, options)
     else:
         raise ArgumentTypeError(
-            f"SRC must be texts (.txt, .jsonl, .parquet), one or many, got "
-            f"{shown_address(options.src)}"
+            "SRC must be texts (.txt, .jsonl, .parquet), one or many, as in "
+            f"'texts/*.txt', got {shown_address(options.src)}"
         )
 
     def tokens(first: int) -> Stream[Any]:
         return stream.skip(first).tokenize(tokenizer, column)
 
     described = stream.tokenize(tokenizer, column).describe()
-    metadata = {"name": _name_of(options.src), "made_of": described}
+    metadata = {"made_of": described, **_origin_of(stream, options.src)}
     return Source(tokens, metadata, fitted=lambda document: document)
 
 
@@ -300,9 +300,22 @@ def _open_shards(kind: Any, options: Namespace, **more: Any) -> Stream[Any]:
     return stream
 
 
-def _name_of(src: str) -> str:
-    """Return the name of SRC without its folder, which may change."""
-    return src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]
+def _origin_of(stream: Any, src: str) -> dict[str, Any]:
+    """Return what tells SRC from other sources: its place, and its shards' names."""
+
+    async def listed() -> Any:
+        async with AsyncExitStack() as stack:
+            return stream.made_by.summary(await stream.made_by.shards(stack, None))
+
+    return {**_place_of(src), "shards": asyncio.run(listed())}
+
+
+def _place_of(src: str) -> dict[str, str]:
+    """Return the name of SRC, and a digest of where it is: a path may be private."""
+    whole = shown_address(src) if "://" in src else str(Path(src).resolve())
+    digest = hashlib.sha256(whole.encode("utf-8", "surrogateescape")).hexdigest()
+    name = src.partition("?")[0].rpartition(os.sep)[2].rpartition("/")[2]
+    return {"name": name, "place": digest[:16]}
 
 
 def _row(sample: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 _TOKENS, _MASK = "input_ids", "attention_mask"
 # The label that torch's ``cross_entropy`` ignores.
 _IGNORED = -100
+_MOST = np.iinfo(np.int64).max
 
 
 def pad_collate(
@@ -120,9 +121,13 @@ def _named(row: tuple[dict[str, Array], dict[str, Any]]) -> str:
 
 
 def _padded(column: Sequence[Array], shape: tuple[int, int], fill: int) -> torch.Tensor:
-    dtype = np.result_type(*{one.dtype for one in column})
-    if all(one.dtype.kind in "iu" for one in column):
+    typed = [one for one in column if len(one)] or column  # an empty list has no dtype
+    dtype = np.result_type(*{one.dtype for one in typed})
+    if all(one.dtype.kind in "iu" for one in typed):
         dtype = np.dtype(np.int64)
+        large = (int(one.max()) for one in typed if one.dtype == np.uint64 and len(one))
+        if (most := max(large, default=0)) > _MOST:
+            raise ValueError(f"a sequence has {most:,}, which is above int64's limit")
     batch = borrowed(shape, torch_dtype(dtype))
     if batch is None:
         batch = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")

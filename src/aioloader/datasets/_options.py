@@ -73,6 +73,22 @@ def check_at_least(value: int, least: int, name: str) -> int:
     return number
 
 
+def check_token(value: Any, name: str) -> int:
+    """Return a token; raise a TypeError or a ValueError if it is no int64."""
+    token = check_at_least(value, -(1 << 63), name)
+    if token >= 1 << 63:
+        raise ValueError(f"{name} must be below 2**63, as an int64 is, got {token:,}")
+    return token
+
+
+def differing(old: Any, new: Any) -> str:
+    """Return which entries of two mappings differ, in brackets; else nothing."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return ""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return f" ({', '.join(names)})"
+
+
 def check_is(value: object, kind: Any, name: str, words: str) -> None:
     """Raise a TypeError with ``words`` for the kind, unless ``value`` is of it."""
     if not isinstance(value, kind):

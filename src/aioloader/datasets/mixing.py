@@ -65,13 +65,17 @@ def mix(
             ends with the first source that ends.
 
     Raises:
-        ValueError: If there are no sources; if weights are not positive, of other
-            names, or in stages that do not ascend from 0; or if a stream other than the
-            first has separate ranks or readers.
+        ValueError: If there are no sources, or two of one name; if weights are not
+            positive, of other names, or in stages that do not ascend from 0; or if a
+            stream other than the first has separate ranks or readers.
         TypeError: If sources are neither all streams nor all map-style datasets.
     """
-    pairs = sources.items() if isinstance(sources, Mapping) else enumerate(sources)
+    pairs = [*(sources.items() if isinstance(sources, Mapping) else enumerate(sources))]
     named: dict[str, Any] = {str(name): one for name, one in pairs}
+    if len(named) < len(pairs):
+        raise ValueError(
+            f"sources have equal names: {[str(name) for name, _ in pairs]}"
+        )
     if not named:
         raise ValueError("a mixture needs at least one stream or dataset, got none")
     if all(isinstance(one, Stream) for one in named.values()):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._options import check_at_least, check_is
+from aioloader.datasets._options import check_at_least, check_is, check_token
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
@@ -250,19 +250,20 @@ class Stream(Iterated[Sample_co]):
             strategy: ``"concat"``: documents are concatenated and split;
                 ``"best_fit"``: each sample has whole documents and padding. These are
                 packed by window, and its samples come in a permuted order.
-            window: Documents per window, of best fit.
+            window: Documents per window, for best fit.
             bos: A token added before each document, never predicted.
             eos: A token added after each document; it counts if the one before it does.
             overlong: What best fit does with documents of more than ``length`` tokens.
-            last: Whether concat drops an incomplete last sample, or pads it.
+            last: Whether concat drops an incomplete last sample, or pads it. Best fit
+                pads all samples.
             pad: The token of padding.
             shift: Whether labels are the next tokens; False: the tokens themselves, for
                 models that shift labels. A document's first token has the label -100.
-            seed: Seed of the order of best fit, which also depends on the epoch.
+            seed: Seed of the order, for best fit; the order also depends on the epoch.
 
         Raises:
-            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or
-                concat is to truncate or drop documents.
+            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or an
+                option is for the other strategy.
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")
@@ -276,19 +277,20 @@ class Stream(Iterated[Sample_co]):
             )
         if last not in {"drop", "pad"}:
             raise ValueError(f"last must be 'drop' or 'pad', got {last!r}")
-        if strategy == "concat" and overlong != "split":
+        for_best_fit = {"overlong": overlong, "window": window, "seed": seed}
+        if strategy == "concat" and (overlong, window, seed) != ("split", 1000, 0):
             raise ValueError(
-                f"overlong={overlong!r} needs strategy='best_fit': 'concat' splits all "
-                "documents"
+                f"overlong, window and seed need strategy='best_fit': 'concat' splits "
+                f"documents where they come, in their order; got {for_best_fit}"
             )
-        bos, eos = (None if one is None else operator.index(one) for one in (bos, eos))
+        bos = None if bos is None else check_token(bos, "bos")
+        eos = None if eos is None else check_token(eos, "eos")
         described: State = {"length": length, "strategy": strategy}
-        described |= {"bos": bos, "eos": eos, "pad": operator.index(pad)}
+        described |= {"bos": bos, "eos": eos, "pad": check_token(pad, "pad")}
         described |= {"shift": bool(shift)}
         if strategy == "concat":
             return _Step(self, Packed, {**described, "last": last})
-        described |= {"window": window, "overlong": overlong}
-        described |= {"seed": operator.index(seed)}
+        described |= {**for_best_fit, "seed": operator.index(seed)}
         return _Step(self, Packed, described, size=window)
 
     def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:

@@ -103,6 +103,10 @@ class Replayed:
     async def _close(self) -> None:
         """Release what is open; nothing is being made."""
 
+    def passes(self) -> int | None:
+        """Return how often what it reads was begun again; None if that will end."""
+        return None
+
     # -- for steps over it ----------------------------------------------------------
 
     async def pull(self, limit: int) -> Block:

@@ -116,7 +116,9 @@ class Concatenated(Step):
 
     async def _more(self, limit: int) -> Block:
         rows, upstream = self._rows, self.upstream
+        since: int | None = None
         while not (made := rows.cut(limit)):
+            since = None if rows.has_some else self._made_nothing(since)
             ask = self._ask(limit)
             if not (upstream.ready or await upstream.fill(ask)):
                 self._check([])

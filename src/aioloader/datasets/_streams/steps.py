@@ -80,6 +80,29 @@ class Step(Replayed):
     async def _close(self) -> None:
         await self.upstream.aclose()
 
+    def passes(self) -> int | None:
+        return self.upstream.passes()
+
+    def _made_nothing(self, since: int | None) -> int | None:
+        """Note that samples were read and none was made of them, since a pass.
+
+        Return that pass, at first the present one.
+
+        Raises:
+            ValueError: After several whole passes. Without it nothing would ever end,
+                and other ranks would wait for this one.
+        """
+        now = self.passes()
+        if now is None or since is None:
+            return now
+        if now - since > _EMPTY:
+            raise ValueError(
+                f"{self.kind}() made no sample of {_EMPTY} passes of a repeated stream "
+                "in a row: all are empty, or are dropped; keep some, or repeat the "
+                "stream after this step instead of before it"
+            )
+        return since
+
 
 # -- functions --------------------------------------------------------------------
 
@@ -146,6 +169,7 @@ class Filtered(Mapped):
     is_async: bool
 
     async def _make(self, limit: int) -> Block:
+        since: int | None = None
         while len(block := await self.upstream.pull(limit)):
             if self.is_async:
                 answers = await self._await(self.function, block)
@@ -159,6 +183,7 @@ class Filtered(Mapped):
             ]
             if kept:
                 return kept
+            since = self._made_nothing(since)
         return []
 
 
@@ -300,6 +325,9 @@ class Taken(Step):
     kind = "take"
     starts: ClassVar[State] = {"left": 0}
 
+    def passes(self) -> None:
+        return None
+
     async def _make(self, limit: int) -> Block:
         if self.own["left"] <= 0:
             return []
@@ -391,12 +419,14 @@ class Windowed(Step):
         raise NotImplementedError
 
     async def _make(self, limit: int) -> Block:  # noqa: ARG002  (a window)
+        since: int | None = None
         while True:
             parts, lost, found = await self._window()
             made = await self._arranged(parts, found - len(lost))
             self.own["number"] += 1
             if lost or len(made) or not found:
                 return [*lost, *made] if lost else made
+            since = self._made_nothing(since)
 
     async def _window(self) -> tuple[list[Block], list[Bad], int]:
         """Return the next samples, those that could not be read, and how many."""
@@ -467,6 +497,9 @@ class Repeated(Step):
     _lost: BaseException | None = None  # the last error of a pass without good samples
     _first: State  # where the pass began, once another one did
 
+    def passes(self) -> int | None:
+        return self.own["pass"] if self.times is None else self.upstream.passes()
+
     async def _more(self, limit: int) -> Block:
         before, number = self._here(), self.own["pass"]
         block = await self._make(limit)
@@ -524,6 +557,9 @@ class EpochPart(Step):
     real: int
     leaves_out: bool
     in_turns: bool
+
+    def passes(self) -> None:
+        return None
 
     async def _replay(self, count: int, known: list[int] | None) -> None:
         # The state may be that of readers that took turns.

@@ -38,8 +38,10 @@ class Unbatched(Step):
 
     async def _more(self, limit: int) -> Block:
         block: Block = []
+        since: int | None = None
         while not block and (self._samples or await self._refill(limit)):
             block = await self._flat(limit)
+            since = since if block else self._made_nothing(since)
         return block
 
     async def _refill(self, limit: int) -> bool:

@@ -68,6 +68,10 @@ class Weaver(Replayed):
         self._key = key
         self._told = 0  # samples of the oldest block that the inputs know of
 
+    def passes(self) -> int | None:
+        found = [passes for one in self.inputs if (passes := one.passes()) is not None]
+        return min(found, default=None)
+
     async def _order(self, limit: int) -> Order:
         """Fill inputs; return the order of about ``limit`` samples, or of more."""
         raise NotImplementedError

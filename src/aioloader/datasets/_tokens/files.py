@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
+from aioloader.datasets._options import differing
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import StateMismatchError
@@ -133,8 +134,9 @@ class Sidecar:
             old, new = getattr(found, what), mine[what]
             if old != new:
                 raise StateMismatchError(
-                    f"{location!r} was started with another {what}; remove it, with "
-                    "its hidden '.partial' files, or write to another path",
+                    f"{location!r} was started with another {what}"
+                    f"{differing(old, new)}; remove it, with its hidden '.partial' "
+                    "files, or write to another path",
                     expected=old,
                     found=new,
                 )

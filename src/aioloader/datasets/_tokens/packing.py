@@ -17,6 +17,7 @@ from aioloader._order.permutation import pause
 from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
 
 Overlong: TypeAlias = Literal["split", "truncate", "drop"]
+_MOST = np.iinfo(np.int64).max
 # Documents that are packed between two chances for other threads to take the GIL.
 _MOMENT = 1 << 10
 
@@ -102,6 +103,10 @@ def _array(values: Any, kinds: str, what: str) -> Array:
             f"{what} must be a 1-D array, got {type(values).__name__}: {error}"
         ) from error
     if array.ndim == 1 and array.dtype.kind in kinds:
+        if array.dtype == np.uint64 and array.max(initial=0) > _MOST:
+            raise ValueError(
+                f"{what} has {array.max():,}, which is above int64's limit"
+            )
         return array
     if isinstance(values, (list, tuple)) and not values:
         return array.astype(np.int64)
@@ -220,6 +225,11 @@ class Concatenation:
     def last(self) -> list[tuple[Row | Bad, Passed]]:
         """Return the open row, if it has tokens."""
         return [(Row(self._pieces), self._begin(0))] if self._pieces else []
+
+    @property
+    def has_some(self) -> bool:
+        """Whether the open row has tokens."""
+        return bool(self._pieces)
 
     def lacking(self, rows: int) -> int:
         """Return how many tokens so many rows lack, if none is waiting."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from aioloader.datasets._options import differing
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1
@@ -119,7 +120,8 @@ class Manifest:
         for what, old in theirs.items():
             if old != mine[what]:
                 raise StateMismatchError(
-                    f"{where} was started with another {what}; write to another place, "
+                    f"{where} was started with another {what}"
+                    f"{differing(old, mine[what])}; write to another place, "
                     f"or under another name",
                     expected=old,
                     found=mine[what],
