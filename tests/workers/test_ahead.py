@@ -241,7 +241,8 @@ def test_private_memory_is_no_shared_memory(tmp_path: Path) -> None:
     arrays = np.zeros(3), np.frombuffer(bytearray(8), np.uint8), read_only[2:]
     locks = multiprocessing.Lock(), multiprocessing.RLock()
     rows = [(index, [index]) for index in range(1000)]
-    others = SyncMap(), torch.zeros(3), labels, rows, Slotted(rows)
+    tensors = torch.zeros(3), torch.eye(2).to_sparse(), torch.zeros(1, device="meta")
+    others = SyncMap(), *tensors, labels, rows, Slotted(rows)
     assert not holds_shared_memory(*others, *arrays, *locks)
 
 

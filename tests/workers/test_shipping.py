@@ -42,6 +42,7 @@ def rich() -> dict[str, Any]:
             "list": [1, 2.5, None, {"a"}],
             "raw": b"y" * 99,
         },
+        "sparse": torch.eye(3).to_sparse(),
         "parameter": torch.nn.Parameter(torch.ones(4)),
         "module": torch.nn.Linear(3, 2),
         "partial": functools.partial(max, 3),
@@ -61,7 +62,8 @@ def whole(value: Any) -> Any:
     if isinstance(value, list):
         return [whole(part) for part in value]
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return type(value), value.dtype, value.tolist()
+        dense = value.to_dense() if isinstance(value, torch.Tensor) else value
+        return type(value), value.dtype, dense.tolist()
     return value
 
 

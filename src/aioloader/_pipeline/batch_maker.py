@@ -296,7 +296,9 @@ class BatchMaker(Recipe):
                     seed(task, len(samples), 0)
                 samples.append(get(index))
             except BaseException as error:  # retried, or the policy decides
-                samples.append(run_now(self._again(task, len(samples), pause, error)))
+                # An interrupt may come when the last one has just been appended.
+                at = min(len(samples), len(task.indices) - 1)
+                samples.append(run_now(self._again(task, at, pause, error)))
 
     def apply(self, task: BatchTask) -> None:
         """Transform the samples of ``task`` in place; the transform is plain."""

@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioloader._workers.reducers import is_shared
+
 _LEAVES = (
     str, bytes, bytearray, int, float, ModuleType, CodeType, GeneratorType, FrameType,
     np.ndarray, torch.Tensor, memoryview, mmap.mmap,
@@ -110,9 +112,7 @@ def _is_shared(one: Any, types: tuple[Any, ...]) -> bool:
         if isinstance(one, mmap.mmap):
             with memoryview(one) as view:
                 return not view.readonly
-    if isinstance(one, torch.Tensor):
-        return bool(one.is_shared())  # type: ignore[no-untyped-call]
-    return isinstance(one, types)
+    return is_shared(one) if isinstance(one, torch.Tensor) else isinstance(one, types)
 
 
 def reachable(*objects: Any) -> Iterator[Any]:

@@ -125,3 +125,11 @@ def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
 
 # For pickles in which tensors need not stay together.
 REDUCERS = reducers(lambda _span: None)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is in shared memory; one without a storage is not."""
+    try:
+        return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+    except (NotImplementedError, RuntimeError):  # sparse, on the meta device
+        return False

@@ -33,7 +33,7 @@ from aioloader._transport.codec import (
     encode_by_value,
 )
 from aioloader._workers.info import WorkerInfo, be_worker_process, call_init
-from aioloader._workers.reducers import REDUCERS
+from aioloader._workers.reducers import REDUCERS, is_shared
 from aioloader._workers.rng import Rng, seed_worker, states
 from aioloader.errors import WorkerStartError
 
@@ -262,7 +262,7 @@ def _gap(at: int, nbytes: int) -> int:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    if tensor.is_shared():  # type: ignore[no-untyped-call]
+    if is_shared(tensor):
         raise pickle.PicklingError(
             "a tensor in shared memory (share_memory_) is shared only by inheritance"
         )
