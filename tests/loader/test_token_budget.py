@@ -381,8 +381,13 @@ def test_samples_that_cannot_be_padded(
 
 
 def test_an_empty_sample_changes_no_dtype() -> None:
-    whole = {"input_ids": [1], "mask": np.array([True]), "w": np.ones(1, np.float32)}
-    for empty in ([], np.zeros(0)):
+    whole: Any = {
+        "input_ids": [1],
+        "mask": np.array([True]),
+        "w": np.ones(1, np.float32),
+    }
+    empties: list[Any] = [[], np.zeros(0, int)]
+    for empty in empties:
         batch = pad_collate()([whole, dict.fromkeys(whole, empty)])
         assert (batch["mask"].dtype, batch["w"].dtype) == (torch.bool, torch.float32)
 

@@ -201,7 +201,7 @@ class Settings:
     epoch = GLOBAL
 
 
-def by_class(index: int) -> int:
+def by_class(index: int) -> Any:
     return index * Settings.epoch.value
 
 
@@ -290,7 +290,7 @@ def test_an_order_that_is_changed_between_epochs(change: Callable[[Any], None]) 
         loader = cls(
             [*range(8)], 3, is_shuffled, num_workers=1, persistent_workers=True
         )
-        found = [list(loader)]
+        found: list[Any] = [list(loader)]
         change(loader)
         found += [list(loader), list(loader), torch.rand(1)]
         loader._iterator = None  # ends the workers
