@@ -18,7 +18,7 @@ def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     if type(dataset) is not TensorDataset:
         return None
     if TensorDataset.__getitem__.__module__ != TensorDataset.__module__:
-        return None  # somebody has replaced it
+        return None  # it was replaced
     return dataset.tensors if all(map(_has_rows, dataset.tensors)) else None
 
 

@@ -53,7 +53,7 @@ def can_look_ahead(options: Options) -> bool:
 
 
 def _order_of(options: Options) -> list[Any]:
-    """Return what an order depends on, to tell whether somebody changes it.
+    """Return what an order depends on, to tell whether it changes.
 
     The attributes of torch's samplers may be assigned between epochs, as ``batch_size``
     is where it grows, and a dataset may grow or shrink.

@@ -91,7 +91,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
 
     @property
     def _iterator(self) -> Any:
-        """The iterator of persistent workers, or what stands for it between epochs.
+        """The iterator of persistent workers, or a substitute between epochs.
 
         None if there are none. Code written for torch calls ``_shutdown_workers``, then
         sets this to None, so that new workers see a changed dataset.
