@@ -81,12 +81,12 @@ def check_token(value: Any, name: str) -> int:
     return token
 
 
-def differing(old: Any, new: Any) -> str:
-    """Return which entries of two mappings differ, in brackets; else nothing."""
+def differing(what: str, old: Any, new: Any) -> str:
+    """Return ``what``, with the entries that differ in brackets if it is a mapping."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return ""
+        return what
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return f" ({', '.join(names)})"
+    return f"{what} ({', '.join(names)})"
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:

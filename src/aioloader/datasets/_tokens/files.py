@@ -134,9 +134,9 @@ class Sidecar:
             old, new = getattr(found, what), mine[what]
             if old != new:
                 raise StateMismatchError(
-                    f"{location!r} was started with another {what}"
-                    f"{differing(old, new)}; remove it, with its hidden '.partial' "
-                    "files, or write to another path",
+                    f"{location!r} was started with another "
+                    f"{differing(what, old, new)}; remove it, with its hidden "
+                    "'.partial' files, or write to another path",
                     expected=old,
                     found=new,
                 )

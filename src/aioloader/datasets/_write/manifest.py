@@ -120,8 +120,8 @@ class Manifest:
         for what, old in theirs.items():
             if old != mine[what]:
                 raise StateMismatchError(
-                    f"{where} was started with another {what}"
-                    f"{differing(old, mine[what])}; write to another place, "
+                    f"{where} was started with another "
+                    f"{differing(what, old, mine[what])}; write to another place, "
                     f"or under another name",
                     expected=old,
                     found=mine[what],
