@@ -58,16 +58,22 @@ def _order_of(options: Options) -> list[Any]:
     The attributes of torch's samplers may be assigned between epochs, as ``batch_size``
     is where it grows, and a dataset may grow or shrink.
     """
-    batches, sampler = options.batch_sampler, options.index_sampler
-    found: list[Any] = [getattr(batches, "sampler", None) is sampler]
-    for one in (batches, sampler):
+    sampler = options.index_sampler
+    found: list[Any] = [sampler]
+    for one in (options.batch_sampler, sampler):
         if type(one) in {BatchSampler, RandomSampler, SequentialSampler}:
-            values = vars(one).items()
-            found += (
-                (name, v if type(v) in {int, bool} else id(v)) for name, v in values
-            )
-            found.append(len(one) if one is sampler else None)
+            found += vars(one).values()
+    if type(sampler) in {RandomSampler, SequentialSampler}:
+        found.append(len(sampler))
     return found
+
+
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    """Tell whether numbers are equal, and other values the same objects."""
+    return len(before) == len(now) and all(
+        one is other or (type(one) is type(other) is int and one == other)
+        for one, other in zip(before, now, strict=True)
+    )
 
 
 class Ahead:
@@ -113,7 +119,7 @@ class Ahead:
         is_right = (
             options is self._options
             and state == self._numbers.state()
-            and self._order == _order_of(options)
+            and _are_same(self._order, _order_of(options))
             and torch.equal(drawn, self._drawn())
         )
         if not is_right:

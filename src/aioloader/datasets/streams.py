@@ -262,8 +262,8 @@ class Stream(Iterated[Sample_co]):
             seed: Seed of the order, for best fit; the order also depends on the epoch.
 
         Raises:
-            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or an
-                option is for the other strategy.
+            ValueError: If ``length`` or ``window`` is below 1, a word is unknown, or
+                ``window``, ``overlong`` or ``seed`` is given for concat.
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")

@@ -104,7 +104,7 @@ class Replayed:
         """Release what is open; nothing is being made."""
 
     def passes(self) -> int | None:
-        """Return how often what it reads was begun again; None if that will end."""
+        """Return the number of the pass of an endless repeat below; None if none is."""
         return None
 
     # -- for steps over it ----------------------------------------------------------
