@@ -99,6 +99,7 @@ class Endless(Source):
         self.data = file.getvalue()
         self.quick = quick
         self.reading = 0
+        self.waits = asyncio.Event()
 
     async def list(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
         for number in range(1000):
@@ -108,6 +109,7 @@ class Endless(Source):
         self.reading += 1
         try:
             if int(key.removesuffix(".png")) >= self.quick:
+                self.waits.set()
                 await asyncio.Event().wait()
         finally:
             self.reading -= 1
@@ -145,7 +147,7 @@ async def test_a_disconnect_ends_the_reads_of_a_service(
     request = asyncio.ensure_future(app(scope, receive, send))
     await answered.wait()
     if client == "waits for a batch":
-        assert store.reading
+        await store.waits.wait()
     left.set()
     await asyncio.gather(request, return_exceptions=True)  # ASGI 2.4: Starlette raises
     assert store.reading == 0
