@@ -26,10 +26,11 @@ Loose = namedtuple("Loose", ["a", "b"])  # noqa: PYI024  (an untyped one, too)
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare structures: types, dtypes, values."""
+    """Compare structures: types, dtypes, layouts, values."""
     assert type(ours) is type(theirs)
     if isinstance(theirs, torch.Tensor):
         assert ours.dtype == theirs.dtype
+        assert ours.is_contiguous() == theirs.is_contiguous()
         assert torch.equal(ours, theirs)
     elif isinstance(theirs, (dict, UserDict)):
         assert list(ours) == list(theirs)
@@ -52,6 +53,8 @@ LEAVES: list[Any] = [
     st.just(None).map(lambda _: torch.arange(6.0).reshape(2, 3)),
     st.just(None).map(lambda _: torch.ones((), dtype=torch.bfloat16)),
     st.just(None).map(lambda _: np.arange(4, dtype=np.int16)),
+    st.just(None).map(lambda _: np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1)),
+    st.just(None).map(lambda _: np.zeros((3, 0, 2))),
     st.just(None).map(lambda _: np.float32(1.5)),
     st.just(None).map(lambda _: np.array(2.5)),
     st.just(None).map(lambda _: np.float64(2.5)),

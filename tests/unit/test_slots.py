@@ -30,12 +30,14 @@ def test_sizes(nbytes: int) -> None:
 
 
 def test_memory_comes_back_when_the_last_view_dies() -> None:
-    """Through tensors, views of them and their numpy aliases."""
+    """Through arrays and tensors, views of them and their numpy aliases."""
     pool = SlotPool()
     slot = pool.lease(MIN_BYTES)
     where = address(slot)
-    tensor = torch.frombuffer(slot, dtype=torch.float32).view(64, -1)
+    array = np.ndarray(MIN_BYTES // 4, np.float32, slot)
     del slot
+    tensor = torch.from_numpy(array.reshape(64, -1)[:, 1:])
+    del array
     alias = tensor[3:].T.numpy()
     del tensor
     assert address(pool.lease(MIN_BYTES)) != where
@@ -106,7 +108,8 @@ def test_lent_memory_changes_no_batch() -> None:
         ]
         for samples in (arrays, strided, read_only):
             expected = torch.stack([torch.from_numpy(s.copy()) for s in samples])
-            assert torch.equal(lent(samples), expected)
+            assert torch.equal(batch := lent(samples), expected)
+            assert batch.is_contiguous()
     for torch_dtype in (torch.bfloat16, torch.complex64, torch.float16, torch.uint8):
         tensors = list(torch.from_numpy(base).to(torch_dtype))
         assert torch.equal(lent(tensors), torch.stack(tensors))

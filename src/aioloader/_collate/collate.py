@@ -114,12 +114,9 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
     """Return 1-D arrays as one tensor."""
-    length, dtype = sum(map(len, arrays)), np.result_type(*arrays)
-    out = borrowed((length,), torch_dtype(dtype))
-    if out is None:
-        return torch.from_numpy(np.concatenate(arrays))
-    np.concatenate(arrays, out=out.numpy())
-    return out
+    out = _array((sum(map(len, arrays)),), np.result_type(*arrays))
+    np.concatenate(arrays, out=out)
+    return torch.from_numpy(out)
 
 
 def collates_as_torch() -> bool:
@@ -209,12 +206,12 @@ def _stack_arrays(samples: Sequence[Any]) -> torch.Tensor:
             sample.shape != shape or sample.dtype != dtype
         ):
             return _stack_tensors([torch.as_tensor(sample) for sample in samples])
-    out = borrowed((len(samples), *shape), torch_dtype(dtype))
-    if out is None:
-        # One copy and one tensor; read-only arrays raise no warning from torch.
-        return torch.from_numpy(np.stack(samples))
-    np.stack(samples, out=out.numpy())
-    return out
+    out = _array((len(samples), *shape), dtype)
+    if shape:  # `np.stack` would make a view of each sample
+        np.concatenate(samples, out=out.reshape(len(samples) * shape[0], *shape[1:]))
+    else:
+        np.stack(samples, out=out)
+    return torch.from_numpy(out)
 
 
 def _refuse_time(dtype: np.dtype[Any]) -> NoReturn:
@@ -231,12 +228,19 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
 
     The memory returns to its pool when the tensor and all its views are gone.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
+    slot = _lent(math.prod(shape) * dtype.itemsize)
+    return None if slot is None else torch.frombuffer(slot, dtype=dtype).view(shape)
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return an uninitialised array, like the tensor, or in memory of its own."""
+    return np.ndarray(shape, dtype, _lent(math.prod(shape) * dtype.itemsize))
+
+
+def _lent(nbytes: int) -> Any:
+    """Return lent memory, as a buffer; None if that is small, or none is lent."""
     pool: Lender | None = getattr(_LENT, "pool", None)
-    if nbytes < MIN_BYTES or pool is None:
-        return None
-    slot = pool.lease(nbytes)
-    return torch.frombuffer(slot, dtype=dtype).view(shape)
+    return None if nbytes < MIN_BYTES or pool is None else pool.lease(nbytes)
 
 
 @functools.cache

@@ -136,7 +136,7 @@ class ArenaWriter(_Side):
             if self._states[slot.ref.number] == _LOCKED:
                 self._locked.add(slot.ref.number)
             self._states[slot.ref.number] = _TAKEN
-            view = np.frombuffer(slot.memory, np.uint8, slot.ref.size, slot.offset)
+            view = Slot((slot.ref.size,), np.uint8, slot.memory, slot.offset)
             slot.view = weakref.ref(view)
             return slot.ref, view
 
@@ -223,7 +223,7 @@ class ArenaReader(_Side):
             self._unlock_retired()
             if memory.lock(self._locker, ref.start - first, ref.size):
                 self._locked[ref.number] = ref
-        view = np.frombuffer(memory, np.uint8, nbytes, ref.start - first)
+        view = Slot((nbytes,), np.uint8, memory, ref.start - first)
         self.lent += 1
         weakref.finalize(view, self._return, ref).atexit = False
         return view

@@ -15,11 +15,18 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
-Slot: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Memory as bytes; its holder, or that of an array or a tensor over it, owns it.
+
+    A type of its own, because numpy's views keep only the array at the end of a chain
+    of arrays of one type.
+    """
+
 
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
@@ -88,9 +95,9 @@ class SlotPool:
     def lease(self, nbytes: int) -> Slot:
         """Return memory for one batch.
 
-        The holder of the array, or of a ``torch.frombuffer`` of it, owns the memory;
-        views of that tensor keep it alive. A numpy view of the array alone does not.
-        Nothing is zeroed.
+        The holder of the slot, or of an ``np.ndarray(shape, dtype, slot)`` or a
+        ``torch.frombuffer`` of it, owns the memory; views of these keep it alive, but
+        not slices of the slot. Nothing is zeroed.
 
         Args:
             nbytes: Size wanted, in bytes; at least 1.
@@ -112,7 +119,7 @@ class SlotPool:
             memory = LockableMap(-1, size, **_PRIVATE)
             if self.locker is not None:
                 memory.lock(self.locker, 0, size)
-        slot = np.frombuffer(memory, dtype=np.uint8, count=nbytes)
+        slot = Slot((nbytes,), np.uint8, memory)
         # Late finalizers keep the free list alive after the pool.
         weakref.finalize(slot, free.append, memory).atexit = False
         return slot
