@@ -341,14 +341,14 @@ def measure_costs(rounds: int) -> Rounds:
         ends = ending_us().items()
         ratio = statistics.median(large[0] / small[0] for small, large in each)
         for name, value in {
-            "best fit: filled, %": filled(),
+            "best fit, filled, %": filled(),
             "mix of three by a loader, CPU by that of them alone": mixed(in_batches),
             "the same in pulls of 64 without a loader": mixed(lambda stream: stream),
             "state_dict, 24 readers of three sources, ms": state_ms(),
             "first batch of 10^10 tokens by that of 10^7": ratio,
             "memory of 10^10 tokens, MB": max(large[1] for _, large in each),
             "shuffled batches of a file by numpy's": shuffled(),
-            **{f"three ranks, tail={tail!r}: us per batch": us for tail, us in ends},
+            **{f"three ranks, tail={tail!r}, us per batch": us for tail, us in ends},
         }.items():
             found[name].append({"value": value})
     return dict(found)
