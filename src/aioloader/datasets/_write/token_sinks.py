@@ -128,8 +128,9 @@ class FileSink:
     def aclose(self) -> None:
         """Close the files; what counts stays for the next writer, if anything does."""
         if self._is_empty:
-            self._clean()
-            self._growing.unlink(missing_ok=True)  # while it is locked
+            with contextlib.suppress(OSError):  # an earlier one ends the writer
+                self._clean()
+                self._growing.unlink(missing_ok=True)  # while it is locked
             self._is_empty = False
         for file in (self._tokens, self._sizes):
             if file is not None:
