@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers.implementations.base_tokenizer import BaseTokenizer
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad
@@ -391,6 +392,15 @@ def described(made: Any) -> str:
     stream = from_iterable(TEXTS).tokenize(made)
     found: str = stream.describe()["tokenizer"]
     return found
+
+
+async def test_an_implementation_is_its_tokenizer() -> None:
+    """It truncates as its settings say, like the tokenizer that it wraps."""
+    made = BaseTokenizer(tokenizer())
+    made.enable_truncation(3)
+    assert described(made) == described(made._tokenizer) != described(tokenizer())
+    found, _ = await read(from_iterable(TEXTS).tokenize(made))
+    assert plain(found) == [ids[:3] for ids in IDS]
 
 
 async def test_a_state_of_another_tokenizer_is_refused() -> None:

@@ -257,6 +257,24 @@ def test_peers_of_a_single_rank(tmp_path: Path) -> None:
         assert "a peer of rank 0, before, 4 shards" in error
 
 
+def test_workers_are_named_by_their_rank(tmp_path: Path) -> None:
+    """Not by their number among the workers of all ranks."""
+    store = dist.FileStore(str(tmp_path / "ranks"))
+
+    def load(rank: int) -> None:
+        stream = TextDataset("*.txt", store=tmp_path).agree(store, timeout=5)
+        options: Any = {"num_workers": 2, "fetch": "workers", "tail": "uneven"}
+        with DataLoader(stream, 4, rank=rank, world_size=2, **options) as loader:
+            list(loader)
+
+    shards(tmp_path, 0, 8)
+    load(1)
+    shards(tmp_path, 8, 9)
+    words = r"rank 0 \(worker 0\) found 9 .*, and rank 1 \(worker [01]\), before, 8 sh"
+    with pytest.raises(DatasetError, match=words):
+        load(0)
+
+
 async def test_a_single_rank_without_peers(tmp_path: Path) -> None:
     """It reads what is there, whatever others find."""
     store = dist.HashStore()

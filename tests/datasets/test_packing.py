@@ -427,6 +427,35 @@ async def test_varlen_collate(kind: Any) -> None:
     assert type(batch["max_seqlen"]) is int
 
 
+FOUR, THREE = np.arange(4), np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("sample", "error", "words"),
+    [
+        (
+            {"input_ids": FOUR, "position_ids": THREE},
+            ValueError,
+            r"sample 1 .* shapes {'input_ids': \(4,\), 'position_ids': \(3,\)}; var",
+        ),
+        ({"input_ids": THREE, "position_ids": FOUR}, ValueError, r"ids': \(3,\), "),
+        ({"input_ids": FOUR, "position_ids": FOUR[None]}, ValueError, r"\(1, 4\)"),
+        ({"input_ids": FOUR}, KeyError, r"sample 1 .* has \['input_ids'\]; varlen_co"),
+        ({"input_ids": 0, "position_ids": 0, "n": 0}, KeyError, "sample 1 .*, 'n'"),
+    ],
+)
+def test_samples_that_are_not_flat(sample: Any, error: Any, words: str) -> None:
+    """Entries that are missing would shift those of all samples after it."""
+    good = {"input_ids": FOUR, "position_ids": FOUR}
+    with pytest.raises(error, match=words):
+        varlen_collate([good, sample, good])
+
+
+def test_samples_without_positions() -> None:
+    with pytest.raises(KeyError, match=r"sample 0 .* needs 'position_ids'"):
+        varlen_collate([{"input_ids": FOUR}])
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_makes_flat_batches(num_workers: int) -> None:
     """Large ones are written where workers send them from."""

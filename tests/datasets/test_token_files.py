@@ -171,6 +171,27 @@ def test_the_written_index_is_megatrons(tmp_path: Path) -> None:
     assert labels.tolist() == [6, 7, 8, -100, 10]
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_the_eos_of_an_index(tmp_path: Path, is_stored: bool) -> None:
+    """It is that of the sidecar; documents end as the index says, all the same."""
+    write(tmp_path / "x", [[5, 0, 6], [7]], format="megatron", eos=0)
+    store = Shelf(tmp_path) if is_stored else None
+
+    def made(**options: Any) -> TokenDataset:
+        return TokenDataset("x" if store else tmp_path / "x", 5, store=store, **options)
+
+    assert [made().eos, made(eos=7).eos] == [0, 7]
+    assert [made().describe()["eos"], made(eos=0).describe()["eos"]] == [None, 0]
+    if not is_stored:
+        assert made()[0]["labels"].tolist() == [0, 6, 0, -100, 0]
+    sidecar = (tmp_path / "x.bin.json").read_text()
+    (tmp_path / "x.bin.json").write_text(sidecar.replace('"tokens": 6', '"tokens": 7'))
+    with pytest.raises(ValueError, match="its sidecar says 7 tokens of uint16"):
+        made()
+    (tmp_path / "x.bin.json").unlink()
+    assert made().eos is None
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """100 documents, of 1 to 100 tokens."""
@@ -414,6 +435,23 @@ def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
         TokenDataset(path, 4)
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_tokens_above_int64(tmp_path: Path, is_stored: bool) -> None:
+    """They would be negative; the samples without them are read."""
+    tokens = np.arange(17, dtype=np.uint64)
+    tokens[9] = 2**63
+    tokens.tofile(tmp_path / "a")
+    store = Shelf(tmp_path) if is_stored else None
+    path = "a" if is_stored else tmp_path / "a"
+    dataset = TokenDataset(path, 3, "uint64", store=store)
+    with DataLoader(dataset, 5, on_error="skip") as loader:
+        (batch,) = loader
+    assert batch["input_ids"][:, 0].tolist() == [0, 3, 12]
+    words = r"token 9 of .*a' is 9,223,372,036,854,775,808, which is above int64's"
+    with pytest.raises(ValueError, match=words):
+        list(DataLoader(dataset, 5))
+
+
 # -- writing ------------------------------------------------------------------------
 
 
@@ -468,6 +506,33 @@ async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
         assert writer.next_sample == 5
         with pytest.raises(StateMismatchError, match="is finished, with 5 documents"):
             await writer.write([6])
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """But what an earlier writer saved."""
+
+    async def fail(*documents: Sequence[int], **options: Any) -> int:
+        first = -1
+        with pytest.raises(TypeError, match="must be 1-D integers"):
+            async with TokenWriter(tmp_path / "a", "uint16", **options) as writer:
+                first = writer.next_sample
+                for document in (*documents, 0.5):
+                    await writer.write(document)  # type: ignore[arg-type]
+        return first
+
+    def there() -> set[str]:
+        return {one.name for one in tmp_path.iterdir()}
+
+    assert (asyncio.run(fail([1])), there()) == (0, set())
+    assert asyncio.run(fail([1], [2], save_bytes=2)) == 0
+    left = {f".a{ending}.partial" for ending in ("", ".sizes", ".json")}
+    assert there() == left
+    assert asyncio.run(fail()) == 2
+    with pytest.raises(StateMismatchError, match="started with another eos"):
+        write(tmp_path / "a", [[1], [2], [3]], eos=0)
+    assert there() == left
+    write(tmp_path / "a", [[1], [2], [3]])
+    assert np.fromfile(tmp_path / "a", "<u2").tolist() == [1, 2, 3]
 
 
 async def test_files_of_others_stay(tmp_path: Path) -> None:
@@ -577,6 +642,7 @@ def test_tokenize(
     ("arguments", "status", "words"),
     [
         (("none.txt", "a"), 2, "there is no file 'none.txt'"),
+        (("a.txt", "d"), 1, "'d' is a directory: name a file in it, such as 'd/train."),
         (("a.tar", "a"), 2, "SRC must be texts (.txt, .jsonl, .parquet), one or many"),
         (("a.txt", "a", "--column", "b"), 2, "--column is for rows, and 'a.txt' has"),
         (("a.txt", "a", "--eos", "</s>"), 2, "--eos '</s>' is not in the vocabulary"),
@@ -599,6 +665,7 @@ def test_mistakes_are_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("\xfe\n")
     (tmp_path / "a.jsonl").write_text('{"a": "x"}\n')
+    (tmp_path / "d").mkdir()
     command = ["tokenize", *TOKENIZER, "--dtype", "uint16", *arguments]
     try:
         found = main(command)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset
 
 from aioloader import (
     DataLoader,
@@ -35,7 +36,8 @@ def sampler_of(**options: Any) -> TokenBudgetBatchSampler:
 def loader_of(sampler: Any = None, **options: Any) -> "DataLoader[Any]":
     sampler = sampler_of() if sampler is None else sampler
     asked: Any = {"collate_fn": list, "batch_sampler": sampler, **options}
-    return DataLoader(Numbers(len(LENGTHS)), **asked)
+    count = getattr(sampler, "num_samples", len(LENGTHS))
+    return DataLoader(Numbers(count), **asked)
 
 
 def later(value: Any) -> Any:
@@ -172,6 +174,28 @@ def test_no_lengths(lengths: Any) -> None:
     assert list(loader_of(order)) == []
 
 
+@pytest.mark.parametrize("count", [38, 40])
+def test_another_datasets_lengths(count: int) -> None:
+    """They are refused by the constructor, also where another sampler wraps them."""
+    words = f"TokenBudgetBatchSampler has .* 39 samples, but the dataset has {count}:"
+
+    class Wrapped:
+        def __init__(self) -> None:
+            self.batch_sampler = sampler_of()
+
+        def __iter__(self) -> Any:
+            return iter(self.batch_sampler)
+
+    class NoLength(Dataset[int]):
+        pass
+
+    for sampler in (sampler_of(), Wrapped()):
+        with pytest.raises(ValueError, match=words):
+            DataLoader(Numbers(count), batch_sampler=sampler)
+        DataLoader(Subset(Numbers(count), [0] * 39), batch_sampler=sampler)
+        DataLoader(NoLength(), batch_sampler=sampler)
+
+
 # -- in a loader ----------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -267,7 +291,10 @@ def test_states() -> None:
         (sampler_of(seed=5), "seed 3 of the sampler, .* seed 5"),
         (sampler_of(shuffle=False), "seed 3 of the sampler, .* seed None"),
         (TokenBudgetBatchSampler(LENGTHS[::-1], 20, 8, seed=3), "checksum"),
-        (TokenBudgetBatchSampler(LENGTHS[1:], 20, 8, seed=3), "of 39 indices"),
+        (
+            TokenBudgetBatchSampler(LENGTHS[1:], 20, 8, seed=3),
+            "for 39 samples, .* has 38",
+        ),
         ([[1, 2]], "the sampler 'TokenBudgetBatchSampler'"),
     ],
 )

@@ -99,17 +99,39 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ``max_seqlen``, the length of the longest document, an int.
 
     Raises:
-        KeyError: If samples have no ``position_ids``.
+        KeyError: If samples have no ``position_ids``, or others than the first one.
+        ValueError: If the arrays of a sample differ in length.
     """
+    rows = [_flat(at, sample, samples[0]) for at, sample in enumerate(samples)]
     batch: dict[str, Any] = {
-        name: _joined([np.asarray(sample[name]) for sample in samples])
-        for name in samples[0]
+        name: _joined([row[name] for row in rows]) for name in rows[0]
     }
     positions = batch["position_ids"].numpy()
     bounds = np.append(np.flatnonzero(positions == 0), len(positions))
     batch["cu_seqlens"] = torch.from_numpy(bounds.astype(np.int32))
     batch["max_seqlen"] = int(np.diff(bounds).max(initial=0))
     return batch
+
+
+def _flat(
+    at: int, sample: Mapping[str, Any], first: Mapping[str, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of sample ``at``, all of one length."""
+    if sample.keys() != first.keys() or "position_ids" not in sample:
+        raise KeyError(
+            f"sample {at} of the batch has {[*sample]}; varlen_collate needs "
+            f"'position_ids', and the same names in all samples: the first one has "
+            f"{[*first]}"
+        )
+    arrays = {name: np.asarray(entry) for name, entry in sample.items()}
+    shape = arrays["position_ids"].shape
+    if len(shape) != 1 or any(array.shape != shape for array in arrays.values()):
+        shapes = {name: array.shape for name, array in arrays.items()}
+        raise ValueError(
+            f"sample {at} of the batch has arrays of the shapes {shapes}; "
+            "varlen_collate needs one dimension and one length: one entry per token"
+        )
+    return arrays
 
 
 def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:

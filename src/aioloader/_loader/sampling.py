@@ -258,11 +258,27 @@ def make_samplers(
             sampler = ShuffledIndices(len(dataset), seed)
     if batch_sampler is not None:
         size = None
+        _check_lengths(dataset, batch_sampler)
     elif size is not None:
         batch_sampler = BatchSampler(sampler, size, options.drop_last)
     if ranks.given is not None:
         refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
+
+
+def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
+    """Check that a sampler made for a number of samples has a dataset of as many."""
+    for part in nested(batch_sampler):
+        expected = part.num_samples if isinstance(part, KeyedOrder) else None
+        if expected is None:
+            continue
+        found = operator.length_hint(dataset, expected)  # it may have no length
+        if found != expected:
+            raise ValueError(
+                f"the {type(part).__name__} has the lengths of {expected:,} samples, "
+                f"but the dataset has {found:,}: make it of this dataset's lengths, "
+                "one per sample"
+            )
 
 
 def own_order(sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:

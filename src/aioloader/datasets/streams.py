@@ -188,10 +188,11 @@ class Stream(Iterated[Sample_co]):
         refused, by a digest.
 
         Args:
-            tokenizer: A ``tokenizers.Tokenizer``; a fast tokenizer of ``transformers``,
-                which gives the ``input_ids`` of ``tokenizer(texts)`` (both with special
-                tokens, as int64); or a plain function of a list of texts that returns
-                a sequence of integers for each, or a dict with these as ``input_ids``.
+            tokenizer: A ``tokenizers.Tokenizer`` or one of ``implementations`` there; a
+                fast tokenizer of ``transformers``, which gives the ``input_ids`` of
+                ``tokenizer(texts)`` (both with special tokens, as int64); or a plain
+                function of a list of texts that returns a sequence of integers for
+                each, or a dict with these as ``input_ids``.
             column: Name of the texts in samples that are rows or dicts.
             batch: How many texts are tokenized at a time; no part of the state.
 

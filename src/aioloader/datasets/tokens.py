@@ -61,6 +61,7 @@ _NAMES = "input_ids", "labels", "position_ids"
 _ADVISES = hasattr(mmap, "MADV_WILLNEED")
 # Tokens of a sample or document that is made on the event loop; others in a thread.
 _LIGHT = 1 << 16
+_MOST = np.iinfo(np.int64).max
 
 
 class TokenDataset(Dataset[Any]):
@@ -84,8 +85,8 @@ class TokenDataset(Dataset[Any]):
         length: Tokens of a sample.
         dtype: Type of the tokens, such as ``"uint16"``; an ``.idx``, or the sidecar
             that ``TokenWriter`` writes, says it.
-        eos: The token that ends each document. Default: that in the sidecar; without
-            one, documents end as the ``.idx`` says, or all is one document.
+        eos: The token that ends each document. Default: documents end as the ``.idx``
+            says, or with the token in the sidecar; without both, all is one document.
         store: What ``path`` is relative to: as for ``ObjectDataset``.
         store_options: Options of the store that a URL names.
         requests: How requests that fail or stall are treated.
@@ -192,6 +193,7 @@ class TokenDataset(Dataset[Any]):
         Raises:
             IndexError: If ``index`` is out of range.
             DatasetError: If it cannot be read.
+            ValueError: If a token is above int64's limit.
         """
         (sample,) = self.__getitems__([index])
         return sample
@@ -212,7 +214,7 @@ class TokenDataset(Dataset[Any]):
             "length": self.length,
             "tokens": self._file.tokens,
             "dtype": self.dtype.name,
-            "eos": self.eos,
+            "eos": self.eos if self._file.index is None else None,
         }
 
     async def __aenter__(self) -> Self:
@@ -266,6 +268,12 @@ class TokenDataset(Dataset[Any]):
             return Samples(dict.fromkeys(_NAMES, inputs))
         following = np.empty(len(windows), np.int64)
         for row, window in enumerate(windows):
+            if window.dtype == np.uint64 and (most := window.max()) > _MOST:
+                at = starts[row] + int(window.argmax())
+                raise ValueError(
+                    f"token {at:,} of {self._label()!r} is {most:,}, which is above "
+                    "int64's limit; pass the dtype that the file was written with"
+                )
             inputs[row], following[row] = window[:-1], window[-1]
         tokens = inputs.reshape(-1)
         begin = np.arange(0, len(tokens), length)
@@ -566,7 +574,7 @@ class TokenWriter:
         if is_finished:
             raise StateMismatchError(
                 f"{self._sink.label!r} exists, without the sidecar of a TokenWriter: "
-                "remove it, or write to another path"
+                "write to another path, or remove it if nobody needs it"
             )
         return self._sidecar
 

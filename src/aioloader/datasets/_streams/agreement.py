@@ -36,6 +36,13 @@ class Agreement:
     rank: int
     ranks: int
     epoch: int
+    workers: int  # of each rank
+
+    @property
+    def name(self) -> str:
+        """The number of the rank, with that of its worker if it has several."""
+        rank, worker = divmod(self.rank, self.workers)
+        return f"{rank} (worker {worker})" if self.workers > 1 else f"{rank}"
 
     async def on(
         self,
@@ -70,7 +77,7 @@ class Agreement:
         shown, others = _shown(summary), _shown(first["summary"])
         peer = "a peer of " if first["rank"] == self.rank else ""
         raise DatasetError(
-            f"{who}: rank {self.rank} found {shown}, and {peer}rank {first['rank']}, "
+            f"{who}: rank {self.name} found {shown}, and {peer}rank {first['name']}, "
             f"before, {others}: shards were added or removed meanwhile, or the ranks "
             "were given different ones, and samples would be lost or duplicated; let "
             "all ranks read the same names, and start again",
@@ -87,7 +94,7 @@ class Agreement:
 
     def _left(self, key: str, summary: Any, store: Any) -> Any:
         """Leave a summary unless another rank was faster; return the first one."""
-        mine = {"rank": self.rank, "summary": summary}
+        mine = {"rank": self.rank, "name": self.name, "summary": summary}
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
     async def _do(self, job: Callable[[Any], Any], who: str) -> Any:
@@ -96,7 +103,7 @@ class Agreement:
             return await asyncio.to_thread(lambda: job(self.store.open()))
         except Exception as error:
             raise DatasetError(
-                f"{who}: rank {self.rank} could not compare its shards with those of "
+                f"{who}: rank {self.name} could not compare its shards with those of "
                 f"the other ranks, through {self.store!r}: {error}; start again, or "
                 "give the ranks another store with agree()",
                 location=who,

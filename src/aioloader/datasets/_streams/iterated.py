@@ -82,7 +82,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
             warn(cost)
         agrees = world_size > 1 or self.has_peers
         store = self.rank_store.found() if agrees else None
-        iterator = StreamIterator(self, epoch, deal, state, store)
+        agreement = (
+            Agreement(store, deal.rank, ranks, epoch, workers) if store else None
+        )
+        iterator = StreamIterator(self, epoch, deal, state, agreement)
         self._loaded = None
         if not self._is_chosen:
             self._epoch = epoch + 1
@@ -320,7 +323,7 @@ IterableDataset.register(Iterated)
 class StreamIterator(BlockIterator, Generic[Sample_co]):
     """One iteration; a loader pulls blocks, ``async for`` single samples.
 
-    It reads the positions of a ``deal``; ranks compare their shards in ``store``.
+    It reads the positions of a ``deal``; ranks compare their shards by ``agreement``.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         epoch: int,
         deal: Deal,
         state: State | None = None,
-        store: RankStore | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.fills: bool = deal.is_alone
         total = stream.total()
@@ -356,9 +359,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         position: int = self._state["position"]
         self.at: int = -(-(position - deal.rank) // deal.ranks)
         self._shift = position - self.at * deal.ranks
-        self._agreement: Agreement | None = None
-        if store is not None:
-            self._agreement = Agreement(store, deal.rank, deal.ranks, epoch)
+        self._agreement = agreement
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._readers: Alone | Readers | None = None

@@ -122,6 +122,28 @@ class Sidecar:
             raise ValueError(f"{location!r} is a sidecar of another version")
         return found
 
+    @classmethod
+    def beside(
+        cls, path: Address, version: Version, look: Look, read: Read
+    ) -> "Sidecar | None":
+        """Return that of a finished file, if it has one.
+
+        Raises:
+            ValueError: If it is of something else.
+        """
+        location = _added(path, ".json")
+        told = _looked(look, location)
+        if told is None:
+            return None
+        found = cls.loaded(read(location, 0, told.size), location)
+        dtype = dtype_of(found.dtype)
+        if found.tokens * dtype.itemsize != version.size:
+            raise ValueError(
+                f"{path!r} has {version.size:,} bytes, and its sidecar says "
+                f"{found.tokens:,} tokens of {dtype}: it is cut, or of another dataset"
+            )
+        return found
+
     def resumed(self, text: bytes, location: str) -> "Sidecar":
         """Return how far an earlier writer of the same tokens got.
 
@@ -300,7 +322,7 @@ class TokenFile:
         address: Where the tokens are.
         version: The version of that file.
         dtype: Their type.
-        eos: The token that ends a document, if documents end so.
+        eos: The token that ends a document, if it is known.
         index: What says where documents start; None: ``eos``, or nothing does.
     """
 
@@ -331,15 +353,24 @@ class TokenFile:
         # A file that exists and is no .bin has no index.
         is_flat = version is not None and path != tokens
         told = None if is_flat else _looked(look, idx)
+        path = path if told is None else tokens
+        version = version or look(path)
+        said = Sidecar.beside(path, version, look, read)
+        ends = said.eos if said and eos is None else eos
         if told is None:
-            made = cls._flat(path, version or look(path), given, eos, look, read)
+            found = given if said is None else dtype_of(said.dtype)
+            if found is None:
+                raise ValueError(
+                    f"the type of the tokens in {path!r} is not known, without an .idx "
+                    "or the sidecar of a TokenWriter: pass dtype, such as 'uint16'"
+                )
+            made = cls(path, version, found, ends, None)
         else:
-            path, version = tokens, version or look(tokens)
             index = Index.found(idx, told, read)
             index.check(read, version.size)
             # A caller who names the token that ends documents wants it to decide.
             decides = index if eos is None else None
-            made = cls(path, version, index.dtype, eos, decides)
+            made = cls(path, version, index.dtype, ends, decides)
         if given is not None and given != made.dtype:
             raise ValueError(
                 f"dtype is {given}, and {path!r} has tokens of {made.dtype}, as the "
@@ -353,35 +384,6 @@ class TokenFile:
                 f"{made.dtype}: it is cut, or of another type"
             )
         return made
-
-    @classmethod
-    def _flat(
-        cls,
-        path: Address,
-        version: Version,
-        given: np.dtype[Any] | None,
-        eos: int | None,
-        look: Look,
-        read: Read,
-    ) -> "TokenFile":
-        """Return a flat file, by its sidecar, or as given."""
-        beside = _added(path, ".json")
-        told = _looked(look, beside)
-        if told is None:
-            if given is None:
-                raise ValueError(
-                    f"the type of the tokens in {path!r} is not known, without an .idx "
-                    "or the sidecar of a TokenWriter: pass dtype, such as 'uint16'"
-                )
-            return cls(path, version, given, eos, None)
-        said = Sidecar.loaded(read(beside, 0, told.size), beside)
-        dtype = dtype_of(said.dtype)
-        if said.tokens * dtype.itemsize != version.size:
-            raise ValueError(
-                f"{path!r} has {version.size:,} bytes, and its sidecar says "
-                f"{said.tokens:,} tokens of {dtype}: it is cut, or of another dataset"
-            )
-        return cls(path, version, dtype, said.eos if eos is None else eos, None)
 
 
 def megatron_pair(path: Address) -> tuple[Address, Address]:

@@ -54,6 +54,8 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     module = sys.modules.get("tokenizers")  # there if it is one
+    if module and isinstance(backend, module.implementations.BaseTokenizer):
+        tokenizer = backend = getattr(backend, "_tokenizer", None)
     if module is None or not isinstance(backend, module.Tokenizer):
         return None
     # A call of one of transformers sets these first, and truncates only if asked to.

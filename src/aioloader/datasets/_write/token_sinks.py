@@ -52,10 +52,16 @@ class FileSink:
         )
         self._tokens: BinaryIO | None = None
         self._sizes: BinaryIO | None = None
+        self._is_empty = False  # nothing is there that another writer could resume
 
     @threaded
     def open(self) -> tuple[bytes | None, bool]:
         """Return an earlier writer's sidecar, if any, and whether it had finished."""
+        if self._path.is_dir():
+            raise StateMismatchError(
+                f"{self.label!r} is a directory: name a file in it, such as "
+                f"{str(self._path / 'train.bin')!r}"
+            )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             self._clean()  # it may have been killed just before
@@ -68,8 +74,10 @@ class FileSink:
                 f"another writer is writing {self.label!r} now; run one writer at a "
                 "time, or give each a different path"
             )
+        journal = _contents(self._journal)
+        self._is_empty = journal is None
         self._sizes = self._growing_sizes.open("a+b")
-        return _contents(self._journal), False
+        return journal, False
 
     @threaded
     def begin(self, num_bytes: int, documents: int) -> bool:
@@ -79,6 +87,7 @@ class FileSink:
         for file, size in files:
             assert file is not None
             file.truncate(size if is_there else 0)
+        self._is_empty = not (is_there and documents)
         return is_there
 
     @threaded
@@ -89,6 +98,7 @@ class FileSink:
             if data and file is not None:
                 os.fsync(file.fileno())
         _replace(self._journal, [sidecar])
+        self._is_empty &= not data
 
     @threaded
     def finish(
@@ -104,6 +114,7 @@ class FileSink:
         _replace(self._sidecar, [sidecar])
         # While it is open, and so locked.
         self._growing.replace(self._path)
+        self._is_empty = False
         sync_folder(self._path.parent)
         self._clean()
 
@@ -115,7 +126,12 @@ class FileSink:
 
     @threaded
     def aclose(self) -> None:
-        """Close the files; what counts stays for the next writer."""
+        """Close the files; what counts stays for the next writer, if anything does."""
+        if self._is_empty:
+            with contextlib.suppress(OSError):  # an earlier one ends the writer
+                self._clean()
+                self._growing.unlink(missing_ok=True)  # while it is locked
+            self._is_empty = False
         for file in (self._tokens, self._sizes):
             if file is not None:
                 lock(file, "LOCK_UN")  # a process forked meanwhile has it, too
