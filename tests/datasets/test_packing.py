@@ -451,6 +451,12 @@ def test_samples_that_are_not_flat(sample: Any, error: Any, words: str) -> None:
         varlen_collate([good, sample, good])
 
 
+def test_a_sample_begins_a_document() -> None:
+    """Also one whose positions begin later, as those of a part of a document."""
+    rows = [{"position_ids": np.array(one, int)} for one in ([5, 6], [], [0, 1, 0])]
+    assert varlen_collate(rows)["cu_seqlens"].tolist() == [0, 2, 4, 5]
+
+
 def test_samples_without_positions() -> None:
     with pytest.raises(KeyError, match=r"sample 0 .* needs 'position_ids'"):
         varlen_collate([{"input_ids": FOUR}])

@@ -19,6 +19,7 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
+from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -86,8 +87,9 @@ def default_collate(samples: Sequence[Any]) -> Any:
 def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Collate packed samples to a flat batch, for attention within documents.
 
-    A document starts where ``position_ids`` are 0; padding is one, too. The names are
-    those of Hugging Face's and FlashAttention's ``flash_attn_varlen_func``.
+    A document starts where ``position_ids`` are 0, and where a sample does; padding is
+    one, too. The names are those of Hugging Face's and FlashAttention's
+    ``flash_attn_varlen_func``.
 
     Args:
         samples: Dicts of 1-D arrays or tensors, ``position_ids`` among them, such as
@@ -106,8 +108,9 @@ def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     batch: dict[str, Any] = {
         name: _joined([row[name] for row in rows]) for name in rows[0]
     }
-    positions = batch["position_ids"].numpy()
-    bounds = np.append(np.flatnonzero(positions == 0), len(positions))
+    starts = np.append(batch["position_ids"].numpy() == 0, True)
+    starts[[0, *accumulate(len(row["position_ids"]) for row in rows)]] = True
+    bounds = np.flatnonzero(starts)
     batch["cu_seqlens"] = torch.from_numpy(bounds.astype(np.int32))
     batch["max_seqlen"] = int(np.diff(bounds).max(initial=0))
     return batch
