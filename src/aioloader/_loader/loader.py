@@ -469,7 +469,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
     def close(self) -> None:
         """End all iterations and release what they hold; wait for it, bounded.
 
-        All are dismissed first, then waited for; errors are raised afterwards.
+        All are dismissed first, then waited for; errors are raised afterwards. A loop
+        of another thread or task ends as at the end of its epoch; ``state_dict`` tells
+        where.
         """
         self._live.close()
 
