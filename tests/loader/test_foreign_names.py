@@ -1,8 +1,15 @@
-"""A user's object may have methods that are named like the loader's own."""
+"""A user's object may have methods that are named like the loader's own.
 
+It is the user's: no loader enters or exits it, or its iterators.
+"""
+
+import contextlib
 import inspect
 import json
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -34,6 +41,8 @@ class Named:
         self.epoch = epoch
 
     pull = shard = readers = lifespan = open = begin_epoch
+    # As ``h5py.File`` and Hugging Face's ``Dataset`` have them.
+    __enter__ = __exit__ = __aenter__ = __aexit__ = begin_epoch
 
 
 class Row(Named):
@@ -103,12 +112,31 @@ async def test_batches(way: str, kind: Any) -> None:
     assert loader.dataset.epoch == 3
 
 
+PROCESSES = partial(ProcessPoolExecutor, mp_context=get_context("fork"))
+PLACES: dict[str, dict[str, Any]] = {
+    "deadline": {"timeout": 60},
+    "process": {"num_workers": 1, "fetch": "workers"},
+    "loader reads": {"num_workers": 1, "fetch": "loader"},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "executor": {"num_workers": 1, "workers": ThreadPoolExecutor},
+    "executor of processes": {"num_workers": 1, "workers": PROCESSES},
+}
+
+
 @KINDS
 @pytest.mark.slow
-async def test_batches_of_workers(kind: Any) -> None:
-    """In processes too, where they are read."""
-    loader = make("thread", kind(), num_workers=1, fetch="workers")
-    assert await drain("thread", loader) == BATCHES
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+async def test_batches_of_workers(place: str, way: str, kind: Any) -> None:
+    """Wherever they are read, in any epoch; also where the loader is entered."""
+    options = PLACES[place]
+    with contextlib.ExitStack() as stack:
+        if callable(options.get("workers")):
+            options = {**options, "workers": stack.enter_context(options["workers"](1))}
+        loader = make(way, kind(), **options)
+        assert await drain(way, loader) == BATCHES
+        async with loader:
+            assert await drain(way, loader) == BATCHES
 
 
 class Stateful(Async):
