@@ -15,8 +15,10 @@ from aioloader import DataLoader, ShuffledIndices
 from beside import beside
 from core.kit import PATIENCE
 from loader.states import left_at, listed, saved, seeded
+from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
+from stateful import Kept
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
@@ -302,60 +304,17 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
     return first, state, flat(iterator)
 
 
-class Counting(IterableDataset[int]):
-    """Its own iterator, with a state; counts its epochs."""
-
-    def __init__(self) -> None:
-        self.epoch, self.place, self.is_loaded = 0, 0, False
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.is_loaded:
-            self.epoch, self.place = self.epoch + 1, 0
-        self.is_loaded = False
-        return self
-
-    def __next__(self) -> int:
-        if self.place >= 6:
-            raise StopIteration
-        self.place += 1
-        return 100 * self.epoch + self.place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
-        self.is_loaded = self.place < 6
-
-
-class Permuting(Sampler[int]):
-    """Draws its order in a plain ``__iter__``, as torch's loader lets it."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(9).tolist())
-
-    def __len__(self) -> int:
-        return 9
-
-
 @pytest.mark.slow
 def test_the_second_epoch_of_persistent_replicas() -> None:
     """Each reader has its own state, also in an epoch that was begun ahead."""
     options: Any = {"num_workers": 2, "persistent_workers": True}
-    with DataLoader(Replica(), 2, **options) as loader:
+    with DataLoader(Kept(12), 2, **options) as loader:
         list(loader)
         _, state, rest = taken(loader, 3)
     assert sorted(state["states"][0]) == ["0", "1"]
-    resumed = DataLoader(Replica(), 2, num_workers=2)
+    resumed = DataLoader(Kept(12), 2, num_workers=2)
     resumed.load_state_dict(state)
     assert flat(resumed) == rest
-
-
-class Replica(Counting):
-    """One of several workers' streams."""
-
-    def __next__(self) -> int:
-        return super().__next__() + 1000 * torch.utils.data.get_worker_info().id  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -410,16 +369,6 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
     assert flat(loader) == rest
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
-def test_iterables_that_count_their_epochs(options: Any) -> None:
-    """Behind an epoch they are told, and begin the next one."""
-    loader = DataLoader(Counting(), 4, **options)
-    list(loader)
-    resumed = DataLoader(Counting(), 4, **options)
-    resumed.load_state_dict(saved(loader))
-    assert flat(resumed) == flat(loader) == [201, 202, 203, 204, 205, 206]
-
-
 def test_a_pickled_loader_keeps_what_was_loaded() -> None:
     """It is a part of what the loader is about to do."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
@@ -438,18 +387,11 @@ def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:
         torch.manual_seed(5)
         options: Any = {"sampler": Permuting(), "batch_size": None}
         if kind == "batch_sampler":
-            options = {"batch_sampler": Permutings()}
-        loader = cls(list(range(9)), num_workers=num_workers, **options)
+            options = {"batch_sampler": Grouped()}
+        loader = cls(range(N), num_workers=num_workers, **options)
         return [[torch.as_tensor(one).tolist() for one in loader] for _ in range(3)]
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
-
-
-class Permutings(Drawing):
-    """Batches, drawn in the same way."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.randperm(9).reshape(3, 3).tolist())
 
 
 def test_a_sampler_that_fails_ends_no_epoch() -> None:

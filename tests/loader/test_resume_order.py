@@ -27,7 +27,7 @@ from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
 from loader.states import REPEATED, left_at, listed, saved, seeded
 from resuming import assert_resumes_exactly
-from samples import AsyncMap
+from samples import AsyncMap, SyncMap
 from stateful import Batches, Cursor
 from working import Drawing, Numbers
 
@@ -250,18 +250,6 @@ def test_the_epoch_of_a_sampler() -> None:
     assert sampler.epoch == 5
 
 
-class Recorded(Numbers):
-    """Remembers what it was asked for."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self.asked: list[int] = []
-
-    def __getitem__(self, index: int) -> Any:
-        self.asked.append(index)
-        return index
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_billion(shuffle: bool) -> None:
     """The middle is found at once; only the rest is read; the state stays small."""
@@ -271,11 +259,11 @@ def test_a_billion(shuffle: bool) -> None:
         sampler = ShuffledIndices(n, 5) if shuffle else None
         return DataLoader(dataset, 10, sampler=sampler)
 
-    loader = loader_of(Recorded(n))
+    loader = loader_of(SyncMap(n))
     next(iter(loader))
     state = loader.state_dict()
     assert len(json.dumps(state)) < 4096
-    dataset = Recorded(n)
+    dataset = SyncMap(n)
     resumed = loader_of(dataset)
     resumed.load_state_dict(replace(unsealed(state), done=half).sealed())
     iterator = iter(resumed)

@@ -59,13 +59,14 @@ def test_an_iterator_that_is_left() -> None:
     assert listed(loader) == listed(Loader(Streamed(), 3))
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
 @pytest.mark.parametrize("make", [Epochs, Postponed])
-def test_datasets_that_count_epochs(make: Callable[[], Any]) -> None:
+def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> None:
     """Their loaded state is gone once it was applied: it is not loaded again."""
-    loader = Loader(make(), 5)
+    loader = Loader(make(), 5, **options)
     first, second = listed(loader), listed(loader)
     assert first != second
-    resumed = Loader(make(), 5)
+    resumed = Loader(make(), 5, **options)
     resumed.load_state_dict(loader.state_dict())
     assert [listed(resumed), listed(resumed)] == [listed(loader), listed(loader)]
 
