@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
-from aioloader.datasets import FileDataset, ObjectDataset
+from aioloader.datasets import FileDataset, ObjectDataset, SQLRows
 
-AnyDataset: TypeAlias = FileDataset | ObjectDataset
+AnyDataset: TypeAlias = FileDataset | ObjectDataset | SQLRows
 
 
 @pytest.fixture
@@ -24,9 +24,13 @@ def names(dataset: AnyDataset) -> list[str]:
     return list(table)
 
 
+def body_of(sample: Any) -> memoryview:
+    return memoryview(sample["body"] if isinstance(sample, dict) else sample)
+
+
 async def read_all(dataset: AnyDataset) -> list[bytes]:
-    reads = (dataset[index] for index in range(len(dataset)))
-    return [bytes(memoryview(body)) for body in await asyncio.gather(*reads)]
+    reads: Any = (dataset[index] for index in range(len(dataset)))
+    return [bytes(body_of(sample)) for sample in await asyncio.gather(*reads)]
 
 
 async def test_it_is_like_a_list(
@@ -35,9 +39,9 @@ async def test_it_is_like_a_list(
     """But no iterable: that would never end, for the IndexError comes when awaited."""
     assert len(dataset) == len(contents)
     assert names(dataset) == sorted(contents)
-    assert memoryview(await dataset[-1]) == bodies[-1]
-    assert memoryview(await dataset[-len(bodies)]) == bodies[0]
-    assert memoryview(await dataset[np.int64(2)]) == bodies[2]
+    assert body_of(await dataset[-1]) == bodies[-1]
+    assert body_of(await dataset[-len(bodies)]) == bodies[0]
+    assert body_of(await dataset[np.int64(2)]) == bodies[2]
     for index in (12, -13, 2**40):
         with pytest.raises(IndexError, match=f"{index} is out of range for 12 samp"):
             await dataset[index]
@@ -48,18 +52,18 @@ async def test_it_is_like_a_list(
 @pytest.mark.slow
 async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> None:
     for index, body in enumerate(bodies):
-        read = await dataset[index]
-        assert memoryview(read) == body
-        assert np.frombuffer(memoryview(read), np.uint8).nbytes == len(body)
+        read = body_of(await dataset[index])
+        assert read == body
+        assert np.frombuffer(read, np.uint8).nbytes == len(body)
 
 
 @pytest.mark.slow
 async def test_wrappers_pass_the_awaitable_on(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    assert memoryview(await Subset(dataset, [3, 1])[1]) == bodies[1]
+    assert body_of(await Subset(dataset, [3, 1])[1]) == bodies[1]
     both = ConcatDataset[Any]([dataset, dataset])
-    assert memoryview(await both[len(bodies) + 2]) == bodies[2]
+    assert body_of(await both[len(bodies) + 2]) == bodies[2]
 
 
 @pytest.mark.slow
@@ -73,7 +77,7 @@ async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) ->
         copy = pickle.loads(pickle.dumps(dataset))
     assert names(copy) == names(dataset)
     assert await read_all(copy) == bodies
-    if isinstance(copy, ObjectDataset):
+    if not isinstance(copy, FileDataset):
         await copy.aclose()
 
 
@@ -92,9 +96,7 @@ async def test_cancelled_reads_leave_nothing(
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(end, asyncio.CancelledError) for end in ends)
             assert await other == bodies
-    left = [str(task.get_coro()) for task in asyncio.all_tasks()]
-    left = [name for name in left if "Loopback.handle" not in name]
-    assert len(left) == 1, left
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.slow
@@ -135,9 +137,9 @@ async def test_several_loops_read_at_once(
 async def test_a_server_that_went_away_does_not_hang_the_exit(
     loopback: Any, noise: list[Any]
 ) -> None:
-    hanging = ObjectDataset(loopback.url("hang"), ["cats/z.bin"])
+    hanging = ObjectDataset(loopback.at("hang"), ["cats/z.bin"])
     task = asyncio.create_task(hanging[0])
-    await loopback.entered.wait()
+    await asyncio.to_thread(loopback.entered.wait)
     await hanging.aclose(seconds=0.0)
     with pytest.raises(asyncio.CancelledError):
         await task

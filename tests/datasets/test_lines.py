@@ -29,8 +29,7 @@ from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
 from aioloader.errors import DatasetError
 from datasets.shards import check_resumes, read
-from datasets.stepping import steps
-from datasets.tar_archives import Member, archive
+from datasets.tar_archives import Member, archive, steps
 
 PACKERS: dict[str, Any] = {
     "gz": gzip.compress,

@@ -54,7 +54,7 @@ async def test_http_failures(
     with pytest.raises(kind, match=words) as caught:
         await serve(what, "cats/z.bin")[0]
     assert type(caught.value) is kind
-    assert caught.value.location == f"{loopback.url(what)}/cats/z.bin"
+    assert caught.value.location == f"{loopback.at(what)}/cats/z.bin"
     assert caught.value.attempts == len(loopback.heads)
 
 
@@ -78,7 +78,7 @@ async def test_short_body_is_no_sample(
     with pytest.raises(TruncatedReadError, match="of 400,000 bytes") as caught:
         await dataset[0]
     assert isinstance(caught.value, EOFError)
-    assert caught.value.location == f"{loopback.url(what)}/cats/big.bin"
+    assert caught.value.location == f"{loopback.at(what)}/cats/big.bin"
     assert (caught.value.expected, caught.value.received) == (400_000, received)
 
 
@@ -232,7 +232,7 @@ import asyncio
 from aioloader.datasets import ObjectDataset, Requests
 
 async def main():
-    async with ObjectDataset({loopback.url("ok")!r}, ["cats/big.bin"] * 100) as dataset:
+    async with ObjectDataset({loopback.at("ok")!r}, ["cats/big.bin"] * 100) as dataset:
         reads = [asyncio.ensure_future(dataset[i]) for i in range(100)]
         await asyncio.wait(reads, return_when="FIRST_COMPLETED")
         for read in reads: read.cancel()
