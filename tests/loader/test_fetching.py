@@ -315,15 +315,6 @@ class StuckSync(Stuck, SyncMap):
         return super().__getitem__(index)
 
 
-def patient(iterator: Any) -> Any:
-    """Return the next batch, however many deadlines pass."""
-    while True:
-        try:
-            return next(iterator)
-        except BatchTimeoutError:
-            continue
-
-
 def check(error: BatchTimeoutError, make: Any) -> None:
     """See that the message names batch, stage, index and, for a thread, the line."""
     text = str(error)
@@ -335,40 +326,30 @@ def check(error: BatchTimeoutError, make: Any) -> None:
     assert ("self.let_through.wait()" in text) is (make is StuckSync)
 
 
+@pytest.mark.parametrize("way", ["for", "async for"])
 @pytest.mark.parametrize("make", [StuckAsync, StuckSync])
-def test_for_times_out_and_goes_on(make: Any) -> None:
+async def test_it_times_out_and_goes_on(make: Any, way: str) -> None:
     """Without workers too; the batch is still delivered when it comes."""
     dataset = make(stuck=5)
-    iterator = iter(DataLoader(dataset, batch_size=4, timeout=0.02))
-    found = [patient(iterator)]
-    dataset.entered.wait()
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            next(iterator)
-        assert isinstance(caught.value, BatchTimeoutError)
-        check(caught.value, make)
-    dataset.let_through.set()
-    found.append(patient(iterator))
-    assert labels(found) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    iterator.close()
-
-
-@pytest.mark.parametrize("make", [StuckAsync, StuckSync])
-async def test_async_for_times_out_and_goes_on(make: Any) -> None:
-    """The same for a task."""
-    dataset = make(stuck=5)
-    iterator = aiter(DataLoader(dataset, batch_size=4, timeout=0.02))
+    loader: Any = DataLoader(dataset, batch_size=4, timeout=0.02)
+    iterator = iter(loader) if way == "for" else aiter(loader)
     found: list[Any] = []
-    caught: list[BatchTimeoutError] = []
+    caught: list[RuntimeError] = []
     while len(found) < 2:
         is_stuck = dataset.entered.is_set() and len(found) == 1
         try:
-            found.append(await anext(iterator))
-        except BatchTimeoutError as error:
-            if is_stuck:
-                caught.append(error)
+            found.append(
+                await beside(partial(next, iterator))
+                if way == "for"
+                else await anext(iterator)
+            )
+        except RuntimeError as error:
+            caught += [error] * is_stuck
+            if len(caught) == 2:
                 dataset.let_through.set()
-    check(caught[0], make)
+    for error in caught[:2]:
+        assert isinstance(error, BatchTimeoutError)
+        check(error, make)
     assert labels(found) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     await iterator.aclose()
 

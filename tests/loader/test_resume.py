@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Sampler, TensorDataset
 from aioloader import DataLoader, ShuffledIndices
 from beside import beside
 from core.kit import PATIENCE
-from loader.states import left_at, listed, saved, seeded
+from loader.states import left_at, listed, loaded, saved, seeded
 from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
@@ -154,8 +154,7 @@ def test_out_of_order(taken: int) -> None:
     dataset.gate.set()
     iterator.close()
     again = Gated(14)
-    resumed: Any = DataLoader(again, **options | {"num_workers": 1})
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(again, **options | {"num_workers": 1}), state)
     delivered += listed(resumed)
     found = [index for batch in delivered for index in batch]
     assert sorted(found) == list(range(14))
@@ -187,8 +186,7 @@ def test_iterators_that_are_dropped() -> None:
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    resumed = LOADERS["generator"]()
-    resumed.load_state_dict(state)
+    resumed = loaded(LOADERS["generator"](), state)
     assert resumed.state_dict() == state
     iter(resumed)
     assert resumed.state_dict() == state
@@ -204,8 +202,7 @@ def test_set_epoch_again() -> None:
     next(iterator)
     state = loader.state_dict()
     rest = listed(iterator)
-    resumed = make_loader()
-    resumed.load_state_dict(state)
+    resumed = loaded(make_loader(), state)
     resumed.set_epoch(4)
     assert listed(resumed) == rest
     resumed.load_state_dict(state)
@@ -242,8 +239,7 @@ def test_states_are_copies() -> None:
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    resumed = LOADERS["in order"]()
-    resumed.load_state_dict(state)
+    resumed = loaded(LOADERS["in order"](), state)
     state["done"] = 3
     resumed.state_dict()["done"] = 2
     assert listed(resumed) == listed(iterator)
@@ -312,8 +308,7 @@ def test_the_second_epoch_of_persistent_replicas() -> None:
         list(loader)
         _, state, rest = taken(loader, 3)
     assert sorted(state["states"][0]) == ["0", "1"]
-    resumed = DataLoader(Kept(12), 2, num_workers=2)
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(Kept(12), 2, num_workers=2), state)
     assert flat(resumed) == rest
 
 
@@ -341,8 +336,7 @@ async def test_a_state_during_the_first_step(kind: str) -> None:
     whole = flat([await step])
     assert saved(loader)["order"] == state["order"]
     whole += flat([batch async for batch in iterator])
-    resumed = make()
-    resumed.load_state_dict(state)
+    resumed = loaded(make(), state)
     assert flat(resumed) == whole
 
 
@@ -372,8 +366,7 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
 def test_a_pickled_loader_keeps_what_was_loaded() -> None:
     """It is a part of what the loader is about to do."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
-    loader = DataLoader(list(range(8)), 2)
-    loader.load_state_dict(state)
+    loader = loaded(DataLoader(list(range(8)), 2), state)
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
 
 
@@ -507,8 +500,7 @@ def test_one_of_two_threads_resumes(where: str) -> None:
     assert flat([next(iterator), next(iterator)]) == [*range(6)]
     state = loader.state_dict()
     iterator.close()
-    resumed = meeting_loader(where, meeting)
-    resumed.load_state_dict(state)
+    resumed = loaded(meeting_loader(where, meeting), state)
     meeting.is_on = True
     with ThreadPoolExecutor(2) as pool:
         found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset
-from loader.states import REPEATED, left_at, listed, saved, seeded
+from loader.states import REPEATED, listed, loaded, saved, seeded
 from resuming import assert_resumes_exactly
 from samples import AsyncMap, SyncMap
 from stateful import Batches, Cursor
@@ -204,21 +203,6 @@ def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
     assert_resumes_exactly(make)
 
 
-def test_one_warning_without_a_state() -> None:
-    """It tells how many batches of the sampler are dropped."""
-    make = sampled(Fixed)
-    state = left_at(make(), 2)
-    resumed = make()
-    resumed.load_state_dict(state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert len(list(resumed)) == 1
-        list(resumed)
-    (warning,) = caught
-    what = "Fixed has no state_dict(): it is iterated again and its first 2 batches"
-    assert str(warning.message).startswith(what)
-
-
 def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     """It goes on behind what was delivered, though more had been asked of it."""
     loader: Any = DataLoader(Numbers(N), 2, sampler=Kept(), prefetch_factor=4)
@@ -228,8 +212,7 @@ def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     assert state["states"][0]["0"]["sampler"] == {"place": 2}
     rest = listed(iterator)
     sampler = Kept()
-    resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(Numbers(N), 2, sampler=sampler), state)
     assert listed(resumed) == rest
     assert sampler.given == list(range(2, N))
 
@@ -244,8 +227,7 @@ def test_the_epoch_of_a_sampler() -> None:
     next(iterator)
     state = saved(loader)
     sampler: Any = DistributedSampler(DATA, 2, 1, seed=3)
-    resumed: Any = DataLoader(Numbers(N), 2, sampler=sampler)
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(Numbers(N), 2, sampler=sampler), state)
     assert listed(resumed) == listed(iterator)
     assert sampler.epoch == 5
 

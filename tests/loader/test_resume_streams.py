@@ -12,7 +12,8 @@ from torch.utils.data import ChainDataset
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
-from loader.states import REPEATED, left_at
+from loader.states import REPEATED, left_at, loaded
+from loader.test_resume_order import Fixed
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncStream, SyncStream
 from stateful import Cursor, Cursors, Kept, Streamed
@@ -169,8 +170,7 @@ def test_what_a_state_saves() -> None:
     loader: Any = DataLoader(Noting(), 2)
     state = left_at(loader, 3)
     dataset = Noting()
-    resumed: Any = DataLoader(dataset, 2)
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(dataset, 2), state)
     assert next(iter(resumed)).tolist() == [6, 7]
     assert dataset.read == [6, 7]
 
@@ -201,16 +201,25 @@ async def test_hosts(loop: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["sync", "async"])
-def test_one_warning(name: str) -> None:
-    """It tells how many samples are read again."""
-    loader: Any = DataLoader(PLAIN[name](10), 3)
-    state = left_at(loader, 2)
-    resumed: Any = DataLoader(PLAIN[name](10), 3)
-    resumed.load_state_dict(state)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DataLoader(SyncStream(10), 5), "its first 5 samples are read"),
+        (lambda: DataLoader(AsyncStream(10), 5), "its first 5 samples are read"),
+        (
+            lambda: DataLoader(range(10), 5, sampler=Fixed()),
+            "Fixed has no state_dict(): it is iterated again and its first 1 batches",
+        ),
+    ],
+    ids=["sync", "async", "sampler"],
+)
+def test_one_warning(make: Callable[[], Any], words: str) -> None:
+    """It tells how many samples are read again, or how many batches are dropped."""
+    resumed = loaded(make(), left_at(make(), 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert len(list(resumed)) == 2
+        assert len(list(resumed)) == 1
         list(resumed)
     (warning,) = caught
-    assert "has no state_dict(): its first 6 samples are read" in str(warning.message)
+    assert "has no state_dict(): " in str(warning.message)
+    assert words in str(warning.message)

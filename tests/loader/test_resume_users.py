@@ -13,7 +13,7 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.errors import DatasetError, ShardChangedError
-from loader.states import REPEATED, left_at, listed, saved
+from loader.states import REPEATED, left_at, listed, loaded, saved
 from loader.test_resume_streams import OnDataset
 from stateful import (
     Cursor,
@@ -52,8 +52,7 @@ def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) ->
 def test_an_iterator_that_is_left() -> None:
     """It still exists while the next epoch starts."""
     state = left_at(Loader(Streamed(), 3), 2)
-    loader = Loader(Streamed(), 3)
-    loader.load_state_dict(state)
+    loader = loaded(Loader(Streamed(), 3), state)
     left = iter(loader)
     assert next(left).tolist() == [6, 7, 8]
     assert listed(loader) == listed(Loader(Streamed(), 3))
@@ -66,8 +65,7 @@ def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> No
     loader = Loader(make(), 5, **options)
     first, second = listed(loader), listed(loader)
     assert first != second
-    resumed = Loader(make(), 5, **options)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(make(), 5, **options), loader.state_dict())
     assert [listed(resumed), listed(resumed)] == [listed(loader), listed(loader)]
 
 
@@ -96,8 +94,7 @@ def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
     listed(loader)
     dataset.set_epoch(3)
     state = left_at(loader, 1)
-    resumed = Loader(make(), 4, num_workers=workers)
-    resumed.load_state_dict(state)
+    resumed = loaded(Loader(make(), 4, num_workers=workers), state)
     found = listed(resumed)
     assert found == [[304, 305, 306, 307], [308, 309]]
     assert listed(resumed) == [[300, 301, 302, 303], *found]
@@ -107,8 +104,7 @@ def test_the_epoch_that_the_user_sets_next() -> None:
     """Between two epochs, the number that is set after loading counts."""
     loader = Loader(ByEpoch(), 5)
     listed(loader)
-    resumed = Loader(ByEpoch(), 5)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(ByEpoch(), 5), loader.state_dict())
     resumed.dataset.set_epoch(1)
     assert listed(resumed)[0][0] == 100
 
@@ -319,8 +315,7 @@ def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
     """Its state is that of the end of the previous one, and nothing else is known."""
     loader = Loader(Started(), 3, **options)
     listed(loader)
-    resumed = Loader(Started(), 3, **options)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(Started(), 3, **options), loader.state_dict())
     with pytest.raises(DatasetError, match="has no samples, but the one before had 10"):
         listed(resumed)
 
@@ -330,8 +325,7 @@ def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
 def test_fewer_samples_than_were_delivered(workers: int) -> None:
     """A dataset that is read again must have them."""
     state = left_at(Loader(Plain(10), 3, num_workers=workers), 3)
-    resumed = Loader(Plain(8), 3, num_workers=workers)
-    resumed.load_state_dict(state)
+    resumed = loaded(Loader(Plain(8), 3, num_workers=workers), state)
     with pytest.raises(ShardChangedError, match="ended after 8 samples"):
         listed(resumed)
 
