@@ -328,7 +328,6 @@ ON_BOTH_LOOPS = {
     "test_laws",
     "test_objects",
     "test_places",
-    "test_requests",
     "test_rows",
     "test_stream_steps",
 }

@@ -30,7 +30,7 @@ from aioloader.datasets import (
 from aioloader.errors import DecodeError
 from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
-from datasets.pictures import SIDE, TREE, encoded, pixels, write_tree
+from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
 from datasets.tar_archives import Member, archive
 
 COLOURS = pixels(0, 3)

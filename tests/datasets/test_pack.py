@@ -19,7 +19,7 @@ import aioloader
 from aioloader._cli import pack
 from aioloader._cli.main import main
 from aioloader.datasets import JSONLinesDataset, ParquetDataset, TarDataset
-from datasets.pictures import write_tree
+from datasets.shards import write_tree
 from datasets.test_decoders import CLASSES, LABELLED
 
 ROOT = Path(aioloader.__file__).parents[2]
