@@ -323,7 +323,6 @@ def noise() -> Iterator[list[dict[str, Any]]]:
 
 # Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
 ON_BOTH_LOOPS = {
-    "test_files",
     "test_interleave",
     "test_laws",
     "test_objects",

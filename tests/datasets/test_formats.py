@@ -81,8 +81,7 @@ class Rows(Memory):
     reader: Any = Reader
 
     def __init__(self) -> None:
-        super().__init__(list)
-        self.made = [[1, 2, 3, 4, 5], []]
+        super().__init__(list, made=[[1, 2, 3, 4, 5], []])
 
     def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
         reader: Reader = self.reader(shard, position.get("at", 0), 1000, list)

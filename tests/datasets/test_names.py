@@ -36,7 +36,7 @@ from aioloader.errors import DatasetError
 from beside import beside
 from datasets.changing import Handler, Server
 from datasets.conftest import QUICK
-from datasets.shards import NAMES, bytes_of, names, read
+from datasets.shards import NAMES, bytes_of, items, names, read
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
 
@@ -108,10 +108,6 @@ SEGMENTS = st.text(
 ).filter(lambda name: name not in {".", ".."})  # fmt: skip
 
 
-async def texts(stream: Any) -> list[str]:
-    return [line async for line in stream]
-
-
 def write(folder: Path, names: Iterable[str]) -> None:
     """Write files that contain their own names."""
     for name in names:
@@ -145,8 +141,8 @@ async def test_on_disk(how: str, tmp_path: Path) -> None:
     else:
         stream = TextDataset(f"{tmp_path}/{how}")
     visible = [name for name in expected if how == "list" or name[0] != "."]
-    assert await texts(stream) == visible
-    assert await texts(stream) == visible  # the second epoch too
+    assert await items(stream) == visible
+    assert await items(stream) == visible  # the second epoch too
 
 
 @pytest.mark.slow
@@ -155,9 +151,9 @@ async def test_in_a_listing_of_the_web() -> None:
     names = [name for name in NASTY if "\\" not in name and name[0] != "."]
     with WebDAV({f"a b/{name}.txt": name.encode() for name in names}) as server:
         stream = TextDataset(f"{server.url}/a%20b/*.txt")
-        assert sorted(await texts(stream)) == sorted(names)
+        assert sorted(await items(stream)) == sorted(names)
         below = TextDataset("*.txt", store=f"{server.url}/a%20b")
-        assert sorted(await texts(below)) == sorted(names)
+        assert sorted(await items(below)) == sorted(names)
         async with await ObjectDataset.discover(f"{server.url}/a%20b") as objects:
             found = {bytes(await objects[at]).decode() for at in range(len(objects))}
         assert found == set(names)
@@ -176,7 +172,7 @@ async def test_spelled_addresses(moto: Any) -> None:
         f"{base}/c%5B1*.txt": "c[1]",
         f"{base}/c[0-9].txt": "c1",
     }.items():
-        assert await texts(TextDataset(url)) == [name]
+        assert await items(TextDataset(url)) == [name]
     for root in ("s3://bucket/spelled#1", "s3://bucket/spelled?1"):
         with pytest.raises(ValueError, match="no object in"):
             await ObjectDataset.discover(root)  # not of `spelled`
@@ -234,7 +230,7 @@ async def test_patterns_mean_the_same(
         await fill(store, names)
     stream = TextDataset(pattern, store=store)
     expected = [match.removesuffix(".txt") for match in matches]
-    assert await texts(stream) == expected
+    assert await items(stream) == expected
 
 
 @pytest.mark.parametrize("root", ["data", "./data", "data/", Path("data")])
@@ -244,7 +240,7 @@ async def test_a_relative_root_is_joined_once(
     write(tmp_path / "data", ["a", "b"])
     monkeypatch.chdir(tmp_path)
     for pattern in ("*.txt", "{a,b}.txt", "**/*.txt"):
-        assert await texts(TextDataset(pattern, store=root)) == ["a", "b"]
+        assert await items(TextDataset(pattern, store=root)) == ["a", "b"]
     files = await FileDataset.discover("*.txt", root=root)
     assert await files[1] == b"b"
     async with await ObjectDataset.discover(root) as objects:
@@ -260,16 +256,16 @@ async def test_a_state_does_not_depend_on_the_spelling(moto: Any) -> None:
     ):
         stream = TextDataset(addresses)
         stream.load_state_dict(state)
-        assert await texts(stream) == ["x 2"]
+        assert await items(stream) == ["x 2"]
 
 
 async def test_urls_that_no_key_can_hold() -> None:
     """An encoded slash is sent as it is spelled, and a query with it."""
     objects = {"a%2Fb.txt": b"encoded", "a/b.txt": b"plain"}
     with WebDAV(objects, is_literal=True) as server:
-        assert await texts(TextDataset(f"{server.url}/a%2Fb.txt")) == ["encoded"]
-        assert await texts(TextDataset(f"{server.url}/a/b.txt")) == ["plain"]
-        assert await texts(TextDataset(f"{server.url}/a/b.txt?x=*#f")) == ["plain"]
+        assert await items(TextDataset(f"{server.url}/a%2Fb.txt")) == ["encoded"]
+        assert await items(TextDataset(f"{server.url}/a/b.txt")) == ["plain"]
+        assert await items(TextDataset(f"{server.url}/a/b.txt?x=*#f")) == ["plain"]
 
 
 @given(names=st.lists(SEGMENTS, min_size=1, max_size=4))
@@ -327,14 +323,14 @@ async def check_names(chosen: set[str], depth: int, folder: Path, port: int) -> 
         TextDataset(f"s3://bucket/{quote(prefix)}**/*.txt", **s3),
     ):
         if visible:
-            assert sorted(await texts(stream)) == visible
+            assert sorted(await items(stream)) == visible
         else:
             with pytest.raises(ValueError, match="no shard matches"):
-                await texts(stream)
+                await items(stream)
     for store, start in ((memory, prefix + below), (local, below)):
         keys = [f"{start}{name}.txt" for name in sorted(chosen)]
         exact = TextDataset([*map(escaped, keys)], store=store)
-        assert await texts(exact) == sorted(chosen)
+        assert await items(exact) == sorted(chosen)
         async with ObjectDataset(store, keys) as objects:
             found = [bytes(await objects[at]).decode() for at in range(len(keys))]
         assert found == sorted(chosen)

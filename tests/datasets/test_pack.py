@@ -19,7 +19,7 @@ import aioloader
 from aioloader._cli import pack
 from aioloader._cli.main import main
 from aioloader.datasets import JSONLinesDataset, ParquetDataset, TarDataset
-from datasets.shards import write_tree
+from datasets.shards import items, write_tree
 from datasets.test_decoders import CLASSES, LABELLED
 
 ROOT = Path(aioloader.__file__).parents[2]
@@ -35,10 +35,7 @@ def packed(*arguments: object) -> None:
 
 
 def read(stream: Any) -> list[Any]:
-    async def every() -> list[Any]:
-        return [sample async for sample in stream]
-
-    return asyncio.run(every())
+    return asyncio.run(items(stream))
 
 
 def test_class_folders(

@@ -192,8 +192,8 @@ class Budgets(Memory):
     """24 empty shards; notes the budget of each that is opened."""
 
     def __init__(self) -> None:
-        super().__init__(list)
-        self.made, self.noted = [[] for _ in range(24)], list[int]()
+        super().__init__(list, made=[[]] * 24)
+        self.noted: list[int] = []
 
     def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
         self.noted.append(budget)
@@ -425,17 +425,12 @@ async def parts(stream: Any, ranks: int) -> list[list[Any]]:
     return found
 
 
-class Equal(Memory):
-    def __init__(self, shards: int) -> None:
-        super().__init__(list)
-        self.made = [[2 * shard, 2 * shard + 1] for shard in range(shards)]
-
-
 @pytest.mark.law
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 9))
 async def test_equal_shards(shards: int, ranks: int, interleave: int) -> None:
     ranks = min(ranks, shards)
-    stream: Any = ShardedStream(Equal(shards), interleave=interleave, shuffle=True)
+    made = Memory(list, made=[[2 * at, 2 * at + 1] for at in range(shards)])
+    stream: Any = ShardedStream(made, interleave=interleave, shuffle=True)
     found = await parts(stream, ranks)
     assert sorted(chain.from_iterable(found)) == [*range(2 * shards)]
     lengths = [*map(len, found)]

@@ -253,8 +253,7 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -> None:
     here = threading.get_ident()
-    made = Memory(list)
-    made.made = [[shard] for shard in range(5000)]
+    made = Memory(list, made=[[shard] for shard in range(5000)])
     shards: ShardedStream[int] = ShardedStream(made, shuffle=True)
     assert len((await read(shards, 3))[0]) == 3
     assert sum(looked_up.values()) == 5000

@@ -399,15 +399,6 @@ async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -
         assert await read_shard(made, one, row=row) == whole[row:]
 
 
-async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
-    made = parquet(tmp_path, filters=pc.field("n") >= 40)
-    cuts = await made.cut(await shards(made), 5)
-    assert [shard[2] for shard in cuts] == [0, 1, 2, 3, 4]  # each reader has some
-    made = parquet(tmp_path, filters=pc.field("n") < 0)
-    cuts = await made.cut(await shards(made), 5)
-    assert [shard[2] for shard in cuts] == ["skipped"] * 5
-
-
 async def test_what_cannot_be_cut(tmp_path: Path) -> None:
     stream = ArrowFormat(write(tmp_path / "a.arrows", NUMBERED), Local())
     with pytest.raises(ValueError, match=r"'a\.arrows' is a stream.*as an Arrow file"):
