@@ -1,20 +1,15 @@
 """Where a shard ends, as its format or length shows, and where it is cut."""
 
 import asyncio
-import bz2
 import functools
-import gzip
 import json
-import lzma
 import struct
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-import zstandard
 
 from aioloader.datasets import (
     ArrowDataset,
@@ -36,6 +31,7 @@ from datasets.changing import ALWAYS, ChangingServer, Sender
 from datasets.shards import bytes_of, check_resumes, names
 from datasets.shards import read as read_on
 from datasets.tar_archives import ZEROS, Member, archive, member
+from datasets.test_lines import PACKERS as PACKS
 from object_server import ObjectServer
 
 QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
@@ -132,12 +128,6 @@ async def test_an_arrow_stream_cut_anywhere(tmp_path: Path) -> None:
 
 
 TEXT = b"".join(b"line %d %d\n" % (at, at**5) for at in range(200))
-PACKS: dict[str, Callable[[bytes], bytes]] = {
-    "gz": gzip.compress,
-    "zst": zstandard.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-}
 PACKED: dict[str, Any] = {
     "txt": TextDataset,
     "jsonl": JSONLinesDataset,

@@ -26,6 +26,7 @@ from aioloader._order.stream_states import opened, sealed
 from aioloader.datasets import from_arrow, from_dataset, from_iterable, mix
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan
+from datasets.ranks import of_ranks
 from datasets.shards import check_resumes, items, pulled, read
 from datasets.test_rank_ends import masked
 
@@ -202,14 +203,6 @@ async def test_its_resources_are_entered_on_the_loop() -> None:
 # -- among ranks ----------------------------------------------------------------------
 
 
-def read_all(make: Callable[[], Any], ranks: int, **options: Any) -> list[Any]:
-    """Return the batches of each rank."""
-    return [
-        [*DataLoader(make(), 3, rank=rank, world_size=ranks, **options)]
-        for rank in range(ranks)
-    ]
-
-
 @pytest.mark.slow
 @given(
     st.integers(0, 40),
@@ -226,14 +219,13 @@ def test_ranks_have_equal_parts(
     options: Any = {"collate_fn": list} if tail is None else {
         "collate_fn": list, "tail": tail
     }  # fmt: skip
-    parts = read_all(make, ranks, **options)
+    loaders = of_ranks(make(), ranks, 3, **options)
+    parts: list[Any] = [[*loader] for loader in loaders]
     if tail == "pad":
         parts = [[masked([batch]) for batch in one] for one in parts]
     elif tail != "uneven":
         assert len({*map(len, parts)}) == 1
-    for rank in range(ranks):
-        loader = DataLoader(make(), 3, rank=rank, world_size=ranks, **options)
-        assert len(loader) == len(parts[rank])
+    assert [*map(len, loaders)] == [*map(len, parts)]
     found = Counter(one for part in parts for batch in part for one in batch)
     whole = Counter(index**2 for index in range(length))
     if tail in {"uneven", "pad"}:

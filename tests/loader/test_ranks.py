@@ -24,6 +24,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, ShuffledIndices, merge_states
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import StateMismatchError
+from datasets.ranks import of_ranks
 from loader.states import saved, seeded
 from samples import AsyncMap
 from stateful import Cursors, Plain
@@ -451,20 +452,9 @@ def shards(tmp_path: Path) -> list[str]:
     return paths
 
 
-def of_stream(dataset: Any, ranks: int, **options: Any) -> list[Any]:
-    """Return the loaders of all ranks."""
-    return [
-        DataLoader(
-            dataset,
-            GLOBAL // ranks,
-            rank=rank,
-            world_size=ranks,
-            tail="uneven",
-            collate_fn=list,
-            **options,
-        )
-        for rank in range(ranks)
-    ]
+def of_stream(dataset: Any, ranks: int) -> list[Any]:
+    options: Any = {"tail": "uneven", "collate_fn": list}
+    return of_ranks(dataset, ranks, GLOBAL // ranks, **options)
 
 
 def samples(loaders: list[Any]) -> list[str]:
@@ -552,10 +542,7 @@ def test_layouts_that_iterate_can_be_merged_anywhere(
         text = "".join(f"{shard}-{row}\n" for row in range(2 + 7 * (shard % 3)))
         (tmp_path / f"{shard}.txt").write_text(text)
     stream = TextDataset("*.txt", store=tmp_path).readers(readers)
-    made = [
-        DataLoader(stream, size, rank=one, world_size=ranks, tail="uneven")
-        for one in range(ranks)
-    ]
+    made = of_ranks(stream, ranks, size, tail="uneven")
     if size * math.gcd(readers, ranks) < readers:
         with pytest.raises(ValueError, match=r"cannot be merged; use a batch_size of"):
             iter(made[0])
@@ -570,7 +557,7 @@ def test_layouts_that_iterate_can_be_merged_anywhere(
 def test_layouts_whose_readers_end_together(size: int) -> None:
     """They iterate: no batch is empty before the end."""
     stream = from_iterable(range(9)).readers(3).epoch_length(24)
-    made = [DataLoader(stream, size, rank=rank, world_size=2) for rank in range(2)]
+    made = of_ranks(stream, 2, size)
     iterators = [iter(loader) for loader in made]
     while [one for one in [next(one, None) for one in iterators] if one is not None]:
         merge_states([loader.state_dict() for loader in made])

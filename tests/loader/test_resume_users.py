@@ -15,7 +15,7 @@ from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.errors import DatasetError, ShardChangedError
 from loader.states import REPEATED, left_at, listed, loaded, rest_of, saved
-from loader.test_resume_streams import OnDataset
+from loader.test_resume_order import OnDataset
 from stateful import (
     Counted,
     Cursor,
