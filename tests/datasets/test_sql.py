@@ -91,8 +91,8 @@ async def test_keys_of_all_kinds(database: Database, name: str) -> None:
     head, state = await read(stream, 400)
     await beside(lambda: database.run("DELETE FROM t WHERE n % 2 = 0"))
     rest, _ = await read(stream, state=state)
-    found = [row["n"] for row in head + rest]
-    assert found == expected[:400] + [n for n in expected[400:] if n % 2]
+    numbers = [row["n"] for row in head + rest]
+    assert numbers == expected[:400] + [n for n in expected[400:] if n % 2]
 
 
 @pytest.mark.slow

@@ -347,9 +347,9 @@ async def test_it_times_out_and_goes_on(make: Any, way: str) -> None:
             caught += [error] * is_stuck
             if len(caught) == 2:
                 dataset.let_through.set()
-    for error in caught[:2]:
-        assert isinstance(error, BatchTimeoutError)
-        check(error, make)
+    for one in caught[:2]:
+        assert isinstance(one, BatchTimeoutError)
+        check(one, make)
     assert labels(found) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     await iterator.aclose()
 
