@@ -1,17 +1,16 @@
 """Stores of every kind with the same twelve objects, and servers to misbehave."""
 
-import asyncio
-import contextlib
 import gc
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import pytest_asyncio
 from obstore.store import MemoryStore
 from pyarrow import csv
 
-from aioloader.datasets import FileDataset, ObjectDataset, Requests
-from datasets.pg import database, postgresql, server, sqlite
+from aioloader.datasets import FileDataset, ObjectDataset, Requests, SQLRows
+from datasets.changing import Handler, Server
+from datasets.pg import Database, database, postgresql, server, sqlite
 
 __all__ = ["database", "postgresql", "server", "sqlite"]
 
@@ -40,7 +40,7 @@ CONTENTS = {
         ("z", 5),
     ]
 }
-KINDS = ("files", "local", "memory", "http", "s3")
+KINDS = ("files", "local", "memory", "http", "s3", "sqlite", "postgresql")
 SECRET = "MARKER7secret"
 
 # Enough to see a retry, and no more time than that.
@@ -53,98 +53,64 @@ QUICK = {
 ONCE = Requests(base_delay=1e12, max_delay=1e12)
 
 
-@dataclass
-class Loopback:
+class Prefixed(Handler):
+    """Answers as the beginning of the path says."""
+
+    def get(self) -> None:
+        self.served.heads.append(f"{self.requestline}\n{self.headers}")
+        path = unquote(self.path.partition("?")[0])
+        what, _, key = path.removeprefix("/").partition("/")
+        if what.isdigit():
+            self.answer(int(what), SECRET.encode())
+        elif what == "redirect":
+            to = quote(f"/ok/{key}") + f"?sig={SECRET}"
+            self.answer(302, b"", {"Location": to})
+        elif key not in CONTENTS:
+            self.answer(404, b"none")
+        else:
+            if what == "hang":
+                self.served.entered.set()
+                self.served.ended.wait()
+            self.send(what, CONTENTS[key])
+
+    head = list = get
+
+    def send(self, what: str, body: bytes) -> None:
+        start, stop, status = 0, len(body), 200
+        fields: dict[str, Any] = {"ETag": '"1"'}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked and what != "norange":
+            start, stop = int(asked[1]), min(int(asked[2] or stop) + 1, stop)
+            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+            status = 206
+        stop -= what == "short" and start > 0
+        fields["Content-Length"], sent = stop - start, stop
+        if what == "cut" or (what == "short" and not start):
+            sent -= (stop - start) // 2
+        if what == "heal" and sum(" /heal/" in head for head in self.served.heads) == 1:
+            del fields["ETag"]
+            sent -= 1
+        self.answer(status, body[start:sent], fields)
+
+
+class Loopback(Server):
     """An HTTP server whose paths begin with what happens to the request.
 
     ``/ok/`` answers; ``/norange/`` ignores ranges; ``/cut/`` breaks every body off at
     half; ``/short/`` breaks it off and then sends less of the rest than it announces;
-    ``/heal/`` breaks off the first body only; ``/hang/`` waits for ``release``;
+    ``/heal/`` breaks off the first body only; ``/hang/`` waits for the end;
     ``/redirect/`` goes to ``/ok/``; ``/503/`` and other numbers are that status.
     """
 
-    port: int = 0
-    heads: list[str] = field(default_factory=list)
-    entered: asyncio.Event = field(default_factory=asyncio.Event)
-    release: asyncio.Event = field(default_factory=asyncio.Event)
-    handlers: set["asyncio.Task[Any]"] = field(default_factory=set)
+    handler = Prefixed
 
-    def url(self, what: str, user: str = "", query: str = "") -> str:
+    def __init__(self) -> None:
+        self.heads: list[str] = []
+        self.entered = threading.Event()
+
+    def at(self, what: str, user: str = "", query: str = "") -> str:
         """Return the base URL for requests that ``what`` shall happen to."""
-        return f"http://{user}127.0.0.1:{self.port}/{what}{query}"
-
-    async def handle(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.handlers.add(task)
-        try:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                while await self.answer((await reader.readuntil(b"\r\n\r\n")), writer):
-                    await writer.drain()
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-            self.handlers.discard(task)
-
-    async def answer(self, head: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; say whether the connection goes on."""
-        text = head.decode()
-        self.heads.append(text)
-        path = unquote(text.split()[1].partition("?")[0])
-        what, _, key = path.removeprefix("/").partition("/")
-        if what.isdigit():
-            writer.write(response(f"{what} Status", SECRET.encode()))
-            return True
-        if what == "redirect":
-            to = quote(f"/ok/{key}") + f"?sig={SECRET}"
-            writer.write(response(f"302 Found\r\nLocation: {to}", b""))
-            return True
-        if what == "hang":
-            self.entered.set()
-            await self.release.wait()
-        body = CONTENTS.get(key)
-        if body is None:
-            writer.write(response("404 Not Found", b"none"))
-            return True
-        return self.send(what, body, requested_range(text), writer)
-
-    def send(
-        self,
-        what: str,
-        body: bytes,
-        asked: tuple[int, int] | None,
-        writer: asyncio.StreamWriter,
-    ) -> bool:
-        start, stop, status = 0, len(body), "200 OK"
-        if asked is not None and what != "norange":
-            start, stop = asked[0], min(asked[1], len(body))
-            status = f"206 Part\r\nContent-Range: bytes {start}-{stop - 1}/{len(body)}"
-        if what == "short" and start:
-            stop -= 1
-        whole = response(f'{status}\r\nETag: "1"', body[start:stop])
-        if what == "cut" or (what == "short" and not start):
-            writer.write(whole[: len(whole) - (stop - start) // 2])
-            return False
-        if what == "heal" and sum(" /heal/" in head for head in self.heads) == 1:
-            writer.write(whole.replace(b'ETag: "1"', b"X-No-Tag: 1")[:-1])
-            return False
-        writer.write(whole)
-        return True
-
-
-def response(status: str, body: bytes) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def requested_range(head: str) -> tuple[int, int] | None:
-    for line in head.splitlines():
-        if line.lower().startswith("range: bytes="):
-            first, _, last = line.partition("=")[2].partition("-")
-            return int(first), int(last or sys.maxsize - 1) + 1
-    return None
+        return f"{self.url.replace('//', f'//{user}')}/{what}{query}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -153,19 +119,11 @@ def runtime() -> None:
     csv.read_csv(io.BytesIO(b"a\n1\n"))
 
 
-@pytest_asyncio.fixture
-async def loopback() -> AsyncIterator[Loopback]:
-    """Serve on the test's loop; wait at the end until clients have hung up."""
-    served = Loopback()
-    server = await asyncio.start_server(served.handle, "127.0.0.1", 0)
-    served.port = server.sockets[0].getsockname()[1]
-    yield served
-    server.close()
-    served.release.set()
-    gc.collect()  # datasets that the test did not close
-    if served.handlers:
-        await asyncio.wait(served.handlers, timeout=5)
-    await asyncio.to_thread(wait_until_hung_up, served.port)
+@pytest.fixture
+def loopback() -> Iterator[Loopback]:
+    with Loopback() as served:
+        yield served
+        gc.collect()  # datasets that the test did not close
 
 
 def wait_until_hung_up(port: int) -> None:
@@ -187,24 +145,23 @@ def connections(port: int) -> int:
     )
 
 
-@pytest_asyncio.fixture
-async def serve(loopback: Loopback) -> AsyncIterator[Callable[..., ObjectDataset]]:
-    made: list[ObjectDataset] = []
-
+@pytest.fixture
+def serve(
+    loopback: Loopback, closed_at_the_end: list[Any]
+) -> Callable[..., ObjectDataset]:
     def make(
         what: str, *keys: str, user: str = "", query: str = "", **options: Any
     ) -> ObjectDataset:
-        url = loopback.url(what, user, query)
+        url = loopback.at(what, user, query)
         if options.pop("s3", False):
             options |= {"endpoint": url, "region": "us-east-1"}
             url = "s3://bucket"
         options = {"retry_config": QUICK, **options}
-        made.append(ObjectDataset(url, keys, store_options=options, requests=ONCE))
-        return made[-1]
+        made = ObjectDataset(url, keys, store_options=options, requests=ONCE)
+        closed_at_the_end.append(made)
+        return made
 
-    yield make
-    for dataset in made:
-        await dataset.aclose()
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -307,18 +264,47 @@ def memory() -> MemoryStore:
     return store
 
 
+def table_of(database: Database) -> SQLRows:
+    """Return the contents as rows of a table, by their names."""
+    is_sqlite = database.kind == "sqlite"
+    blob, literal = ("BLOB", "x'{}'") if is_sqlite else ("BYTEA", "'\\x{}'")
+    collation = "BINARY" if is_sqlite else '"C"'
+    rows = (
+        f"('{key}', {literal.format(body.hex())})" for key, body in CONTENTS.items()
+    )
+    database.run(
+        f"CREATE TABLE t (id TEXT COLLATE {collation} PRIMARY KEY, body {blob})",
+        f"INSERT INTO t VALUES {', '.join(rows)}",
+    )
+    return SQLRows(database.url, "t", key="id", columns=["body"])
+
+
+@pytest_asyncio.fixture
+async def closed_at_the_end() -> AsyncIterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for dataset in made:
+        await dataset.aclose()
+
+
 @pytest.fixture(params=KINDS)
 def dataset(
     request: pytest.FixtureRequest,
-    s3_port: int,  # the server is no leak of the test that is its first
-) -> Iterator[FileDataset | ObjectDataset]:
+    s3_port: int,  # the servers are no leak of the test that is their first
+    server: Any,
+) -> Iterator[FileDataset | ObjectDataset | SQLRows]:
     kind, get = request.param, request.getfixturevalue
+    if kind in {"sqlite", "postgresql"}:
+        rows = table_of(get(kind))
+        get("closed_at_the_end").append(rows)
+        yield rows
+        return
     if kind == "files":
         yield FileDataset("**/*.bin", root=get("folder"))
         return
     if kind == "http":
-        server: Loopback = get("loopback")
-        made = ObjectDataset(server.url("ok"), sorted(CONTENTS))
+        web: Loopback = get("loopback")
+        made = ObjectDataset(web.at("ok"), sorted(CONTENTS))
     else:
         made = ObjectDataset(get({"local": "folder"}.get(kind, kind)))
     yield made
@@ -337,12 +323,10 @@ def noise() -> Iterator[list[dict[str, Any]]]:
 
 # Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
 ON_BOTH_LOOPS = {
-    "test_files",
     "test_interleave",
     "test_laws",
     "test_objects",
     "test_places",
-    "test_requests",
     "test_rows",
     "test_stream_steps",
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from aioloader import DataLoader
 from aioloader._order.blocks import Bad
 from aioloader._order.stream_states import merged, opened, sealed
 from aioloader.datasets import TextDataset, from_iterable
@@ -84,6 +85,12 @@ class Ranks:
 
     def state(self) -> Any:
         return json.loads(json.dumps(merge_states(self.states())))
+
+
+def of_ranks(stream: Any, ranks: int, *size: Any, **options: Any) -> list[Any]:
+    """Return the loaders of all ranks."""
+    options = {"world_size": ranks, **options}
+    return [DataLoader(stream, *size, rank=rank, **options) for rank in range(ranks)]
 
 
 def trimmed(batches: list[list[str]]) -> list[list[str]]:

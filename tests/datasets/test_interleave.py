@@ -60,8 +60,9 @@ class Reader(ShardReader):
 class Memory(ShardFormat):
     """Shards in memory: sample ``k`` of shard ``s`` is ``100 * s + k``."""
 
-    def __init__(self, make: Samples, most: int = 5) -> None:
-        self.made = [[100 * s + k for k in range(n)] for s, n in enumerate(LENGTHS)]
+    def __init__(self, make: Samples, most: int = 5, made: Any = None) -> None:
+        every = [[100 * s + k for k in range(n)] for s, n in enumerate(LENGTHS)]
+        self.made: list[list[int]] = every if made is None else made
         self._make = make
         self._most = most
 
@@ -177,9 +178,8 @@ async def test_the_shard_after_such_a_failure_is_whole(make: Samples) -> None:
 
 async def test_columns_stay_columns() -> None:
     """What several lanes give is one block."""
-    made = Memory(as_rows, most=100)
-    made.made = [[100 * s + k for k in range(30)] for s in range(LANES)]
-    stream: Any = ShardedStream(made, interleave=LANES)
+    lanes = [[100 * s + k for k in range(30)] for s in range(LANES)]
+    stream: Any = ShardedStream(Memory(as_rows, 100, lanes), interleave=LANES)
     async with aiter(stream) as iterator:
         block = await iterator.pull(5)
         assert type(block) is Rows

@@ -1,17 +1,36 @@
 """What holds for every dataset, whatever the samples are read from."""
 
 import asyncio
+import itertools
+import json
+import os
 import pickle
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
-from aioloader.datasets import FileDataset, ObjectDataset
+from aioloader.datasets import (
+    FileDataset,
+    JSONLinesDataset,
+    ObjectDataset,
+    SQLRows,
+    TextDataset,
+)
+from aioloader.datasets._batcher import MAX_CHUNK, ReadBatcher
+from aioloader.errors import (
+    DatasetError,
+    ObjectNotFoundError,
+    ObjectPermissionError,
+    TruncatedReadError,
+)
 
-AnyDataset: TypeAlias = FileDataset | ObjectDataset
+AnyDataset: TypeAlias = FileDataset | ObjectDataset | SQLRows
 
 
 @pytest.fixture
@@ -24,9 +43,13 @@ def names(dataset: AnyDataset) -> list[str]:
     return list(table)
 
 
+def body_of(sample: Any) -> memoryview:
+    return memoryview(sample["body"] if isinstance(sample, dict) else sample)
+
+
 async def read_all(dataset: AnyDataset) -> list[bytes]:
-    reads = (dataset[index] for index in range(len(dataset)))
-    return [bytes(memoryview(body)) for body in await asyncio.gather(*reads)]
+    reads: Any = (dataset[index] for index in range(len(dataset)))
+    return [bytes(body_of(sample)) for sample in await asyncio.gather(*reads)]
 
 
 async def test_it_is_like_a_list(
@@ -35,9 +58,9 @@ async def test_it_is_like_a_list(
     """But no iterable: that would never end, for the IndexError comes when awaited."""
     assert len(dataset) == len(contents)
     assert names(dataset) == sorted(contents)
-    assert memoryview(await dataset[-1]) == bodies[-1]
-    assert memoryview(await dataset[-len(bodies)]) == bodies[0]
-    assert memoryview(await dataset[np.int64(2)]) == bodies[2]
+    assert body_of(await dataset[-1]) == bodies[-1]
+    assert body_of(await dataset[-len(bodies)]) == bodies[0]
+    assert body_of(await dataset[np.int64(2)]) == bodies[2]
     for index in (12, -13, 2**40):
         with pytest.raises(IndexError, match=f"{index} is out of range for 12 samp"):
             await dataset[index]
@@ -48,18 +71,18 @@ async def test_it_is_like_a_list(
 @pytest.mark.slow
 async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> None:
     for index, body in enumerate(bodies):
-        read = await dataset[index]
-        assert memoryview(read) == body
-        assert np.frombuffer(memoryview(read), np.uint8).nbytes == len(body)
+        read = body_of(await dataset[index])
+        assert read == body
+        assert np.frombuffer(read, np.uint8).nbytes == len(body)
 
 
 @pytest.mark.slow
 async def test_wrappers_pass_the_awaitable_on(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:
-    assert memoryview(await Subset(dataset, [3, 1])[1]) == bodies[1]
+    assert body_of(await Subset(dataset, [3, 1])[1]) == bodies[1]
     both = ConcatDataset[Any]([dataset, dataset])
-    assert memoryview(await both[len(bodies) + 2]) == bodies[2]
+    assert body_of(await both[len(bodies) + 2]) == bodies[2]
 
 
 @pytest.mark.slow
@@ -73,7 +96,7 @@ async def test_pickles_while_in_use(dataset: AnyDataset, bodies: list[bytes]) ->
         copy = pickle.loads(pickle.dumps(dataset))
     assert names(copy) == names(dataset)
     assert await read_all(copy) == bodies
-    if isinstance(copy, ObjectDataset):
+    if not isinstance(copy, FileDataset):
         await copy.aclose()
 
 
@@ -92,9 +115,7 @@ async def test_cancelled_reads_leave_nothing(
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert all(isinstance(end, asyncio.CancelledError) for end in ends)
             assert await other == bodies
-    left = [str(task.get_coro()) for task in asyncio.all_tasks()]
-    left = [name for name in left if "Loopback.handle" not in name]
-    assert len(left) == 1, left
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.slow
@@ -135,9 +156,269 @@ async def test_several_loops_read_at_once(
 async def test_a_server_that_went_away_does_not_hang_the_exit(
     loopback: Any, noise: list[Any]
 ) -> None:
-    hanging = ObjectDataset(loopback.url("hang"), ["cats/z.bin"])
+    hanging = ObjectDataset(loopback.at("hang"), ["cats/z.bin"])
     task = asyncio.create_task(hanging[0])
-    await loopback.entered.wait()
+    await asyncio.to_thread(loopback.entered.wait)
     await hanging.aclose(seconds=0.0)
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+# -- files: patterns, threads, the page cache, errors of paths -------------------------
+
+
+class CountingExecutor(ThreadPoolExecutor):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.hops: list[int] = []
+
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> "Future[Any]":
+        self.hops.append(len(args[0]))
+        return super().submit(fn, *args, **kwargs)
+
+
+def pseudo(path: str) -> str:
+    if not Path(path).exists():
+        pytest.skip(f"needs {path}")
+    return path
+
+
+def thread_names() -> set[str]:
+    every = {thread.name for thread in threading.enumerate()}
+    return {name for name in every if name.startswith("aioloader-files")}
+
+
+def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
+    (folder / "cats" / "zz.bin").mkdir()
+    found = FileDataset("cats/*", root=folder).paths
+    assert list(found) == sorted(found)
+    assert list(FileDataset(folder / "cats" / "z*").paths) == [f"{folder}/cats/z.bin"]
+
+
+def test_double_star_goes_down(folder: Path) -> None:
+    assert len(FileDataset(f"{folder}/**/*.bin")) == 12
+    assert len(FileDataset("**", root=folder)) == 12
+
+
+@pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
+def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match="no file matches") as caught:
+        FileDataset(pattern, root=folder)
+    assert repr(pattern) in str(caught.value)
+    assert repr(str(folder)) in str(caught.value)
+
+
+def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"not-utf8-\xff[1].png")
+    given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
+    assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
+    assert len(FileDataset([])) == 0
+
+
+def test_shows_names_and_root(folder: Path) -> None:
+    shown = repr(FileDataset("**/*.bin", root=folder))
+    assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
+    assert shown.endswith(f"root={str(folder)!r})")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "builtin", "words"),
+    [
+        ("{0}/gone", ObjectNotFoundError, FileNotFoundError, "no such file"),
+        ("{1}", ObjectPermissionError, PermissionError, "may not read"),
+        (".", DatasetError, Exception, "is a directory"),
+        ("/dev/null/x", DatasetError, Exception, "Not a directory"),
+        ("a\0b", DatasetError, Exception, "null byte"),
+    ],
+)
+async def test_failures(
+    path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
+) -> None:
+    path = path.format(tmp_path, forbidden)
+    with pytest.raises(kind, match=words) as caught:
+        await FileDataset([path])[0]
+    assert type(caught.value) is kind
+    assert isinstance(caught.value, builtin)
+    assert isinstance(caught.value.__cause__, builtin)
+    assert caught.value.location == path
+
+
+async def test_file_shorter_than_its_size() -> None:
+    with pytest.raises(TruncatedReadError) as caught:
+        await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
+    assert caught.value.received
+    assert (caught.value.expected or 0) > caught.value.received
+
+
+async def test_file_longer_than_its_size() -> None:
+    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
+
+
+async def test_one_failure_fails_one_read(folder: Path) -> None:
+    """Reads of the same chunk do not share their errors."""
+    dataset = FileDataset(["cats/z.bin", "gone", "dogs/z.bin"], root=folder)
+    ends = await asyncio.gather(*(dataset[i] for i in range(3)), return_exceptions=True)
+    assert ends[0] == b"cats-z" * 5
+    assert isinstance(ends[1], ObjectNotFoundError)
+    assert ends[2] == b"dogs-z" * 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cancelled", "reads", "hops"),
+    [
+        # A hundred reads awaited together make two hops, not a hundred.
+        (1e-6, 0, 100, [MAX_CHUNK, 100 - MAX_CHUNK]),
+        # Where one file takes longer than a hop is worth, each travels alone.
+        (1.0, 0, 4, [1, 1, 1, 1]),
+        # Nothing is read for nobody.
+        (1e-6, 9, 1, [1]),
+    ],
+)
+async def test_hops_to_threads(
+    seconds: float, cancelled: int, reads: int, hops: list[int], folder: Path
+) -> None:
+    """Reads of one turn travel together, as far as that pays."""
+    executor = CountingExecutor()
+    asyncio.get_running_loop().set_default_executor(executor)
+    batcher = ReadBatcher(num_threads=4)
+    batcher._seconds_per_file = seconds
+    for _ in range(cancelled):
+        batcher.read(f"{folder}/cats/z.bin").cancel()
+    made = [batcher.read(f"{folder}/cats/z.bin") for _ in range(reads)]
+    assert await asyncio.gather(*made) == [b"cats-z" * 5] * reads
+    assert executor.hops == hops
+
+
+async def test_owns_its_threads_while_entered(folder: Path) -> None:
+    dataset = await FileDataset.discover("**/*.bin", root=folder, num_threads=2)
+    async with dataset:
+        async with dataset:
+            await asyncio.gather(*(dataset[i] for i in range(12)))
+        owned = thread_names()
+        assert 1 <= len(owned) <= 2
+        await dataset[0]
+        assert thread_names() >= owned
+    assert not thread_names()
+
+
+async def test_exit_joins_threads_with_reads_in_flight(folder: Path) -> None:
+    dataset = await FileDataset.discover("**/*.bin", root=folder)
+    async with dataset:
+        reads = [asyncio.ensure_future(dataset[-1]) for _ in range(50)]
+        await asyncio.sleep(0)
+    assert not thread_names()
+    assert await asyncio.gather(*reads) == [b"dogs-\xc3\xbcnicode" * 4] * 50
+
+
+async def test_a_loop_that_is_closing_says_so(folder: Path) -> None:
+    """A read that no executor takes any more fails; it does not hang."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+    with pytest.raises(DatasetError, match="shutdown"):
+        await FileDataset([folder / "cats" / "z.bin"])[0]
+
+
+# -- the page cache, which is played: the kernel decides it otherwise -----------------
+
+SMALL, LARGE = "x" * 200, "y" * 700_000
+LINES = [json.dumps([at, LARGE if at in {3000, 3001} else SMALL]) for at in range(6000)]
+PLANS: dict[str, list[float]] = {
+    "all": [1],
+    "half of each": [0.5],
+    "nothing": [0],
+    "less and less": [1, 0.5, 0.001, 0],
+    "nothing, as Linux 5.9 has it": [1, -1],
+}
+Play = Callable[[list[float]], list[int]]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Give ``preadv`` these shares of what is wanted, and return the bytes it gives.
+
+    0: it would wait; -1: it returns 0 instead of saying so.
+    """
+
+    def start(plan: list[float]) -> list[int]:
+        shares, given = itertools.chain(plan, itertools.repeat(plan[-1])), list[int]()
+
+        def preadv(file: int, buffers: list[memoryview], _at: int, _flags: int) -> int:
+            share = next(shares)
+            if not share:
+                raise BlockingIOError
+            length = max(1, int(len(buffers[0]) * share))
+            given.append(0 if share < 0 else os.readv(file, [buffers[0][:length]]))
+            return given[-1]
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        return given
+
+    return start
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "a.jsonl"
+    made.write_text("".join(f"{line}\n" for line in LINES))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.parametrize("plan", [*PLANS, "a system that cannot tell"])
+async def test_samples_and_states_do_not_depend_on_the_cache(
+    plan: str, path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plan in PLANS:
+        play(PLANS[plan])
+    else:
+        monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    kinds: Any = {JSONLinesDataset: [*map(json.loads, LINES)], TextDataset: LINES}
+    for kind, known in kinds.items():
+        found: list[Any] = []
+        states: list[tuple[int, Any]] = []
+        async with aiter(kind(path)) as blocks:
+            while block := await blocks.pull(700):
+                found += block
+                states.append((len(found), blocks.state_dict()))
+        assert found == known
+        for count, state in states[::3]:
+            stream = kind(path)
+            stream.load_state_dict(state)
+            async with aiter(stream) as blocks:
+                assert [sample async for sample in blocks] == known[count:]
+
+
+@pytest.mark.parametrize("line", ["line", LARGE], ids=["small", "large"])
+async def test_only_large_samples_need_a_thread(
+    line: str, tmp_path: Path, play: Play
+) -> None:
+    path, count = tmp_path / "a.txt", 1_000_000 // len(line) + 20
+    path.write_text(f"{line}\n" * count)
+    given = play([1])
+    async with aiter(TextDataset(path)) as blocks:
+        assert sum([1 async for _ in blocks]) == count
+    if line is LARGE:
+        assert sum(given) < len(LARGE)
+    else:
+        assert sum(given) == path.stat().st_size
+    assert max(given) <= 1 << 17
+
+
+async def test_the_other_tasks_get_their_turns(path: Path, play: Play) -> None:
+    play([1])
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    async with aiter(JSONLinesDataset(path)) as blocks:
+        while await blocks.pull(256):
+            assert turns
+            turns = 0
+    task.cancel()

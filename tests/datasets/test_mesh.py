@@ -124,16 +124,6 @@ def test_bad_meshes(mesh: Any, places: Any, options: Any, message: str) -> None:
 # -- one list of shards ---------------------------------------------------------------
 
 
-def test_both_at_once(two: list[RankProcess], tmp_path: Path) -> None:
-    stream = table(tmp_path / "db", 500)
-    for rank in two:
-        rank.send(do="open", **stream)
-    found = [row for rank in two for row in rank.answer()]
-    for rank in two:
-        found += rank.do(do="rest")
-    assert sorted(keys(found)) == [*range(500)]
-
-
 def test_a_rank_that_iterates_alone(two: list[RankProcess], tmp_path: Path) -> None:
     stream = shards(tmp_path, 0, 4)
     for count in (1, 2):

@@ -1,11 +1,15 @@
-"""Names of shards: what a listing gives is read back as it is, whatever it contains."""
+"""Names of shards, read back as a listing gives them, and listings of many pages."""
 
+import asyncio
 import fnmatch
 import glob
 import gzip
 import os
+import pickle
 import re
+import tracemalloc
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -22,11 +26,19 @@ from aioloader.datasets import (
     JSONLinesDataset,
     ObjectDataset,
     ParquetDataset,
+    TarDataset,
     TextDataset,
 )
 from aioloader.datasets._stores.addresses import matching, spell, split
-from datasets.serving import Handler, Server
-from datasets.shards import bytes_of, names, read
+from aioloader.datasets._stores.listing import Listing
+from aioloader.datasets._stores.names import NameTable
+from aioloader.errors import DatasetError
+from beside import beside
+from datasets.changing import Handler, Server
+from datasets.conftest import QUICK
+from datasets.shards import NAMES, bytes_of, items, names, read
+from datasets.test_places import shards
+from object_server import Faults, ObjectServer
 
 _ENTRY = (
     "<D:response><D:href>{}</D:href><D:propstat><D:prop>"
@@ -96,10 +108,6 @@ SEGMENTS = st.text(
 ).filter(lambda name: name not in {".", ".."})  # fmt: skip
 
 
-async def texts(stream: Any) -> list[str]:
-    return [line async for line in stream]
-
-
 def write(folder: Path, names: Iterable[str]) -> None:
     """Write files that contain their own names."""
     for name in names:
@@ -133,8 +141,8 @@ async def test_on_disk(how: str, tmp_path: Path) -> None:
     else:
         stream = TextDataset(f"{tmp_path}/{how}")
     visible = [name for name in expected if how == "list" or name[0] != "."]
-    assert await texts(stream) == visible
-    assert await texts(stream) == visible  # the second epoch too
+    assert await items(stream) == visible
+    assert await items(stream) == visible  # the second epoch too
 
 
 @pytest.mark.slow
@@ -143,9 +151,9 @@ async def test_in_a_listing_of_the_web() -> None:
     names = [name for name in NASTY if "\\" not in name and name[0] != "."]
     with WebDAV({f"a b/{name}.txt": name.encode() for name in names}) as server:
         stream = TextDataset(f"{server.url}/a%20b/*.txt")
-        assert sorted(await texts(stream)) == sorted(names)
+        assert sorted(await items(stream)) == sorted(names)
         below = TextDataset("*.txt", store=f"{server.url}/a%20b")
-        assert sorted(await texts(below)) == sorted(names)
+        assert sorted(await items(below)) == sorted(names)
         async with await ObjectDataset.discover(f"{server.url}/a%20b") as objects:
             found = {bytes(await objects[at]).decode() for at in range(len(objects))}
         assert found == set(names)
@@ -164,7 +172,7 @@ async def test_spelled_addresses(moto: Any) -> None:
         f"{base}/c%5B1*.txt": "c[1]",
         f"{base}/c[0-9].txt": "c1",
     }.items():
-        assert await texts(TextDataset(url)) == [name]
+        assert await items(TextDataset(url)) == [name]
     for root in ("s3://bucket/spelled#1", "s3://bucket/spelled?1"):
         with pytest.raises(ValueError, match="no object in"):
             await ObjectDataset.discover(root)  # not of `spelled`
@@ -222,7 +230,7 @@ async def test_patterns_mean_the_same(
         await fill(store, names)
     stream = TextDataset(pattern, store=store)
     expected = [match.removesuffix(".txt") for match in matches]
-    assert await texts(stream) == expected
+    assert await items(stream) == expected
 
 
 @pytest.mark.parametrize("root", ["data", "./data", "data/", Path("data")])
@@ -232,7 +240,7 @@ async def test_a_relative_root_is_joined_once(
     write(tmp_path / "data", ["a", "b"])
     monkeypatch.chdir(tmp_path)
     for pattern in ("*.txt", "{a,b}.txt", "**/*.txt"):
-        assert await texts(TextDataset(pattern, store=root)) == ["a", "b"]
+        assert await items(TextDataset(pattern, store=root)) == ["a", "b"]
     files = await FileDataset.discover("*.txt", root=root)
     assert await files[1] == b"b"
     async with await ObjectDataset.discover(root) as objects:
@@ -248,16 +256,16 @@ async def test_a_state_does_not_depend_on_the_spelling(moto: Any) -> None:
     ):
         stream = TextDataset(addresses)
         stream.load_state_dict(state)
-        assert await texts(stream) == ["x 2"]
+        assert await items(stream) == ["x 2"]
 
 
 async def test_urls_that_no_key_can_hold() -> None:
     """An encoded slash is sent as it is spelled, and a query with it."""
     objects = {"a%2Fb.txt": b"encoded", "a/b.txt": b"plain"}
     with WebDAV(objects, is_literal=True) as server:
-        assert await texts(TextDataset(f"{server.url}/a%2Fb.txt")) == ["encoded"]
-        assert await texts(TextDataset(f"{server.url}/a/b.txt")) == ["plain"]
-        assert await texts(TextDataset(f"{server.url}/a/b.txt?x=*#f")) == ["plain"]
+        assert await items(TextDataset(f"{server.url}/a%2Fb.txt")) == ["encoded"]
+        assert await items(TextDataset(f"{server.url}/a/b.txt")) == ["plain"]
+        assert await items(TextDataset(f"{server.url}/a/b.txt?x=*#f")) == ["plain"]
 
 
 @given(names=st.lists(SEGMENTS, min_size=1, max_size=4))
@@ -315,14 +323,14 @@ async def check_names(chosen: set[str], depth: int, folder: Path, port: int) -> 
         TextDataset(f"s3://bucket/{quote(prefix)}**/*.txt", **s3),
     ):
         if visible:
-            assert sorted(await texts(stream)) == visible
+            assert sorted(await items(stream)) == visible
         else:
             with pytest.raises(ValueError, match="no shard matches"):
-                await texts(stream)
+                await items(stream)
     for store, start in ((memory, prefix + below), (local, below)):
         keys = [f"{start}{name}.txt" for name in sorted(chosen)]
         exact = TextDataset([*map(escaped, keys)], store=store)
-        assert await texts(exact) == sorted(chosen)
+        assert await items(exact) == sorted(chosen)
         async with ObjectDataset(store, keys) as objects:
             found = [bytes(await objects[at]).decode() for at in range(len(keys))]
         assert found == sorted(chosen)
@@ -342,3 +350,165 @@ async def test_in_a_store(
     chosen = {name for name in found if len(os.fsencode(name)) < 200}
     folder = tmp_path_factory.mktemp("names")
     await check_names(chosen, depth, folder, s3_port)
+
+
+# -- listings of many pages ------------------------------------------------------------
+
+Names = st.lists(
+    st.text() | st.binary().map(lambda b: b.decode("utf-8", "surrogateescape"))
+)
+
+
+@given(Names, st.integers(-9, 9), st.slices(8))
+def test_names_are_as_a_list(names: list[str], index: int, part: slice) -> None:
+    """A table gives what the list gives, by index, slice and iteration."""
+    table = NameTable(names)
+    assert list(table) == names
+    assert table == names
+    assert table[part] == names[part]
+    if -len(names) <= index < len(names):
+        assert table[index] == names[index]
+    else:
+        with pytest.raises(IndexError):
+            table[index]
+
+
+def test_big_names_travel_out_of_band() -> None:
+    """A table gives its two buffers to whoever ships them apart."""
+    buffers: list[Any] = []
+    table = NameTable(f"{index:040d}" for index in range(1000))
+    head = pickle.dumps(table, 5, buffer_callback=buffers.append)
+    assert len(head) < 1000
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 40_000 + 8_008
+
+
+def test_listing_leaves_out_folder_markers() -> None:
+    """An empty object is a folder's marker only if there are keys below it."""
+    found = {"a/x": 1, "a": 0, "a-b": 0, "b": 0, "c": 2, "c/x": 0, "": 0}
+    listing = Listing(found)
+    assert list(listing) == ["a-b", "a/x", "b", "c", "c/x"]
+    assert listing.sizes.tolist() == [0, 1, 0, 2, 0]
+
+
+# Few names that are beginnings of others; an empty one is a folder's marker or a file.
+Keys = st.text("a/!", max_size=4)
+
+
+@given(st.dictionaries(Keys, st.integers(0, 2)), st.lists(st.integers(1, 4)))
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_pages_are_as_the_whole(
+    is_ordered: bool, found: dict[str, int], lengths: list[int]
+) -> None:
+    left = sorted(found) if is_ordered else list(found)
+    pages = []
+    for length in [*lengths, len(left)]:
+        pages.append(Listing({key: found[key] for key in left[:length]}))
+        del left[:length]
+    pages += pages[:1]  # a page that came twice
+    whole, joined = Listing(found), Listing.joined(pages)
+    assert list(joined.items()) == list(whole.items())
+    assert not pages
+
+
+def many(count: int) -> dict[str, int]:
+    return {
+        f"train/{number % 1000:03}/{number * 7919 % count:024}.bin": number % 3
+        for number in range(count)
+    }
+
+
+def serve(sizes: dict[str, int], objects: Any = None) -> ObjectServer:
+    return ObjectServer(
+        objects, make=lambda _, start, stop: bytes(stop - start), sizes=sizes
+    )
+
+
+def options(server: ObjectServer) -> dict[str, Any]:
+    retries = {"backoff": {"init_backoff": timedelta(milliseconds=1)}}
+    return {
+        "endpoint": server.url,
+        "region": "x",
+        "skip_signature": True,
+        "retry_config": retries,
+    }
+
+
+@pytest.mark.slow
+async def test_many_keys(tmp_path: Path) -> None:
+    with serve(many(20_000), shards(tmp_path)) as server:
+        bucket, config = f"s3://{server.bucket}", options(server)
+        async with await ObjectDataset.discover(
+            bucket, prefix="train", store_options=config
+        ) as some:
+            assert list(some.keys) == sorted(many(20_000))
+            assert len(await some[-1]) == many(20_000)[some.keys[-1]]
+        assert await beside(
+            lambda: ObjectDataset(bucket, prefix="train", store_options=config)
+        )
+        assert await names(TarDataset(f"{bucket}/*.tar", store_options=config)) == NAMES
+        assert server.counts("").requests == 20 + 20 + 21
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["errors", "resets", "truncated", "lying"])
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_goes_on_after_faults(fault: str, blocking: bool) -> None:
+    with serve(many(10_000)) as server:
+        server.max_keys = 500
+        share: Any = {fault: 0.2}
+        server.faults = Faults(seed=1, **share)
+        bucket, config = f"s3://{server.bucket}", options(server)
+        if blocking:
+            found = await beside(lambda: ObjectDataset(bucket, store_options=config))
+        else:
+            found = await ObjectDataset.discover(bucket, store_options=config)
+        assert list(found.keys) == sorted(many(10_000))
+        assert server.injected()[fault] > 3
+        # Each is one, and costs a request.
+        assert 23 < server.counts("").requests < 20 + 3 * server.injected()[fault]
+
+
+async def test_http_is_asked_once(loopback: Any) -> None:
+    """A web server that knows no listing is told from one that fails at once."""
+    with pytest.raises(DatasetError, match=r"503 .* pass keys="):
+        await ObjectDataset.discover(
+            loopback.at("503"), store_options={"retry_config": QUICK}
+        )
+    assert len(loopback.heads) == 2  # by obstore
+
+
+async def test_cancelled_amid_the_pages(noise: list[Any]) -> None:
+    with serve(many(20_000)) as server:
+        server.max_keys = 10
+        config = options(server)
+        task = asyncio.ensure_future(
+            ObjectDataset.discover(f"s3://{server.bucket}", store_options=config)
+        )
+        await beside(lambda: server.wait_for(lambda: server.counts().requests > 150))
+        server.faults = Faults(hangs=1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await beside(lambda: server.wait_for(lambda: not server.counts().in_flight))
+        assert 150 < server.counts().requests < 2000
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+async def test_what_many_keys_take() -> None:
+    """Memory holds the names twice at most, in their buffers, for a moment."""
+    sizes = many(100_000)
+    with serve(sizes) as server:
+        bucket, config = f"s3://{server.bucket}", options(server)
+        # What every listing takes, and the server.
+        await ObjectDataset.discover(bucket, prefix="train/000", store_options=config)
+        tracemalloc.start()
+        try:
+            found = await ObjectDataset.discover(bucket, store_options=config)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert list(found.keys) == sorted(sizes)
+    # A key's bytes, its end and its size; and 4 MB for pages under way. As a list of
+    # strings, and a dict of their sizes, it would be three times as much.
+    assert peak < 2 * sum(len(key) + 16 for key in sizes) + (4 << 20)

@@ -19,8 +19,8 @@ import aioloader
 from aioloader._cli import pack
 from aioloader._cli.main import main
 from aioloader.datasets import JSONLinesDataset, ParquetDataset, TarDataset
-from datasets.pictures import write_tree
-from datasets.test_class_folders import CLASSES, SAMPLES
+from datasets.shards import items, write_tree
+from datasets.test_decoders import CLASSES, LABELLED
 
 ROOT = Path(aioloader.__file__).parents[2]
 
@@ -35,10 +35,7 @@ def packed(*arguments: object) -> None:
 
 
 def read(stream: Any) -> list[Any]:
-    async def every() -> list[Any]:
-        return [sample async for sample in stream]
-
-    return asyncio.run(every())
+    return asyncio.run(items(stream))
 
 
 def test_class_folders(
@@ -54,8 +51,8 @@ def test_class_folders(
     ]
     stream = TarDataset(f"{tmp_path}/out/train-*.tar")
     samples = read(stream)
-    assert [int(sample["cls"]) for sample in samples] == [at for _, at in SAMPLES]
-    for sample, (name, _) in zip(samples, SAMPLES, strict=True):
+    assert [int(sample["cls"]) for sample in samples] == [at for _, at in LABELLED]
+    for sample, (name, _) in zip(samples, LABELLED, strict=True):
         key, _, extension = name.rpartition(".")
         assert sample["__key__"] == key.replace("z.v2", "z_v2")
         assert sample[extension.lower()] == (tree / name).read_bytes()
@@ -124,7 +121,7 @@ def test_files_as_rows(tree: Path, tmp_path: Path) -> None:
     packed(tree, tmp_path / "out", "--format", "parquet", "--class-folders")
     packed(tree, tmp_path / "all", "--format", "parquet", "--glob", "dog/*")
     rows = read(ParquetDataset(f"{tmp_path}/out/*.parquet"))
-    assert [(row["path"], row["label"]) for row in rows] == SAMPLES
+    assert [(row["path"], row["label"]) for row in rows] == LABELLED
     assert rows[0]["bytes"] == (tree / "cat/b.png").read_bytes()
     paths = [row["path"] for row in read(ParquetDataset(f"{tmp_path}/all/*.parquet"))]
     assert paths == sorted(f"dog/{path.name}" for path in (tree / "dog").iterdir())
@@ -290,7 +287,7 @@ def test_an_index_by_either_way(
     keys = [sorted(sample["__key__"] for sample in part) for part in parts]
     assert all(keys)
     assert sorted(keys[0] + keys[1]) == sorted(
-        name.rpartition(".")[0].replace(".", "_") for name, _ in SAMPLES
+        name.rpartition(".")[0].replace(".", "_") for name, _ in LABELLED
     )
 
 

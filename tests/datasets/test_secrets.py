@@ -223,7 +223,7 @@ def test_databases(url: str) -> None:
 
 
 async def test_states(tmp_path: Path, loopback: Any) -> None:
-    url = loopback.url("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
+    url = loopback.at("ok", user=f"me:{MARKER}@") + f"/cats/z.bin?sig={MARKER}"
     stream = TextDataset(url)
     async with aiter(stream) as iterator:
         assert await anext(iterator) == "cats-z" * 5
@@ -352,7 +352,7 @@ async def test_errors_of_reading(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     key = "cats/big.bin" if what == "cut" else "no/such"
-    url = loopback.url(what, user=f"me:{MARKER}@") + f"/{key}"
+    url = loopback.at(what, user=f"me:{MARKER}@") + f"/{key}"
     signed = f"{url}?sig={MARKER}"
     client: Any = {"default_headers": {"X-Mine": MARKER}, "allow_http": True}
     once: Any = {"max_retries": 0}
@@ -373,7 +373,7 @@ async def test_errors_of_reading(
             requests=more["requests"],
         ),
         "key": lambda: ObjectDataset(
-            loopback.url(what), [f"{key}?X-Amz-Signature={MARKER}"], **more
+            loopback.at(what), [f"{key}?X-Amz-Signature={MARKER}"], **more
         ),
         "listing": lambda: ObjectDataset.discover(signed, **more),
     }

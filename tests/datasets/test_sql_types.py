@@ -183,8 +183,8 @@ async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
     assert [row["x"] for row in rows] == ["7", "0.1", "x", None, "8"]
 
 
-async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
-    """Blobs are written in hexadecimals in a position."""
+async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
+    """They are written in hexadecimals in a position; texts are in ``test_sql``."""
     sqlite.run("CREATE TABLE t (id BLOB PRIMARY KEY, n INTEGER)")
     sqlite.run("INSERT INTO t VALUES (x'', 0), (x'00', 1), (x'7f41', 2), (x'ff', 3)")
     made = SQLFormat(sqlite.url, "t", key="id", partitions=3)
@@ -192,6 +192,9 @@ async def test_text_and_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
     whole = SQLFormat(sqlite.url, "t", key="id", partitions=1)
     for count in range(5):
         assert [r["n"] for r in await resumed(whole, 0, count)] == [0, 1, 2, 3]
+    async with listed(sqlite) as rows:
+        assert rows.keys == [b"", b"\0", b"\x7fA", b"\xff"]
+        assert [row["n"] for row in await rows.__getitems__([2, 0, 1])] == [2, 0, 1]
 
 
 # -- keys that cannot be one ------------------------------------------------------

@@ -19,7 +19,7 @@ from aioloader.datasets._streams.cursors import Reading
 from aioloader.datasets._streams.steps import Repeated
 from aioloader.errors import StateMismatchError
 from beside import beside
-from datasets.ranks import lines
+from datasets.ranks import lines, of_ranks
 from datasets.shards import items, parquet, write_lines
 
 
@@ -27,9 +27,8 @@ def in_workers(count: int) -> dict[str, Any]:
     return {"num_workers": count, "fetch": "workers"} if count else {}
 
 
-def of_ranks(stream: Any, ranks: int, **options: Any) -> list[Any]:
-    options = {"batch_size": 4, "collate_fn": list, "world_size": ranks, **options}
-    return [DataLoader(stream, rank=rank, **options) for rank in range(ranks)]
+def ranked(stream: Any, ranks: int, **options: Any) -> list[Any]:
+    return of_ranks(stream, ranks, **{"batch_size": 4, "collate_fn": list, **options})
 
 
 def numbers(count: int = 10) -> Any:
@@ -120,7 +119,7 @@ async def test_a_rank_without_samples_is_an_error() -> None:
 
 def loaders(stream: Any, world_size: int, **options: Any) -> list[list[Any]]:
     found = []
-    for loader in of_ranks(stream, world_size, collate_fn=None, **options):
+    for loader in ranked(stream, world_size, collate_fn=None, **options):
         with loader:
             found.append([_listed(batch) for batch in loader])
     return found
@@ -203,7 +202,7 @@ def test_failed_samples_do_not_count(
 def of_layout(stream: Any, ranks: int, workers: int) -> list[Any]:
     """Return the loaders of all ranks, of global batches of twelve samples."""
     options = {"batch_size": 12 // ranks, "on_error": "skip"}
-    return of_ranks(stream, ranks, **options, **in_workers(workers))
+    return ranked(stream, ranks, **options, **in_workers(workers))
 
 
 def refuse(number: int) -> int:
@@ -353,7 +352,7 @@ def flat(batches: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", STREAMS)
 def test_epochs_are_one_reading(kind: str, ranks: int, tmp_path: Path) -> None:
     short, long = (STREAMS[kind](tmp_path, n) for n in (48, 240))
-    for one, other in zip(of_ranks(short, ranks), of_ranks(long, ranks), strict=True):
+    for one, other in zip(ranked(short, ranks), ranked(long, ranks), strict=True):
         epochs = [flat(one) for _ in range(5)]
         assert [*map(len, epochs)] == [48 // ranks] * 5
         found, whole = flat(epochs), flat(other)
@@ -370,7 +369,7 @@ def test_each_sample_as_often(
     """But for the last pass of its reader, however long an epoch is."""
     for length in (31,) if options else (7, 31, 50, 163):
         stream = equal_lines(tmp_path).epoch_length(length)
-        for loader in of_ranks(stream, ranks, tail=tail, **options):
+        for loader in ranked(stream, ranks, tail=tail, **options):
             found: Counter[Any] = Counter()
             for batch in itertools.chain.from_iterable(loader for _ in range(5)):
                 kept = batch[1] if tail == "pad" else [True] * len(batch)
@@ -386,14 +385,14 @@ def test_each_sample_as_often(
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_on_other_ranks(at: int, world_size: int, tmp_path: Path) -> None:
     stream = shuffled(tmp_path).readers(4).epoch_length(48)
-    (loader,) = of_ranks(stream, 1, batch_size=8)
+    (loader,) = ranked(stream, 1, batch_size=8)
     epochs = [[{*batch} for batch in loader] for _ in range(4)]
     states = []
-    for first in of_ranks(stream, 2):
+    for first in ranked(stream, 2):
         list(first)
         list(itertools.islice(first, at) if at < 6 else first)
         states.append(json.loads(json.dumps(first.state_dict())))
-    again = of_ranks(stream, world_size, batch_size=8 // world_size)
+    again = ranked(stream, world_size, batch_size=8 // world_size)
     for one in again:
         one.load_state_dict(merge_states(states))
     for rest in ([epochs[1][at:]] if at < 6 else []) + epochs[2:]:
@@ -405,7 +404,7 @@ def test_on_other_ranks(at: int, world_size: int, tmp_path: Path) -> None:
 def test_a_break_loses_nothing(options: Any, tmp_path: Path) -> None:
     """What was not delivered is the next epoch's; also before each worker has begun."""
     stream = equal_lines(tmp_path, shuffle=True).epoch_length(40)
-    (loader,) = of_ranks(stream, 1, **options)
+    (loader,) = ranked(stream, 1, **options)
     with loader:
         found = next(iter(loader))
         assert all(iter(loader) for _ in range(2))  # nothing is taken from them
@@ -419,7 +418,7 @@ def test_a_break_loses_nothing(options: Any, tmp_path: Path) -> None:
 async def test_the_position_is_the_loaders(tmp_path: Path) -> None:
     stream = equal_lines(tmp_path).epoch_length(48)
     assert await items(stream) == await items(stream)
-    one, other = (of_ranks(stream, 1)[0] for _ in range(2))
+    one, other = (ranked(stream, 1)[0] for _ in range(2))
     first = await beside(lambda: flat(one))
     assert await beside(lambda: flat(other)) == first
     again = await beside(lambda: flat(one))
@@ -431,7 +430,7 @@ def test_set_epoch_numbers(tmp_path: Path) -> None:
     stream = STREAMS["shuffled"](tmp_path, 48)
 
     def epochs(*numbers: int) -> list[list[Any]]:
-        (loader,) = of_ranks(stream, 1)
+        (loader,) = ranked(stream, 1)
         found = []
         for number in numbers:
             loader.set_epoch(number)
@@ -439,7 +438,7 @@ def test_set_epoch_numbers(tmp_path: Path) -> None:
             assert loader.state_dict()["epoch"] == number + 1
         return found
 
-    (loader,) = of_ranks(stream, 1)
+    (loader,) = ranked(stream, 1)
     plain = [flat(loader) for _ in range(4)]
     assert epochs(0, 1, 2, 3) == epochs(0, 5, 6, 0) == plain
     assert not {*map(tuple, epochs(5, 6))} & {*map(tuple, plain)}
@@ -455,7 +454,7 @@ def test_len(
     options = {**options, "tail": tail, "drop_last": drop_last}
     for length in (7,) if options else (1, 7, 31, 48):
         stream = equal_lines(tmp_path).epoch_length(length).map(str)
-        for loader in of_ranks(stream, ranks, **options):
+        for loader in ranked(stream, ranks, **options):
             assert [len(loader)] * 2 == [len([*loader]) for _ in range(2)]
     with pytest.raises(TypeError, match="has no len"):
         len(DataLoader(equal_lines(tmp_path)))
@@ -463,7 +462,7 @@ def test_len(
 
 def test_shards_that_are_added_between_epochs(tmp_path: Path) -> None:
     """They are not in the pass that goes on."""
-    (loader,) = of_ranks(equal_lines(tmp_path).epoch_length(48), 1)
+    (loader,) = ranked(equal_lines(tmp_path).epoch_length(48), 1)
     list(loader)
     (tmp_path / "99.txt").write_text("more\n")
     with pytest.raises(StateMismatchError, match=r"16 shards, but .* has 17"):

@@ -324,25 +324,23 @@ async def test_damage_names_its_place(
         await read_all(made)
 
 
-async def test_batches_outside_of_the_file_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.arrow"
-    whole = contents(write(path, NUMBERED))
+@PLACES
+async def test_messages_that_do_not_fit(is_remote: bool, tmp_path: Path) -> None:
+    """Batches outside of a file, bytes after a stream."""
+    whole = contents(write(tmp_path / "a.arrow", NUMBERED))
     (schema,) = struct.unpack_from("<i", whole, 12)
     at = whole.rindex(struct.pack("<q", 16 + schema))  # where the first batch is
-    put(path, whole[:at] + struct.pack("<q", 1 << 40) + whole[at + 8 :])
-    found = await outcome(path, Local())
-    assert isinstance(found, DatasetError)
-    assert "a message is outside the file's" in str(found)
-
-
-async def test_bytes_behind_a_stream_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.arrows"
-    whole = contents(write(path, NUMBERED))
-    put(path, whole + whole)
-    for is_remote in (False, True):
+    outside = whole[:at] + struct.pack("<q", 1 << 40) + whole[at + 8 :]
+    stream = contents(write(tmp_path / "a.arrows", NUMBERED))
+    after = f"ends at byte {len(stream):,} of {2 * len(stream):,}"
+    for path, data, words in (
+        (tmp_path / "a.arrow", outside, "a message is outside the file's"),
+        (tmp_path / "a.arrows", stream + stream, after),
+    ):
+        put(path, data)
         found = await outcome(path, Local(is_remote=is_remote))
         assert isinstance(found, DatasetError)
-        assert f"ends at byte {len(whole):,} of {2 * len(whole):,}" in str(found)
+        assert words in str(found)
 
 
 async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
@@ -399,15 +397,6 @@ async def test_all_rows_once_in_order(make: Any, filters: Any, tmp_path: Path) -
     whole = await read_shard(made, one)
     for row in range(len(whole) + 1):
         assert await read_shard(made, one, row=row) == whole[row:]
-
-
-async def test_what_is_skipped_is_not_cut(tmp_path: Path) -> None:
-    made = parquet(tmp_path, filters=pc.field("n") >= 40)
-    cuts = await made.cut(await shards(made), 5)
-    assert [shard[2] for shard in cuts] == [0, 1, 2, 3, 4]  # each reader has some
-    made = parquet(tmp_path, filters=pc.field("n") < 0)
-    cuts = await made.cut(await shards(made), 5)
-    assert [shard[2] for shard in cuts] == ["skipped"] * 5
 
 
 async def test_what_cannot_be_cut(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from datasets.killed_writing import (
     run,
 )
 from datasets.killed_writing import SAMPLES as KILLED_SAMPLES
-from datasets.pictures import pixels
+from datasets.shards import pixels
 from datasets.test_secrets import MARKER, everything_said
 
 COUNT = 23

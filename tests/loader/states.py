@@ -34,7 +34,12 @@ def left_at(loader: Any, taken: int) -> Any:
     return state
 
 
+def loaded(loader: Any, state: Any) -> Any:
+    """Return a loader at a state."""
+    loader.load_state_dict(state)
+    return loader
+
+
 def rest_of(loader: Any, state: Any) -> list[Any]:
     """Return what is left of an epoch."""
-    loader.load_state_dict(state)
-    return listed(loader)
+    return listed(loaded(loader, state))

@@ -14,9 +14,11 @@ from torch.utils.data import IterableDataset, Sampler, TensorDataset
 from aioloader import DataLoader, ShuffledIndices
 from beside import beside
 from core.kit import PATIENCE
-from loader.states import left_at, listed, saved, seeded
+from loader.states import left_at, listed, loaded, saved, seeded
+from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
+from stateful import Kept
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
@@ -152,8 +154,7 @@ def test_out_of_order(taken: int) -> None:
     dataset.gate.set()
     iterator.close()
     again = Gated(14)
-    resumed: Any = DataLoader(again, **options | {"num_workers": 1})
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(again, **options | {"num_workers": 1}), state)
     delivered += listed(resumed)
     found = [index for batch in delivered for index in batch]
     assert sorted(found) == list(range(14))
@@ -185,8 +186,7 @@ def test_iterators_that_are_dropped() -> None:
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    resumed = LOADERS["generator"]()
-    resumed.load_state_dict(state)
+    resumed = loaded(LOADERS["generator"](), state)
     assert resumed.state_dict() == state
     iter(resumed)
     assert resumed.state_dict() == state
@@ -202,8 +202,7 @@ def test_set_epoch_again() -> None:
     next(iterator)
     state = loader.state_dict()
     rest = listed(iterator)
-    resumed = make_loader()
-    resumed.load_state_dict(state)
+    resumed = loaded(make_loader(), state)
     resumed.set_epoch(4)
     assert listed(resumed) == rest
     resumed.load_state_dict(state)
@@ -240,8 +239,7 @@ def test_states_are_copies() -> None:
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    resumed = LOADERS["in order"]()
-    resumed.load_state_dict(state)
+    resumed = loaded(LOADERS["in order"](), state)
     state["done"] = 3
     resumed.state_dict()["done"] = 2
     assert listed(resumed) == listed(iterator)
@@ -302,60 +300,16 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
     return first, state, flat(iterator)
 
 
-class Counting(IterableDataset[int]):
-    """Its own iterator, with a state; counts its epochs."""
-
-    def __init__(self) -> None:
-        self.epoch, self.place, self.is_loaded = 0, 0, False
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.is_loaded:
-            self.epoch, self.place = self.epoch + 1, 0
-        self.is_loaded = False
-        return self
-
-    def __next__(self) -> int:
-        if self.place >= 6:
-            raise StopIteration
-        self.place += 1
-        return 100 * self.epoch + self.place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
-        self.is_loaded = self.place < 6
-
-
-class Permuting(Sampler[int]):
-    """Draws its order in a plain ``__iter__``, as torch's loader lets it."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(9).tolist())
-
-    def __len__(self) -> int:
-        return 9
-
-
 @pytest.mark.slow
 def test_the_second_epoch_of_persistent_replicas() -> None:
     """Each reader has its own state, also in an epoch that was begun ahead."""
     options: Any = {"num_workers": 2, "persistent_workers": True}
-    with DataLoader(Replica(), 2, **options) as loader:
+    with DataLoader(Kept(12), 2, **options) as loader:
         list(loader)
         _, state, rest = taken(loader, 3)
     assert sorted(state["states"][0]) == ["0", "1"]
-    resumed = DataLoader(Replica(), 2, num_workers=2)
-    resumed.load_state_dict(state)
+    resumed = loaded(DataLoader(Kept(12), 2, num_workers=2), state)
     assert flat(resumed) == rest
-
-
-class Replica(Counting):
-    """One of several workers' streams."""
-
-    def __next__(self) -> int:
-        return super().__next__() + 1000 * torch.utils.data.get_worker_info().id  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -382,8 +336,7 @@ async def test_a_state_during_the_first_step(kind: str) -> None:
     whole = flat([await step])
     assert saved(loader)["order"] == state["order"]
     whole += flat([batch async for batch in iterator])
-    resumed = make()
-    resumed.load_state_dict(state)
+    resumed = loaded(make(), state)
     assert flat(resumed) == whole
 
 
@@ -410,21 +363,10 @@ def test_a_start_that_fails_loses_nothing(options: Any) -> None:
     assert flat(loader) == rest
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
-def test_iterables_that_count_their_epochs(options: Any) -> None:
-    """Behind an epoch they are told, and begin the next one."""
-    loader = DataLoader(Counting(), 4, **options)
-    list(loader)
-    resumed = DataLoader(Counting(), 4, **options)
-    resumed.load_state_dict(saved(loader))
-    assert flat(resumed) == flat(loader) == [201, 202, 203, 204, 205, 206]
-
-
 def test_a_pickled_loader_keeps_what_was_loaded() -> None:
     """It is a part of what the loader is about to do."""
     _, state, rest = taken(DataLoader(list(range(8)), 2), 1)
-    loader = DataLoader(list(range(8)), 2)
-    loader.load_state_dict(state)
+    loader = loaded(DataLoader(list(range(8)), 2), state)
     assert flat(pickle.loads(pickle.dumps(loader))) == rest
 
 
@@ -438,18 +380,11 @@ def test_draws_of_a_plain_iter(kind: str, num_workers: int) -> None:
         torch.manual_seed(5)
         options: Any = {"sampler": Permuting(), "batch_size": None}
         if kind == "batch_sampler":
-            options = {"batch_sampler": Permutings()}
-        loader = cls(list(range(9)), num_workers=num_workers, **options)
+            options = {"batch_sampler": Grouped()}
+        loader = cls(range(N), num_workers=num_workers, **options)
         return [[torch.as_tensor(one).tolist() for one in loader] for _ in range(3)]
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
-
-
-class Permutings(Drawing):
-    """Batches, drawn in the same way."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.randperm(9).reshape(3, 3).tolist())
 
 
 def test_a_sampler_that_fails_ends_no_epoch() -> None:
@@ -565,8 +500,7 @@ def test_one_of_two_threads_resumes(where: str) -> None:
     assert flat([next(iterator), next(iterator)]) == [*range(6)]
     state = loader.state_dict()
     iterator.close()
-    resumed = meeting_loader(where, meeting)
-    resumed.load_state_dict(state)
+    resumed = loaded(meeting_loader(where, meeting), state)
     meeting.is_on = True
     with ThreadPoolExecutor(2) as pool:
         found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from aioloader import DataLoader, merge_states
 from aioloader.testing._frozen import frozen
-from loader.states import REPEATED, listed, saved, seeded
+from loader.states import REPEATED, listed, loaded, saved, seeded
 from stateful import Plain, mine
 from working import Drawing, Numbers
 
@@ -261,8 +261,7 @@ def test_an_order_is_drawn_again_from_a_copy(name: str, key: str) -> None:
     drawn = {"seed", "generator", "before"}.intersection(state["order"][0])
     assert drawn == {key}
     rest = [frozen(batch) for batch in steps]
-    resumed = make(name)
-    resumed.load_state_dict(state)
+    resumed = loaded(make(name), state)
     generator = resumed.generator or torch.default_generator
     before = generator.get_state()
     steps = iter(resumed)
@@ -286,8 +285,7 @@ def test_left_and_begun_again(name: str) -> None:
     expected = [frozen(batch) for batch in waiting]
     loader.close()
     torch.manual_seed(99)
-    resumed = make(name)
-    resumed.load_state_dict(state)
+    resumed = loaded(make(name), state)
     assert [frozen(batch) for batch in resumed] == expected
     resumed.close()
 
@@ -310,8 +308,7 @@ async def test_workers_that_wait_for_the_first_step(name: str) -> None:
     torch.rand(())  # the order is drawn after it
     expected = await epochs(loader, iterator, 1)
     torch.manual_seed(99)
-    resumed = waiting()
-    resumed.load_state_dict(state)
+    resumed = loaded(waiting(), state)
     iterator = aiter(resumed)
     torch.rand(())
     assert await epochs(resumed, iterator, 1) == expected
@@ -329,8 +326,7 @@ def test_the_seed_of_workers_that_were_never_used() -> None:
     expected = [frozen(batch) for batch in loader]
     loader.close()
     torch.manual_seed(99)
-    resumed = Loader(Noisy(N), 3, **options)
-    resumed.load_state_dict(state)
+    resumed = loaded(Loader(Noisy(N), 3, **options), state)
     assert [frozen(batch) for batch in resumed] == expected
     resumed.close()
 

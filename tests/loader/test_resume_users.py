@@ -1,5 +1,6 @@
 """Resuming users' datasets and samplers: what they keep between epochs."""
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.errors import DatasetError, ShardChangedError
-from loader.states import REPEATED, left_at, listed, saved
-from loader.test_resume_streams import OnDataset
+from loader.states import REPEATED, left_at, listed, loaded, rest_of, saved
+from loader.test_resume_order import OnDataset
 from stateful import (
+    Counted,
     Cursor,
     Cursors,
     Epochs,
@@ -52,21 +54,20 @@ def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) ->
 def test_an_iterator_that_is_left() -> None:
     """It still exists while the next epoch starts."""
     state = left_at(Loader(Streamed(), 3), 2)
-    loader = Loader(Streamed(), 3)
-    loader.load_state_dict(state)
+    loader = loaded(Loader(Streamed(), 3), state)
     left = iter(loader)
     assert next(left).tolist() == [6, 7, 8]
     assert listed(loader) == listed(Loader(Streamed(), 3))
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
 @pytest.mark.parametrize("make", [Epochs, Postponed])
-def test_datasets_that_count_epochs(make: Callable[[], Any]) -> None:
+def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> None:
     """Their loaded state is gone once it was applied: it is not loaded again."""
-    loader = Loader(make(), 5)
+    loader = Loader(make(), 5, **options)
     first, second = listed(loader), listed(loader)
     assert first != second
-    resumed = Loader(make(), 5)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(make(), 5, **options), loader.state_dict())
     assert [listed(resumed), listed(resumed)] == [listed(loader), listed(loader)]
 
 
@@ -95,8 +96,7 @@ def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
     listed(loader)
     dataset.set_epoch(3)
     state = left_at(loader, 1)
-    resumed = Loader(make(), 4, num_workers=workers)
-    resumed.load_state_dict(state)
+    resumed = loaded(Loader(make(), 4, num_workers=workers), state)
     found = listed(resumed)
     assert found == [[304, 305, 306, 307], [308, 309]]
     assert listed(resumed) == [[300, 301, 302, 303], *found]
@@ -106,8 +106,7 @@ def test_the_epoch_that_the_user_sets_next() -> None:
     """Between two epochs, the number that is set after loading counts."""
     loader = Loader(ByEpoch(), 5)
     listed(loader)
-    resumed = Loader(ByEpoch(), 5)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(ByEpoch(), 5), loader.state_dict())
     resumed.dataset.set_epoch(1)
     assert listed(resumed)[0][0] == 100
 
@@ -318,8 +317,7 @@ def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
     """Its state is that of the end of the previous one, and nothing else is known."""
     loader = Loader(Started(), 3, **options)
     listed(loader)
-    resumed = Loader(Started(), 3, **options)
-    resumed.load_state_dict(loader.state_dict())
+    resumed = loaded(Loader(Started(), 3, **options), loader.state_dict())
     with pytest.raises(DatasetError, match="has no samples, but the one before had 10"):
         listed(resumed)
 
@@ -329,8 +327,7 @@ def test_an_epoch_that_starts_at_the_end(options: dict[str, Any]) -> None:
 def test_fewer_samples_than_were_delivered(workers: int) -> None:
     """A dataset that is read again must have them."""
     state = left_at(Loader(Plain(10), 3, num_workers=workers), 3)
-    resumed = Loader(Plain(8), 3, num_workers=workers)
-    resumed.load_state_dict(state)
+    resumed = loaded(Loader(Plain(8), 3, num_workers=workers), state)
     with pytest.raises(ShardChangedError, match="ended after 8 samples"):
         listed(resumed)
 
@@ -342,3 +339,116 @@ def test_an_iterator_as_dataset() -> None:
     loader.load_state_dict(left_at(loader, 2))
     with pytest.raises(TypeError, match="was read before, and this epoch would lack"):
         listed(loader)
+
+
+# -- what torchdata 0.11 gives ---------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_readers_that_have_ended() -> None:
+    """A dataset that begins anew at its end is not read twice in an epoch."""
+    state = left_at(Loader(Kept(5), 2, num_workers=2), 2)
+    resumed = Loader(Kept(5), 2, num_workers=2)
+    assert rest_of(resumed, state) == [[4]]
+    state = left_at(Loader(Kept(5), 2, num_workers=2), 3)
+    assert rest_of(Loader(Kept(5), 2, num_workers=2), state) == []
+
+
+# -- map-style datasets with a state -----------------------------------------------
+
+
+@pytest.mark.slow
+def test_copies_of_a_dataset() -> None:
+    """Each worker's state is that behind its latest delivered batch."""
+    state = left_at(Loader(Counted(), 3, num_workers=2), 3)
+    assert state["datasets"][0] == {"0": {"read": 6}, "1": {"read": 3}}
+    assert rest_of(Loader(Counted(), 3, num_workers=2), state) == [[409]]
+    state = left_at(Loader(Counted(), 3, num_workers=2), 1)
+    rest = [[103, 204, 305], [406, 507, 608], [409]]
+    assert rest_of(Loader(Counted(), 3, num_workers=2), state) == rest
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_other_copies(num_workers: int) -> None:
+    """Other workers get the state of the one that made the last delivered batch."""
+    state = left_at(Loader(Counted(), 3, num_workers=2), 3)
+    resumed = Loader(Counted(), 3, num_workers=num_workers)
+    assert rest_of(resumed, state) == [[709]]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 3}], ids=str)
+def test_the_loaders_own_dataset(options: dict[str, Any]) -> None:
+    """What was read ahead does not count."""
+    state = left_at(Loader(Counted(), 3, **options), 2)
+    assert state["datasets"][0] == {"loader": {"read": 6}}
+    rest = [[706, 807, 908], [1009]]
+    assert rest_of(Loader(Counted(), 3, **options), state) == rest
+
+
+class Mortal(Counted):
+    """Its first copy dies once."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and not os.path.exists(self.mark):  # noqa: PTH110
+            os.close(os.open(self.mark, os.O_CREAT))
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_a_copy_that_dies(tmp_path: Any) -> None:
+    """Its successor goes on in the state that the dead one's was in."""
+    loader = Loader(Mortal(str(tmp_path / "dead")), 3, num_workers=2)
+    found = listed(loader)
+    assert found == [[100, 201, 302], [103, 204, 305], [406, 507, 608], [409]]
+
+
+class Refusing(Counted):
+    """Its state cannot be told."""
+
+    def state_dict(self) -> dict[str, int]:
+        if self.read:
+            raise ValueError("not now")
+        return {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_fails(num_workers: int) -> None:
+    """The user's error is raised, and says where."""
+    options = {"num_workers": num_workers} if num_workers else {"prefetch_factor": 2}
+    with pytest.raises(ValueError, match="not now") as caught:
+        next(iter(Loader(Refusing(), 3, **options)))
+    assert any("state_dict()" in note for note in caught.value.__notes__)
+
+
+# -- iterables ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_before_the_first_batch(num_workers: int) -> None:
+    """The dataset's own state is kept: of each reader, until it has delivered."""
+    dataset = Kept(12)
+    dataset.place = 2
+    loader = Loader(dataset, 3, num_workers=num_workers)
+    whole = [[2, 3, 4], [5, 6, 7], [8, 9, 10], [11]]
+    if num_workers:
+        whole = [[4, 6, 8], [5, 7, 9], [10], [11]]
+    state = saved(loader)
+    assert rest_of(Loader(Kept(12), 3, num_workers=num_workers), state) == whole
+    state = left_at(loader, 1)
+    assert rest_of(Loader(Kept(12), 3, num_workers=num_workers), state) == whole[1:]
+
+
+@pytest.mark.parametrize("every", [0, 3, None])
+def test_snapshots(every: Any) -> None:
+    """Torchdata's argument is accepted; a state is that after each batch anyway."""
+    options = {"batch_size": 2, "snapshot_every_n_steps": every}
+    state = left_at(Loader(Cursors(), **options), 3)
+    assert state["states"][0]["0"]["iterator"]["place"] == 6
+    assert rest_of(Loader(Cursors(), **options), state) == [[6, 7], [8, 9]]
