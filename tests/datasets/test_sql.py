@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from aioloader import DataLoader
 from aioloader.datasets import SQLDataset, SQLRows
+from aioloader.datasets._sql import sqlite as sqlite_files
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.session import SQLReader
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -368,6 +369,25 @@ async def test_what_is_written_meanwhile_is_not_seen(database: Database) -> None
     assert [row["id"] for row in rows] == [*range(4000)]
     assert [row["value"] for row in rows] == [n / 2 for n in range(4000)]
     assert len(await keys_of(SQLFormat(database.url, "t", key="id"))) == 2002
+
+
+@pytest.mark.slow
+async def test_ranges_agree_while_others_write(
+    sqlite: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit comes between all starts, at each try: they share one connection."""
+    start = sqlite_files._start
+
+    def started(connection: Any) -> None:
+        start(connection)
+        sqlite.run("UPDATE t SET value = value + 1")
+
+    sqlite.fill("t", 200)
+    monkeypatch.setattr(sqlite_files, "_start", started)
+    monkeypatch.setattr(sqlite_files, "_TRIES", 2)
+    rows = await rows_of(SQLFormat(sqlite.url, "t", key="id", partitions=4))
+    assert [row["id"] for row in rows] == [*range(200)]
+    assert len({row["value"] - row["id"] / 2 for row in rows}) == 1
 
 
 async def test_without_a_log_writers_wait(tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ sys.exit(found.count("stop") > 4 and f"{{found.count('stop')}} collections")
 @pytest.mark.slow
 def test_importing_the_datasets() -> None:
     """Each is imported when its name is used, and its extra when it is made."""
-    found = imported_by("import aioloader.datasets")
+    found = imported_by("import aioloader; aioloader.datasets")
+    assert "aioloader.datasets" in found
     assert not [name for name in found if name.startswith("aioloader.datasets.")]
     found = imported_by("from aioloader.datasets import FileDataset, SQLDataset")
     assert "aioloader.datasets.sql" not in found

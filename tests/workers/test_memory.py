@@ -46,6 +46,22 @@ def intact(batch: torch.Tensor, first: int) -> bool:
     return bool((batch == expected[:, None, None]).all())
 
 
+class Masked(Images):
+    """With an array that is too small to be collated in shared memory."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), np.full(9_000, index, np.float32)
+
+
+@pytest.mark.slow
+def test_small_arrays_join_the_large_ones() -> None:
+    """Once the memory is large enough for both."""
+    for number, (large, small) in enumerate(DataLoader(Masked(), 2, num_workers=1)):
+        for batch in large, small[:, None]:
+            assert is_in_arena(batch)
+            assert intact(batch, 2 * number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_memory_is_used_again(num_workers: int) -> None:
