@@ -36,7 +36,7 @@ def sampler_of(**options: Any) -> TokenBudgetBatchSampler:
 def loader_of(sampler: Any = None, **options: Any) -> "DataLoader[Any]":
     sampler = sampler_of() if sampler is None else sampler
     asked: Any = {"collate_fn": list, "batch_sampler": sampler, **options}
-    count = getattr(sampler, "num_samples", len(LENGTHS))
+    count = len(getattr(sampler, "lengths", LENGTHS))
     return DataLoader(Numbers(count), **asked)
 
 

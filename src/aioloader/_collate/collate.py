@@ -258,7 +258,7 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return an uninitialised array, like the tensor, or in memory of its own."""
+    """Return an uninitialised array, in lent memory where a tensor would be."""
     return np.ndarray(shape, dtype, _lent(math.prod(shape) * dtype.itemsize))
 
 

@@ -267,11 +267,12 @@ def make_samplers(
 
 
 def _check_lengths(dataset: Any, batch_sampler: Any) -> None:
-    """Check that a sampler made for a number of samples has a dataset of as many."""
+    """Check that a sampler that has the samples' lengths has this dataset's."""
     for part in nested(batch_sampler):
-        expected = part.num_samples if isinstance(part, KeyedOrder) else None
-        if expected is None:
+        lengths = getattr(part, "lengths", None)
+        if lengths is None or not isinstance(part, KeyedOrder):
             continue
+        expected = len(lengths)
         found = operator.length_hint(dataset, expected)  # it may have no length
         if found != expected:
             raise ValueError(

@@ -39,8 +39,6 @@ class KeyedOrder(abc.ABC):
     A loader sets the epoch, a new one for each iteration, and restores it.
     """
 
-    num_samples: int | None = None  # those that the dataset must have, if it matters
-
     def __init__(self, seed: int) -> None:
         self.seed: int = operator.index(seed)
         self.epoch: int = 0

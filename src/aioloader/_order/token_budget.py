@@ -69,7 +69,6 @@ class TokenBudgetBatchSampler(KeyedOrder):
             raise ValueError(f"window must be at least 1, got {window}")
         self.lengths: Integers = _checked(lengths, self.max_tokens)
         super().__init__(seed)
-        self.num_samples: int | None = len(self.lengths)
         self._counted: tuple[int, int] | None = None  # an epoch and its batches
 
     def __iter__(self) -> "BudgetIterator":

@@ -21,10 +21,10 @@ import numpy as np
 
 
 class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory as bytes; its holder, or that of an array or a tensor over it, owns it.
+    """Bytes that live as long as an array or a tensor over them.
 
-    A type of its own, because numpy's views keep only the array at the end of a chain
-    of arrays of one type.
+    A type of its own: a view refers to the last array of its own type, and so would
+    keep the mapping instead of the slot.
     """
 
 
