@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import sys
 import tarfile
@@ -89,25 +90,28 @@ def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
 
     By process: those of workers that were forked from this one are followed too.
     """
-    seen: defaultdict[int, set[CodeType]] = defaultdict(set)
+    # A thread may be slower to write its function than another one is to call the next.
+    seen: defaultdict[int, dict[CodeType, int]] = defaultdict(dict)
+    numbers = itertools.count()
     # Threads and workers may still write as they end.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def profile(frame: FrameType, event: str, _arg: Any) -> None:
-            code, pid = frame.f_code, os.getpid()
-            if event != "call" or code in seen[pid]:
+            code, pid, number = frame.f_code, os.getpid(), next(numbers)
+            if event != "call" or seen[pid].setdefault(code, number) != number:
                 return
-            seen[pid].add(code)
             if root in Path(code.co_filename).parents:
                 with contextlib.suppress(OSError):  # the folder is gone: enough is seen
                     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
                     file = os.open(f"{folder}/{pid}", flags)
-                    os.write(file, f"{code.co_qualname}\n".encode())
+                    os.write(file, f"{number:09} {code.co_qualname}\n".encode())
                     os.close(file)
 
         entered(run, profile)
         return {
-            int(path.name): path.read_text().splitlines()
+            int(path.name): [
+                line[10:] for line in sorted(path.read_text().splitlines())
+            ]
             for path in Path(folder).iterdir()
         }
 
