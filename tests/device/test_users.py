@@ -1,6 +1,7 @@
 """What users do with a device: name it, choose what moves, compute on the way."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -268,15 +269,34 @@ def test_cudas_way_is_for_cuda() -> None:
     assert IS_FAKE
 
 
+class Ending(Watched):
+    """Releases ``ended`` for each batch whose copies the stage has seen to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Semaphore(0)
+
+    def mark(self) -> Any:
+        mark: Any = super().mark()
+        wait = mark.synchronize
+
+        def synchronize() -> None:
+            wait()
+            self.ended.release()
+
+        mark.synchronize = synchronize
+        return mark
+
+
 def test_memory_that_is_held_ahead() -> None:
     """``stats()`` tells the bytes of batches that wait on the device."""
-    port = Watched()
+    port = Ending()
     loader = on(port, DataLoader(Rows(40), 4), depth=3)
     iterator = iter(loader)
     assert loader.stats().device_bytes == 0
     next(iterator)
     for _ in range(4):  # three are ahead
-        assert port.copied.acquire(timeout=20)
+        assert port.ended.acquire(timeout=20)
     assert loader.stats().device_bytes == 3 << 20
     iterator.close()
     assert loader.stats().device_bytes == 0
