@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 Pair = tuple[torch.Tensor, int]
 
@@ -77,6 +77,12 @@ class AsyncStream:
         for index in range(self.n):
             await asyncio.sleep(0)
             yield sample(index)
+
+
+def tensors(n: int = 20) -> TensorDataset:
+    """Return the common samples as tensors."""
+    index = torch.arange(n)
+    return TensorDataset(index[:, None].float().expand(-1, 3).contiguous(), index)
 
 
 def labels(batches: list[Any]) -> list[list[int]]:

@@ -27,6 +27,7 @@ from samples import (
     SyncStream,
     collect,
     labels,
+    tensors,
 )
 
 pytestmark = pytest.mark.slow
@@ -45,12 +46,6 @@ async def iterated(way: str, loader: Any) -> list[Any]:
     if way == "for":
         return await beside(lambda: list(loader))
     return await collect(loader)
-
-
-def tensors(n: int = 20) -> TensorDataset:
-    """Return the common samples as tensors."""
-    index = torch.arange(n)
-    return TensorDataset(index[:, None].float().expand(-1, 3).contiguous(), index)
 
 
 MAPS: dict[str, Callable[[], Any]] = {

@@ -1,6 +1,5 @@
 """``lifespan=`` in worker processes, and of aioloader's own datasets."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -14,7 +13,16 @@ from torch.utils.data import ConcatDataset, Subset
 
 from aioloader import DataLoader
 from aioloader.datasets import FileDataset
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
+from lifespans import (
+    AsyncLog,
+    AsyncStreamLog,
+    Log,
+    SyncLog,
+    SyncStreamLog,
+    on_loop,
+    plain,
+)
+from samples import collect, labels
 
 Loader: Any = DataLoader  # options are tables here
 
@@ -22,11 +30,11 @@ Loader: Any = DataLoader  # options are tables here
 # -- in worker processes --------------------------------------------------------------
 
 
-class Logged:
+class Logged(Log):
     """Mixed into datasets: writes into a file what happens in which process."""
 
     def __init__(self, path: Path, n: int = 16) -> None:
-        super().__init__(n)  # type: ignore[call-arg]
+        super().__init__(n)
         self.path = path
 
     def note(self, event: str) -> None:
@@ -36,58 +44,20 @@ class Logged:
         os.close(file)
 
 
-class LoggedMap(Logged, SyncMap):
+class LoggedMap(Logged, SyncLog):
     """Read in a worker's main thread."""
 
-    def __getitem__(self, index: int) -> Any:
-        self.note("read")
-        return super().__getitem__(index)
 
-
-class LoggedAsyncMap(Logged, AsyncMap):
+class LoggedAsyncMap(Logged, AsyncLog):
     """Read on a worker's loop."""
 
-    async def __getitem__(self, index: int) -> Any:
-        self.note("read")
-        return await super().__getitem__(index)
 
-
-class LoggedStream(Logged, SyncStream):
+class LoggedStream(Logged, SyncStreamLog):
     """A replica for each worker."""
 
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            for sample in super().__iter__():
-                self.note("read")
-                yield sample
-        finally:
-            self.note("closed")
 
-
-class LoggedAsyncStream(Logged, AsyncStream):
+class LoggedAsyncStream(Logged, AsyncStreamLog):
     """Likewise, with ``fetch="workers"``."""
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        async for sample in super().__aiter__():
-            self.note("read")
-            yield sample
-
-
-@contextlib.contextmanager
-def plain(dataset: Any) -> Iterator[None]:
-    """Note entry and exit."""
-    dataset.note("enter")
-    yield
-    dataset.note("leave")
-
-
-@contextlib.asynccontextmanager
-async def on_loop(dataset: Any) -> AsyncIterator[None]:
-    """Note entry and exit, on a loop."""
-    await asyncio.sleep(0)
-    dataset.note("enter")
-    yield
-    dataset.note("leave")
 
 
 KINDS = [

@@ -10,7 +10,6 @@ from torch.utils.data import (
     ConcatDataset,
     IterableDataset,
     Subset,
-    TensorDataset,
 )
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -24,6 +23,7 @@ from samples import (
     SyncStream,
     collect,
     labels,
+    tensors,
 )
 from working import (
     AsyncNumbers,
@@ -38,12 +38,6 @@ from working import (
 )
 
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
-
-
-def tensors(n: int = 20) -> TensorDataset:
-    """Return the common samples as tensors."""
-    index = torch.arange(n)
-    return TensorDataset(index[:, None].float().expand(-1, 3).contiguous(), index)
 
 
 OPTIONS: list[dict[str, Any]] = [

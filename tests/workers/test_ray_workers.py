@@ -20,6 +20,7 @@ from aioloader.errors import (
     WorkerStartError,
 )
 from faulty import AsyncFaulty, Faulty, kill_and_wait, kill_itself, outcomes
+from lifespans import on_loop, plain
 from samples import AsyncStream, collect, labels
 from workers.ray_cluster import (
     begun,
@@ -30,7 +31,7 @@ from workers.ray_cluster import (
 )
 from workers.test_failures import Fragile, Stubborn
 from workers.test_info import seed_everything
-from workers.test_lifespan import LoggedAsyncMap, LoggedMap, lives, on_loop, plain
+from workers.test_lifespan import LoggedAsyncMap, LoggedMap, lives
 from working import AsyncDrawing, Drawing, Numbers, draw, draw_own, first, pid
 
 __all__ = ["cluster", "nothing_is_left"]
