@@ -278,8 +278,8 @@ async def states_of(ranks: int, count: int = 2) -> list[Any]:
 async def test_a_state_that_lacks_a_reader() -> None:
     states = await states_of(3)
     for state, rank, ranks, words in (
-        (states[1], 0, 3, r"readers 1 of 3, but rank 0 of 3 also reads 0: .*merge_s"),
-        (states[0], 1, 2, r"readers 0 of 3, but rank 1 of 2 also reads 1, 2"),
+        (states[1], 0, 3, r"readers 1 of 3, but rank 0 of 3 .* reads 0: .*merge_s"),
+        (states[0], 1, 2, r"readers 0 of 3, but rank 1 of 2 .* reads 1, 2"),
     ):
         stream = numbers().shard(rank, ranks)
         stream.load_state_dict(state)

@@ -121,8 +121,9 @@ def part_of(state: State, deal: Deal) -> State:
     if missing:
         raise StateMismatchError(
             f"the state has {_named(streams)} of {state['readers']}, but rank "
-            f"{deal.rank} of {deal.ranks} also reads {_listed(missing)}: merge the "
-            "states of all ranks with merge_states() and load the result",
+            f"{deal.rank} of {deal.ranks} (ranks times workers) also reads "
+            f"{_listed(missing)}: merge the states of all ranks with merge_states() "
+            "and load the result",
             expected=sorted(map(int, streams)),
             found=sorted(hosted),
         )
