@@ -23,6 +23,7 @@ from faulty import (
     stop_itself,
 )
 
+TIMEOUT = 2.0  # more than a worker takes to begin, also beside other work
 STUCK = [sleep_forever, spin_in_c, stop_itself]
 
 
@@ -47,11 +48,11 @@ def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
         Faulty(8, (5,), act),
         4,
         num_workers=1,
-        timeout=0.5,
+        timeout=TIMEOUT,
         persistent_workers=True,
     )
     text = raised(loader, consume)
-    assert "timed out after 0.5 seconds: batch 1" in text
+    assert f"timed out after {TIMEOUT} seconds: batch 1" in text
     assert "stage 'fetch' of worker 0 (pid " in text
     assert f"in {act.__name__}" in text
     assert ("it is stopped" in text) == (act is stop_itself)
@@ -63,7 +64,12 @@ def test_the_stage_is_named() -> None:
     for stage in ("transform", "collate_fn"):
         options: dict[str, Any] = {stage: stuck}
         loader = DataLoader(
-            range(8), 4, num_workers=1, timeout=0.3, persistent_workers=True, **options
+            range(8),
+            4,
+            num_workers=1,
+            timeout=TIMEOUT,
+            persistent_workers=True,
+            **options,
         )
         with pytest.raises(BatchTimeoutError, match=f"stage '{stage[:7]}"):
             list(loader)
@@ -83,7 +89,7 @@ def test_async_code_that_is_stuck() -> None:
         AsyncFaulty(8, (5,), sleep_forever),
         4,
         num_workers=1,
-        timeout=0.5,
+        timeout=TIMEOUT,
         persistent_workers=True,
         concurrency=4,
         prefetch_factor=1,
@@ -94,9 +100,9 @@ def test_async_code_that_is_stuck() -> None:
 
 def test_the_time_counts_from_the_wait() -> None:
     """What passes before a batch is asked for does not count."""
-    iterator = iter(DataLoader(Faulty(8), 4, num_workers=1, timeout=0.4))
+    iterator = iter(DataLoader(Faulty(8), 4, num_workers=1, timeout=TIMEOUT))
     next(iterator)
-    time.sleep(0.5)
+    time.sleep(TIMEOUT + 0.1)
     next(iterator)
     iterator.close()
 
@@ -110,7 +116,7 @@ def test_restart(act: Any, consume: Any, tmp_path: Path) -> None:
         Faulty(24, (5,), act, tmp_path),
         4,
         num_workers=2,
-        timeout=0.4,
+        timeout=TIMEOUT,
         on_timeout="restart",
     )
     found = consume(loader)
@@ -123,7 +129,7 @@ def test_restart_of_an_async_worker(tmp_path: Path) -> None:
         AsyncFaulty(48, (5,), stop_itself, tmp_path),
         4,
         num_workers=2,
-        timeout=0.5,
+        timeout=TIMEOUT,
         on_timeout="restart",
         concurrency=16,
     )
@@ -139,7 +145,7 @@ def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
         Faulty(24, (5,), sleep_forever),
         4,
         num_workers=2,
-        timeout=0.3,
+        timeout=TIMEOUT,
         on_timeout="restart",
         persistent_workers=True,
     )
@@ -153,7 +159,7 @@ def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
 def test_a_timeout_is_followed_by_the_batch(tmp_path: Path) -> None:
     """The batch was on its way: the next step waits for it again."""
     loader = DataLoader(
-        Faulty(8, (5,), stop_itself, tmp_path), 4, num_workers=1, timeout=0.3
+        Faulty(8, (5,), stop_itself, tmp_path), 4, num_workers=1, timeout=TIMEOUT
     )
     iterator = iter(loader)
     next(iterator)
@@ -168,7 +174,7 @@ def test_a_stuck_replica_that_is_restarted() -> None:
     """Its stream cannot be begun again: it is over, with an error."""
     dataset = FaultyStream(8, (1004,), sleep_forever)
     loader = DataLoader(
-        dataset, 4, num_workers=2, timeout=0.3, on_timeout="restart", in_order=True
+        dataset, 4, num_workers=2, timeout=TIMEOUT, on_timeout="restart", in_order=True
     )
     iterator = iter(loader)
     found: list[Any] = []
@@ -188,7 +194,7 @@ def test_a_stuck_thread_is_shown() -> None:
             if index == 5:
                 released.wait()
 
-    loader = DataLoader(Stuck(8), 4, num_workers=1, workers="thread", timeout=0.3)
+    loader = DataLoader(Stuck(8), 4, num_workers=1, workers="thread", timeout=TIMEOUT)
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(BatchTimeoutError, match="in happen") as caught:
