@@ -6,18 +6,14 @@ from statistics import median
 
 import numpy as np
 
-from aioloader._observe.lock import is_shared, lock_waits, processors
+from aioloader._observe.lock import lock_waits
 from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.stages import (
     Floats,
     copy_seconds,
     hand_over,
-    is_coupled,
     is_made,
-    making_lanes,
-    making_starts,
     on_one_clock,
-    reading_lanes,
     transports,
     until_copied,
 )
@@ -127,7 +123,7 @@ def costs_of(
     factors = (slow[one.lane] if one.lane < len(slow) else 1.0 for one in records)
     factor = np.array([*factors])[order]
     wall, transform = read - began, (transformed - started) / factor
-    collate, coupled = (collated - transformed) / factor, is_coupled(setting)
+    collate, coupled = (collated - transformed) / factor, setting.is_coupled
     if coupled:
         wall /= factor
     total = np.where((busy > 0) & (not coupled), busy, wall)
@@ -137,7 +133,7 @@ def costs_of(
     if not coupled:
         # If readers are idle, reading took longer than even shares because of the
         # slowest sample; if busy, because of other batches.
-        spare = 1 - total.mean() / max(each * reading_lanes(setting), 1e-9)
+        spare = 1 - total.mean() / max(each * setting.reading_lanes, 1e-9)
         turns = np.ceil(reads / max(1, setting.concurrency))
         beyond = (wall - turns * even).clip(0) * max(0.0, spare)
         slowest = np.minimum(total, even + beyond)
@@ -160,7 +156,7 @@ def costs_of(
             read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
             make_cpu=min(1.0, cpu / make) if make else 0.0,
         )
-    takes_turns = is_shared(setting) and processors(setting) < making_lanes(setting)
+    takes_turns = setting.is_shared and setting.processors < setting.making_lanes
     return _unlocked(found, setting, each) if takes_turns else found
 
 
@@ -172,7 +168,7 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     if it is used half of the time.
     """
     names = ["transform", "collate"]
-    if is_coupled(setting):
+    if setting.is_coupled:
         names += ["read", "slowest"]
     making = float(sum(getattr(costs, name).mean() for name in names[:3]))
     waiting = (making - costs.cpu) * min(1.0, costs.cpu / max(each, 1e-9)) ** 8
@@ -217,7 +213,7 @@ def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ..
 
 def plain_seconds(record: Record, setting: Setting) -> float:
     """Return how long plain code made a batch."""
-    return record.made[4] - record.made[making_starts(setting)]
+    return record.made[4] - record.made[setting.making_starts]
 
 
 def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, float]:
@@ -249,4 +245,4 @@ def start_seconds(records: Sequence[Record], setting: Setting) -> float:
     first = records[0]
     if not starts or first.number or not is_made(first):
         return 0.0
-    return max(0.0, first.made[making_starts(setting)] - first.asked)
+    return max(0.0, first.made[setting.making_starts] - first.asked)

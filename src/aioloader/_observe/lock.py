@@ -11,11 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import (
-    Floats,
-    making_starts,
-    seen_transports,
-)
+from aioloader._observe.stages import Floats, seen_transports
 
 # The GIL is contended if batches of this process take this many seconds to arrive,
 _LATE = 1e-3
@@ -25,19 +21,6 @@ _SHARE, _TIMES = 0.2, 4
 _AT_ONCE = 3e-4
 # This share of uneven steps did not wait; others waited for at most this many turns.
 _QUICKEST, _TURNS = 0.05, 3
-
-
-def is_shared(setting: Setting) -> bool:
-    """Tell whether another thread of the consumer's process makes batches."""
-    if setting.place == "workers":
-        return setting.worker_kind in {"thread", "ThreadPoolExecutor"}
-    return setting.place in {"thread", "loop"}
-
-
-def processors(setting: Setting) -> int:
-    """Return how many slots may compute at a time: one if workers share the GIL."""
-    is_one = setting.place == "workers" and is_shared(setting)
-    return 1 if is_one else max(1, setting.cores)
 
 
 def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
@@ -50,12 +33,12 @@ def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
     was made just then. Otherwise the quickest steps did not wait.
     """
     none = np.zeros(max(0, len(records) - 1))
-    if not (is_shared(setting) and len(none)) or setting.on_device:
+    if not (setting.is_shared and len(none)) or setting.on_device:
         return none
     taken = np.array([one.taken for one in records])
     asked = np.array([one.asked for one in records[1:]])
     made = np.array([one.made for one in records])
-    begins, ends, cpu = made[:, making_starts(setting)], made[:, 4], made[:, 6]
+    begins, ends, cpu = made[:, setting.making_starts], made[:, 4], made[:, 6]
     steps, seconds = asked - taken[:-1], max(taken[-1] - taken[0], 1e-9)
     turn = sys.getswitchinterval()
     # Seconds of making within the last turn of each step: a row per step.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import is_coupled, is_made, on_one_clock, percentiles
+from aioloader._observe.stages import is_made, on_one_clock, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 from aioloader._observe.words import seconds_text
@@ -219,7 +219,7 @@ def _pipeline(stages: Sequence[Any], slowest: str, setting: Setting) -> Iterator
 
 def _sharing_lanes(stages: Sequence[Any], setting: Setting) -> list[list[Any]]:
     shared = set() if setting.transforms_async else {("transform", "collate")}
-    if is_coupled(setting):
+    if setting.is_coupled:
         shared.add(("read", "transform"))
     lines: list[list[Any]] = []
     for one in stages:

@@ -232,6 +232,55 @@ class Setting:
     length: int = 0
     fixed: tuple[str, ...] = ()
 
+    @property
+    def is_coupled(self) -> bool:
+        """Whether one slot reads, transforms and collates a batch in one go."""
+        if self.place == "workers":
+            is_plain = self.concurrency == 1 or not self.reads_async
+            return self.reads_in_workers and is_plain and not self.transforms_async
+        return self.place != "loop"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another thread of the consumer's process makes batches."""
+        if self.place == "workers":
+            return self.worker_kind in {"thread", "ThreadPoolExecutor"}
+        return self.place in {"thread", "loop"}
+
+    @property
+    def reading_lanes(self) -> int:
+        """How many reads run at a time: of batches if coupled, or of samples."""
+        is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
+        return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
+
+    @property
+    def transforming_lanes(self) -> int:
+        """How many samples coroutines transform at a time, after reading."""
+        return self._readers * max(1, self.concurrency)
+
+    @property
+    def _readers(self) -> int:
+        reads_here = self.place != "workers" or not self.reads_in_workers
+        return 1 if reads_here else max(1, self.workers)
+
+    @property
+    def making_starts(self) -> int:
+        """Which of a batch's times (``MadeAt``) is when a making slot gets it."""
+        if self.transforms_async:
+            return 3
+        return 0 if self.is_coupled else 2
+
+    @property
+    def making_lanes(self) -> int:
+        """How many batches are collated, or transformed by plain code, at a time."""
+        return max(1, self.workers) if self.place == "workers" else 1
+
+    @property
+    def processors(self) -> int:
+        """How many slots may compute at a time: one if workers share the GIL."""
+        is_one = self.place == "workers" and self.is_shared
+        return 1 if is_one else max(1, self.cores)
+
 
 @dataclass(frozen=True)
 class LoopLag:

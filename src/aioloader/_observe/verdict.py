@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
-from aioloader._observe.lock import is_shared
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
@@ -257,7 +256,7 @@ class _Case:
         """How many times faster the processors could do the same work."""
         setting, costs = self.setting, self.costs
         used = setting.used
-        is_apart = setting.place == "workers" and not is_shared(setting)
+        is_apart = setting.place == "workers" and not setting.is_shared
         if is_apart and costs.is_measured and self.measured:
             used += costs.cpu / self.measured
         return setting.cores * (1 - costs.delay) * _inverse(used)
@@ -276,7 +275,7 @@ class _Case:
         if then == setting:
             return waits  # the work itself is less
         bounds = [waits, max(1.0, self.cores)]
-        if is_shared(then):
+        if then.is_shared:
             bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
         parts = ("place", "workers", "worker_kind")
         if all(getattr(then, one) == getattr(setting, one) for one in parts):
