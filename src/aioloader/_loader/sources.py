@@ -289,7 +289,6 @@ def _mover(options: Options, live: Resources) -> "Mover | None":
     pins = options.num_workers > 0 and options.pins
     if not (options.is_moved or pins):
         return None
-    to, port = options.target, None
     from aioloader._device.accelerator import accelerator_of
     from aioloader._device.mover import Mover
 

@@ -112,9 +112,6 @@ class Progress:
         """Note the state of a worker's dataset after a delivered batch."""
         self._datasets[worker] = state
 
-    def finish(self) -> None:
-        self.is_over = True
-
     def bookmark(self) -> Bookmark:
         """Return the current position, from any thread."""
         with _LOCK:
@@ -233,10 +230,6 @@ class Epoch:
     def draws_long(self, number: int) -> bool:
         """Tell whether it may take milliseconds to draw the request of a number."""
         return self.order.draws_long(number, self.bookmark.done)
-
-    def begins_quickly(self) -> bool:
-        """Tell whether the first request can be drawn on an event loop."""
-        return not self.draws_long(self.bookmark.done)
 
 
 class EpochNumbers:

@@ -142,10 +142,10 @@ class AheadFeed(Feed):
         if self._has_started or self.is_finished:
             self._go_on()
         else:
-            if self.pipeline.pool is None and self.epoch.begins_quickly():
+            if self.pipeline.pool is None and not self.epoch.draws_long(self._next):
                 self.open()
             else:  # in the thread: it waits for workers, or draws a long permutation
-                begin = partial(self.pipeline.run_in_context, self.open)
+                begin = partial(self.pipeline.context.copy().run, self.open)
                 # If the thread has ended, the pipeline has failed or was closed.
                 with contextlib.suppress(LoaderClosedError):
                     await self.pipeline.host.cpu.call(begin)
@@ -307,7 +307,7 @@ class AheadFeed(Feed):
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
         if self._is_exhausted and not (self._in_flight or self._is_cut):
-            self._progress.finish()
+            self._progress.is_over = True
 
     def dismiss(self) -> None:
         self.is_finished = True

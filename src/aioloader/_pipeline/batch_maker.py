@@ -388,10 +388,6 @@ class BatchMaker(Recipe):
             return BatchResult(error=error, state=result.state)
         return result
 
-    def close(self) -> None:
-        """End the waits for what plain code returned; finalizers may call it."""
-        self.side_loop.close()
-
     # -- making a batch, on a loop -------------------------------------------------
 
     async def amake(

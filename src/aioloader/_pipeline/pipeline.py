@@ -172,7 +172,7 @@ class Pipeline:
         if not self._is_dismissed:
             self.is_closing = True
             self._no_more_pauses.set()
-            self.maker.close()
+            self.maker.side_loop.close()
             self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
@@ -187,10 +187,6 @@ class Pipeline:
         """
         self._is_abandoned = True
         self.dismiss()
-
-    def run_in_context(self, job: Callable[[], Any]) -> Any:
-        """Run plain code with the consumer's context variables, in any thread."""
-        return self.context.copy().run(job)
 
     # -- for the host -------------------------------------------------------------
 
@@ -279,7 +275,7 @@ class Pipeline:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
         self.is_closing = True
         self._release_pool()
-        self.maker.close()
+        self.maker.side_loop.close()
         self.fail(error or LoaderClosedError(_LOOP_ENDED))
 
     def _release_pool(self) -> None:

@@ -68,7 +68,7 @@ class Feed(abc.ABC):
             return next(self._requests)
         except BaseException as error:
             if isinstance(error, StopIteration) and not self.is_finished:
-                self._progress.finish()
+                self._progress.is_over = True
             self.close()
             raise
 
