@@ -114,7 +114,6 @@ class Mover:
         self._pins = pins
 
     def enter_thread(self) -> None:
-        """Prepare this thread, the stage's own."""
         if self.port is not None:
             self.port.enter_thread()
         else:  # one thread for a copy, as torch's own pinning does

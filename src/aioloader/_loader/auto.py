@@ -98,7 +98,6 @@ def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None
 
 
 def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
-    """Return the tuner of an iteration."""
     from aioloader._pipeline.tuner import Tuner
 
     concurrency: Controller | None = None

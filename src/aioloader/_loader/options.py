@@ -137,7 +137,6 @@ class Options(Added):
 
     @cached_property
     def is_stateful(self) -> bool:
-        """Whether the dataset has a state."""
         return is_stateful(self.dataset)
 
     @cached_property

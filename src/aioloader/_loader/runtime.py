@@ -82,7 +82,6 @@ class Runtime:
     # Where batches are made, and by whom; a plain ``for`` needs neither.
     @property
     def hosts(self) -> Hosts:
-        """The hosts of the loader's iterations."""
         with self._lock:
             if self._hosts is None:
                 self._hosts = Hosts(self._dataset)
@@ -90,7 +89,6 @@ class Runtime:
 
     @property
     def pools(self) -> Pools:
-        """The workers of the loader's iterations."""
         with self._lock:
             if self._pools is None:
                 self._pools = Pools()
@@ -368,7 +366,6 @@ class Runtime:
     def load_state_dict(
         self, options: Options, state: LoaderState, *, strict: bool
     ) -> None:
-        """Let the next iteration start where ``state`` was saved."""
         from aioloader._loader.state_check import fitted
 
         state = fitted(options, state, strict=strict)
@@ -401,7 +398,6 @@ class Runtime:
         self._ahead = Ahead(options, self.numbers, make)
 
     def forget_ahead(self) -> None:
-        """Drop the epoch that was started early, if one was."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.dismiss()
@@ -409,7 +405,6 @@ class Runtime:
     # -- the end ------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all iterations and release everything; wait for it, bounded."""
         iterators = self._dismissed()
         with ExitStack() as stack:  # in reverse order, whatever is raised
             if self._pools is not None:
@@ -421,7 +416,6 @@ class Runtime:
                 stack.callback(iterator.close)
 
     async def aclose(self) -> None:
-        """End all iterations and release everything, without blocking the loop."""
         iterators = self._dismissed()
         async with AsyncExitStack() as stack:
             if self._pools is not None:
@@ -433,7 +427,6 @@ class Runtime:
                 stack.push_async_callback(iterator.aclose)
 
     def _dismissed(self) -> "list[BatchIterator[Any]]":
-        """Dismiss all iterations; return their iterators."""
         iterators = self.iterators()
         for iterator in iterators:
             iterator.dismiss()

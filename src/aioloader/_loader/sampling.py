@@ -53,7 +53,6 @@ class Ranks:
 
     @classmethod
     def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
-        """Return what a loader's arguments ask for."""
         if tail not in _TAILS:
             known = " or ".join(repr(word) for word in _TAILS)
             raise ValueError(f"tail must be {known}, got {tail!r}")
@@ -306,7 +305,6 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 
 
 def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> None:
-    """Seed the random steps of a data pipe for an epoch."""
     shared = torch.Generator().manual_seed(draw_base_seed(generator))
     graph_settings.apply_random_seed(dataset, shared)
 

@@ -71,7 +71,6 @@ class Resources(Protocol):
 def make_source(
     options: Options, epoch: Epoch, live: Resources, *, is_async: bool
 ) -> Feed:
-    """Make the feed of the batches of an epoch."""
     if (tensors := _gathered(options, epoch)) is not None:
         from aioloader._pipeline.inline import GatherFeed
 
@@ -196,7 +195,6 @@ def _window(
 
 
 def _follows_concurrency(options: Options) -> bool:
-    """Tell whether the window follows from ``concurrency``."""
     return options.prefetch_factor is None or isinstance(
         options.prefetch_factor, Chosen
     )
@@ -364,7 +362,6 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
 def _pool(
     options: Options, epoch: Epoch, maker: BatchMaker, live: Resources
 ) -> Pool | None:
-    """Return the workers that make the batches, or None."""
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
@@ -403,7 +400,6 @@ def _pool(
 def _spec(
     options: Options, epoch: Epoch, maker: BatchMaker, *, reads: bool
 ) -> "WorkerSpec":
-    """Return the specification of the workers."""
     from aioloader._workers.worker_spec import WorkerSpec
 
     transform = options.transform

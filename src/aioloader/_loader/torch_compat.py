@@ -69,7 +69,6 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
                 setattr(self, name, value)
 
     def _replace(self, name: str, value: Any) -> None:
-        """Replace an argument."""
         own = self._own
         if own is None or not hasattr(own, name):
             setattr(self, name, value)

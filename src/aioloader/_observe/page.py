@@ -98,7 +98,6 @@ def report_html(
 def _page(
     stats: Any, report: Any, records: Sequence[Record], setting: Setting
 ) -> Iterator[str]:
-    """Yield the page, piece by piece."""
     headline = escape(report.headline)
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>'

@@ -144,7 +144,6 @@ class Latest(Generic[T]):
         self._pass_to((*self._sinks, sink))
 
     def remove_sink(self, sink: Callable[[T], None]) -> None:
-        """Undo ``add_sink``."""
         self._pass_to(tuple(one for one in self._sinks if one != sink))
 
     def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
@@ -370,11 +369,9 @@ class Counters:
         self.clocks.append((time.perf_counter(), time.process_time()))
 
     def recorded(self) -> list[Record]:
-        """Return the records of the latest batches."""
         return [Record._make(one) for one in list(self.records.latest)]
 
     def copied(self) -> list[Copy]:
-        """Return the latest copies to the device."""
         return [] if self.copies is None else list(self.copies.latest)
 
     def ahead_bytes(self) -> int:

@@ -133,7 +133,6 @@ class AheadFeed(Feed):
         return batch
 
     async def next_async(self) -> Any:
-        """Do as ``next``, without blocking the loop."""
         now = perf_counter()
         if now - self._turn > TURN:  # not with a batch in hand: a cancel would lose it
             self._turn = now
@@ -223,7 +222,6 @@ class AheadFeed(Feed):
                 seconds = self.pipeline.seconds_per_batch
 
     def _send(self) -> None:
-        """Draw a request and send it out."""
         try:
             try:
                 request = next(self._requests, None)

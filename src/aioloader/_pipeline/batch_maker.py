@@ -195,7 +195,6 @@ class BatchMaker(Recipe):
             self.get_batch = partial(Rows, tensors)
 
     def task(self, batch: IndexBatch) -> BatchTask:
-        """Return the task for a request."""
         number, first, indices, padding, state = batch
         task = BatchTask(number, indices, padding=padding, state=state)
         if self.keys is not None:
@@ -597,5 +596,4 @@ class BatchMaker(Recipe):
         return noted(error, self.place(stage, task))
 
     def place(self, stage: str, task: BatchTask) -> str:
-        """Return the error note for a stage that processes whole batches."""
         return place_of(stage, self.epoch, task.number, task.indices)

@@ -89,7 +89,6 @@ class BatchTask:
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
         return len(self.indices) - self.missing
 
     def made(self) -> Made:

@@ -120,7 +120,6 @@ class CpuThread:
             then()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to end, at most ``timeout`` seconds."""
         if self.thread not in {None, threading.current_thread()}:
             self.thread.join(timeout)
 
@@ -177,7 +176,6 @@ class SharedThread(CpuThread):
         return True
 
     def post_nowait(self, job: Job) -> None:
-        """Post as ``post`` does."""
         self.post(job)
 
     def stop(self, then: Job) -> None:
@@ -269,7 +267,6 @@ class _SharedThreads:
                 start_thread(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
 
     def end(self) -> None:
-        """End the threads after their jobs."""
         for _ in range(self._threads):
             self._jobs.put(None)
 

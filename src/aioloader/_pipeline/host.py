@@ -198,7 +198,6 @@ class Host:
         returned.set()
 
     def _close(self) -> None:
-        """Leave the lifespan, and end the thread."""
         try:
             if self.lifespan is not None:
                 self.lifespan.leave()
@@ -241,7 +240,6 @@ class CallerHost(Host):
     """The caller's own thread; samples are read there, or in worker processes."""
 
     def open(self) -> None:
-        """Enter the lifespan, once."""
         with self._lock:
             if self.lifespan is not None and not self.opened.is_set():
                 self.lifespan.enter()
@@ -299,7 +297,6 @@ class LoopHost(Host):
             self._host_task.add_done_callback(self._finish)
 
     def open(self) -> None:
-        """Enter the lifespan on the loop."""
         if not call_threadsafe(self.loop, self._wanted.set):
             self._finish()
 
@@ -328,7 +325,6 @@ class LoopHost(Host):
         returned.set()
 
     def join(self) -> None:
-        """Wait for both threads to end, once ``closed`` is set."""
         super().join()
         if self._own_thread is not None:
             self._own_thread.join(GRACE)

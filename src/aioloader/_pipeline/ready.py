@@ -240,7 +240,6 @@ class _Bell:
                 os.eventfd_write(self.fileno, 1)
 
     def close(self) -> None:
-        """Close the descriptor."""
         with self._lock:
             self._is_open = False
             os.close(self.fileno)

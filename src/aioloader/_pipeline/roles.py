@@ -136,7 +136,6 @@ class Lease(Pool):
         return "waits for the workers to start"
 
     def forget(self, pipeline: Pipeline) -> None:
-        """End the lease."""
         with self._lock:
             self._is_over = True
             pool = self._pool

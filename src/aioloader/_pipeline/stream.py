@@ -116,11 +116,9 @@ class Stream:
         task.read = perf_counter()
 
     def close(self) -> None:
-        """Close a plain iterator."""
         run_now(self.aclose())
 
     async def aclose(self) -> None:
-        """Close the iterator."""
         self._has_ended, self._source = True, None
         await self._stack.aclose()
 

@@ -112,7 +112,6 @@ class Latch(Waiters):
     _is_set = False
 
     def is_set(self) -> bool:
-        """Tell whether ``set`` was called."""
         return self._is_set
 
     _is_true = is_set

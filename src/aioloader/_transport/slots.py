@@ -66,7 +66,6 @@ class LockableMap(mmap.mmap):
         return is_locked
 
     def unlock(self, start: int) -> None:
-        """Unlock the range that starts at ``start``."""
         self._unlocks.pop(start)()
 
     def __del__(self) -> None:  # a weak reference's callback would come too late

@@ -46,7 +46,6 @@ class Servers:
         self._idle.append(control)
 
     def close(self) -> None:
-        """End the idle supervisors."""
         _close_all(self._idle)
 
 
@@ -93,7 +92,6 @@ class Pools:
                 stack.callback(workers.join)
 
     async def aclose(self) -> None:
-        """End kept workers without blocking the loop."""
         if self._kept or self._ending:
             await in_new_thread(self.close)
         else:

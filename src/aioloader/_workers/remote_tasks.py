@@ -71,7 +71,6 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    """Return the pickle of a result."""
     result.made, result.dataset = task.made(), None  # the loader's own copy counts
     try:
         return encode(remote(maker, task, result, worker), REDUCERS)
@@ -123,7 +122,6 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
 
 
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
-    """Deliver the answer of a worker to its pipeline."""
     try:
         result = decode(*copied(packed, pipeline.maker.pool))
     except Exception as error:  # of a user's class

@@ -317,5 +317,4 @@ def kill_group(pid: int) -> None:
 
 
 def number_of_threads() -> int:
-    """Return the number of threads of this process."""
     return len(list(Path("/proc/self/task").iterdir()))

@@ -91,7 +91,6 @@ class RayActor:
         )
 
     def leave(self) -> None:
-        """Leave the lifespan of the dataset."""
         if self._pipeline is not None:
             self._pipeline.dismiss()
             self._pipeline.ended.wait(GRACE)
