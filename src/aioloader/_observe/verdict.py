@@ -195,20 +195,12 @@ def head_room(costs: Costs, setting: Setting) -> tuple[HeadRoom, ...]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A loader as it was recorded.
-
-    Attributes:
-        costs: The durations of its batches.
-        setting: Its setting.
-        records: The latest batches.
-        start: Seconds of each epoch in which workers start.
-        lag: How its event loop is blocked.
-    """
+    """A loader as it was recorded."""
 
     costs: Costs
     setting: Setting
     records: Sequence[Record]
-    start: float = 0.0
+    start: float = 0.0  # seconds of each epoch in which workers start
     lag: LoopLag | None = None
 
     @cached_property

@@ -164,11 +164,6 @@ class Stage(NamedTuple):
 class Schedule:
     """The weights of sources, which may change at given positions, and the end.
 
-    Args:
-        names: Names of the sources.
-        weights: As for ``mix``.
-        until: As for ``mix``.
-
     Raises:
         ValueError: If weights are not positive, of other names, or not in stages that
             ascend from 0; or if ``until`` is unknown.
@@ -259,12 +254,7 @@ class _Segment(NamedTuple):
 
 
 class MixedIndices(Sequence[int]):
-    """The order of a mixture of map-style datasets, as indices of all of them in a row.
-
-    Args:
-        lengths: Their lengths.
-        schedule: Their weights, and when the order ends.
-    """
+    """The order of a mixture of map-style datasets: indices of all, in a row."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._segments: list[_Segment] = []

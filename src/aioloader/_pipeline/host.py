@@ -467,12 +467,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Hosts:
-    """The hosts of one loader: found by place, made on demand, kept while entered.
-
-    Args:
-        dataset: The dataset that every host reads.
-        lifespan: The user's function that returns what every new host enters.
-    """
+    """The hosts of one loader: found by place, made on demand, kept while entered."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset

@@ -69,7 +69,6 @@ class Pipeline:
         head_start: Whether the first batch is read a moment before the others.
         tuner: Changes the maker's ``concurrency`` if the loader chooses it.
         counters: Where the listing of shards and the loop's lag are noted, if at all.
-
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)

@@ -81,9 +81,7 @@ class Lease(Pool):
     Args:
         start: Starts workers, or returns those that are kept; called with the first
             request.
-        reads: Whether workers read the samples too.
         keep: Whether the workers outlive the iteration and serve the next ones.
-        pumps: Whether the consumer itself collects results while it waits.
     """
 
     place = "pool"

@@ -92,7 +92,7 @@ class Tuning:
             controller.observe(Observation(rate, waited, failures=failures))
 
 
-Window = TypeVar("Window", bound=Any)  # that of ``pipeline_iterator``
+Window = TypeVar("Window", bound=Any)  # that of ``ahead_feed``
 
 
 @dataclass

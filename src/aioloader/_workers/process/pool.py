@@ -49,11 +49,8 @@ _SELDOM = 32
 class ProcessPool(LastingPool):
     """Worker processes for one loader; used from any thread.
 
-    Args:
-        spec: What the workers do.
-        method: How they start; its name in ``multiprocessing``.
-        servers: The loader's supervisors of the fork server, and counts of deaths.
-        locker: Page-locks the memory that workers write batches to, or None.
+    They start by a ``method`` of ``multiprocessing``; ``locker`` page-locks the memory
+    that they write batches to.
     """
 
     _launcher: "ForkLauncher | ServedLauncher"
