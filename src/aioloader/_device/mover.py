@@ -36,27 +36,18 @@ _DLPACK_CPU: Final = 1  # kDLCPU
 
 @dataclass(eq=False)
 class Moved:
-    """A batch whose copies have started.
-
-    Attributes:
-        port: The device; None if the batch stays on the host.
-        mark: The end of the copies.
-        arrived: The copies, for the allocator: objects with ``record_stream``.
-        late: The leaves that are moved at delivery.
-        sources: The host memory that is copied from.
-        copied_bytes: Bytes that are copied ahead.
-        held_bytes: Its memory on the device, in bytes.
-        taken: A mark on the consumer's stream when the batch was handed over.
-    """
+    """A batch whose copies have started."""
 
     batch: Any
-    port: Accelerator | None = None
-    mark: torch.Event | None = None
+    port: Accelerator | None = None  # the device; None if the batch stays on the host
+    mark: torch.Event | None = None  # the end of the copies
+    # The copies, for the allocator: objects with ``record_stream``.
     arrived: Sequence[Any] = ()
-    late: Sequence[Any] = ()
-    sources: Any = None
-    copied_bytes: int = 0
-    held_bytes: int = 0
+    late: Sequence[Any] = ()  # the leaves that are moved at delivery
+    sources: Any = None  # the host memory that is copied from
+    copied_bytes: int = 0  # bytes that are copied ahead
+    held_bytes: int = 0  # its memory on the device, in bytes
+    # A mark on the consumer's stream when the batch was handed over.
     taken: torch.Event | None = None
 
     def hand_over(self) -> Any:

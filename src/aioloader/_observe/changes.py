@@ -36,28 +36,18 @@ _VARIES = 2.0
 
 @dataclass(frozen=True)
 class Change:
-    """One argument to change.
+    """One argument to change."""
 
-    Attributes:
-        argument: Its name.
-        old: Its value; the number in effect if it is left to the loader.
-        new: Its new value.
-        why: A sentence.
-        cost: The price: 1 for memory, 2 for another order of batches, 3 for processes
-            or threads, 4 for new code.
-        setting: The loader's setting with it.
-        costs: The durations of batches with it.
-        start: Seconds that it adds to each epoch.
-    """
-
-    argument: str
-    old: object
-    new: object
-    why: str
+    argument: str  # its name
+    old: object  # its value; the number in effect if it is left to the loader
+    new: object  # its new value
+    why: str  # a sentence
+    # The price: 1 for memory, 2 for another order of batches, 3 for processes or
+    # threads, 4 for new code.
     cost: int
-    setting: Setting
-    costs: Costs
-    start: float = 0.0
+    setting: Setting  # the loader's setting with it
+    costs: Costs  # the durations of batches with it
+    start: float = 0.0  # seconds that it adds to each epoch
 
 
 def changes(costs: Costs, setting: Setting, start: float = 0.0) -> Iterator[Change]:

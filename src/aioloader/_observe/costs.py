@@ -26,46 +26,30 @@ _SLOW = 2.0
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches, in seconds: arrays with an entry for each batch.
+    """The durations of batches, in seconds: arrays with an entry for each batch."""
 
-    Attributes:
-        read: Reading its samples, one after another.
-        transform: Transforming them.
-        collate: Collating.
-        transport: From collated until the consumer, or the device stage, can take it.
-        step: From when the consumer takes it until it asks for the next.
-        copy: Moving it to the device.
-        slowest: The longest of its reads.
-        awaited: Transforming its samples by coroutines, one after another.
-        reads: How many reads may run concurrently.
-        samples: How many samples it has.
-        read_cpu: Share of ``read`` that is processor time.
-        make_cpu: The same for ``transform`` and ``collate``.
-        is_measured: Whether processor time is known; if not, plain code is assumed to
-            use nothing else.
-        delay: Share of the time in which plain code could run, but has no processor.
-        locked: Mean seconds that a step waits for the GIL, in addition to ``step``.
-        nbytes: Mean bytes copied to the device.
-        slow: How many times longer each worker takes.
-    """
-
-    read: Floats
-    transform: Floats
-    collate: Floats
+    read: Floats  # reading its samples, one after another
+    transform: Floats  # transforming them
+    collate: Floats  # collating
+    # From collated until the consumer, or the device stage, can take it.
     transport: Floats
-    step: Floats
-    copy: Floats
-    slowest: Floats
-    awaited: Floats
-    reads: Floats
-    samples: Floats
-    read_cpu: float = 0.0
-    make_cpu: float = 1.0
+    step: Floats  # from when the consumer takes it until it asks for the next
+    copy: Floats  # moving it to the device
+    slowest: Floats  # the longest of its reads
+    awaited: Floats  # transforming its samples by coroutines, one after another
+    reads: Floats  # how many reads may run concurrently
+    samples: Floats  # how many samples it has
+    read_cpu: float = 0.0  # share of ``read`` that is processor time
+    make_cpu: float = 1.0  # the same for ``transform`` and ``collate``
+    # Whether processor time is known; if not, plain code is assumed to use nothing
+    # else.
     is_measured: bool = False
+    # Share of the time in which plain code could run, but has no processor.
     delay: float = 0.0
+    # Mean seconds that a step waits for the GIL, in addition to ``step``.
     locked: float = 0.0
-    nbytes: float = 0.0
-    slow: tuple[float, ...] = ()
+    nbytes: float = 0.0  # mean bytes copied to the device
+    slow: tuple[float, ...] = ()  # how many times longer each worker takes
 
     @property
     def make(self) -> Floats:

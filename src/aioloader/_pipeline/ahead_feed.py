@@ -38,23 +38,18 @@ def refuse_blocking() -> NoReturn:
 
 @dataclass(frozen=True)
 class Window:
-    """How many batches may be in flight.
+    """How many batches may be in flight."""
 
-    Attributes:
-        batches: Their number; with ``samples``, the number on top of those being read.
-        samples: How many samples to have in flight, whatever the batch sizes; 0: only
-            batches count.
-        is_lazy: Whether a batch only starts while its consumer waits for it.
-        per_hop: Whether more may be in flight if they are made fast, so that a hop to
-            their thread makes several.
-        most: Upper limit on batches in flight.
-    """
-
+    # Their number; with ``samples``, the number on top of those being read.
     batches: int
+    # How many samples to have in flight, whatever the batch sizes; 0: only batches
+    # count.
     samples: int = 0
-    is_lazy: bool = False
+    is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
+    # Whether more may be in flight if they are made fast, so that a hop to their thread
+    # makes several.
     per_hop: bool = False
-    most: int = sys.maxsize
+    most: int = sys.maxsize  # upper limit on batches in flight
 
 
 class AheadFeed(Feed):

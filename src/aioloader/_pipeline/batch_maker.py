@@ -87,41 +87,33 @@ def _seeds_of(
 
 @dataclass(kw_only=True, eq=False)
 class Recipe:
-    """The user's objects and rules; the same in the loader and in its workers.
+    """The user's objects and rules; the same in the loader and in its workers."""
 
-    Attributes:
-        dataset: Where samples come from; None in workers that do not read.
-        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
-        reads: Whether samples are read; else they come with the task.
-        concurrency: Samples, or awaitables of plain code, in flight on one loop.
-        part: Which samples of an iterable are this rank's, and whether batches come
-            with a mask.
-        keeps_step: Whether other ranks read the same batches: after an error this rank
-            must stay in step with them.
-        is_even: Whether all ranks have the same number of batches.
-        reads_async: Whether coroutines read the samples of a map-style dataset.
-        keeps_state: Whether samples are read from a map-style dataset with a state.
-        is_plain: Whether no step needs an event loop.
-    """
-
-    dataset: Any
+    dataset: Any  # where samples come from; None in workers that do not read
     transform: Callable[[Any], Any] | None
+    # Turns samples (one sample if not ``batched``) into a batch.
     collate_fn: Callable[[Any], Any]
     batched: bool
     drop_last: bool
-    reads: bool = True
+    reads: bool = True  # whether samples are read; else they come with the task
     on_error: OnError = "raise"
     retry: Retry | None = None
-    concurrency: int = 64
+    concurrency: int = 64  # samples, or awaitables of plain code, in flight on one loop
+    # Which samples of an iterable are this rank's, and whether batches come with a
+    # mask.
     part: Part = WHOLE
+    # Whether other ranks read the same batches: after an error this rank must stay in
+    # step with them.
     keeps_step: bool = False
-    is_even: bool = False
+    is_even: bool = False  # whether all ranks have the same number of batches
     kind: Kind = field(init=False)
+    # Whether coroutines read the samples of a map-style dataset.
     reads_async: bool = field(init=False)
+    # Whether samples are read from a map-style dataset with a state.
     keeps_state: bool = field(init=False)
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
-    is_plain: bool = field(init=False)
+    is_plain: bool = field(init=False)  # whether no step needs an event loop
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset) if self.reads else Kind.MAP
@@ -144,32 +136,28 @@ class Recipe:
 
 @dataclass(kw_only=True, eq=False)
 class BatchMaker(Recipe):
-    """A recipe at work in one epoch: it makes batches from indices.
-
-    Attributes:
-        epoch: Epoch number, for notes.
-        pool: The slots that big batches are written into.
-        around: Entered while plain code works on a task, to seed the generators.
-        reseed: Seeds the generators again for a task whose user code restored them.
-        seed: Called before each read and transform of a sample that has its own seed,
-            with the task, the position and the stage (0: read, 1: transform).
-        at: Called with the same arguments before a coroutine reads or transforms a
-            sample, or a whole batch (position -1).
-        keys: Returns the keys that generators are seeded with; None: no seeding.
-        loads: What an iterable dataset does with a loaded state.
-        failed_reads: How many reads of coroutines have failed, those retried too.
-    """
+    """A recipe at work in one epoch: it makes batches from indices."""
 
     policy: FailurePolicy
-    epoch: int = 0
+    epoch: int = 0  # epoch number, for notes
+    # The slots that big batches are written into.
     pool: Lender = field(default_factory=SlotPool)
+    # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
+    # Seeds the generators again for a task whose user code restored them.
     reseed: Callable[[BatchTask], None] | None = None
+    # Called before each read and transform of a sample that has its own seed, with the
+    # task, the position and the stage (0: read, 1: transform).
     seed: Callable[[BatchTask, int, int], None] | None = None
+    # Called with the same arguments before a coroutine reads or transforms a sample, or
+    # a whole batch (position -1).
     at: Callable[[BatchTask, int, int], None] | None = None
+    # Returns the keys that generators are seeded with; None: no seeding.
     keys: Keys | None = None
+    # What an iterable dataset does with a loaded state.
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
+    # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)

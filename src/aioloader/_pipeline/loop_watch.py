@@ -53,21 +53,14 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class Counts(NamedTuple):
-    """What a watch has counted.
+    """What a watch has counted."""
 
-    Attributes:
-        timers: How many timers were due, including missed ones.
-        late: How many of these were late.
-        times: How often the timer was late; each counts the timers missed meanwhile.
-        watched: Seconds that it has watched.
-        busy: Seconds of these in which the loop's thread was ready to run.
-    """
-
-    timers: int = 0
-    late: int = 0
+    timers: int = 0  # how many timers were due, including missed ones
+    late: int = 0  # how many of these were late
+    # How often the timer was late; each counts the timers missed meanwhile.
     times: int = 0
-    watched: float = 0.0
-    busy: float = 0.0
+    watched: float = 0.0  # seconds that it has watched
+    busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 
 
 class LoopWatch:

@@ -30,34 +30,24 @@ _LOOK = 64
 
 @dataclass
 class Figures:
-    """The speed of an iteration: when its first and its latest batch were delivered.
-
-    Attributes:
-        batches: How many were delivered after the first one.
-        waited: Seconds that the consumer waited for them.
-    """
+    """The speed of an iteration: when its first and its latest batch were delivered."""
 
     began: float = 0.0
     latest: float = 0.0
-    batches: int = 0
-    waited: float = 0.0
+    batches: int = 0  # how many were delivered after the first one
+    waited: float = 0.0  # seconds that the consumer waited for them
 
 
 @dataclass
 class Tuning:
-    """What a loader has found out in all its epochs.
+    """What a loader has found out in all its epochs."""
 
-    Attributes:
-        controllers: The controllers, by argument name.
-        held: The sizes of batches.
-        figures: The statistics of the latest iteration.
-        deaths: Worker deaths seen so far.
-    """
-
+    # The controllers, by argument name.
     controllers: dict[str, Controller] = field(default_factory=dict)
-    held: Held = field(default_factory=partial(Held, 0))
+    held: Held = field(default_factory=partial(Held, 0))  # the sizes of batches
+    # The statistics of the latest iteration.
     figures: Figures = field(default_factory=Figures)
-    deaths: int = 0
+    deaths: int = 0  # worker deaths seen so far
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
         """Return the controller of an argument, made once."""

@@ -145,19 +145,15 @@ class RemoteError:
     It keeps its type. One that does not survive pickling is rebuilt without its
     constructor and without attributes that cannot be pickled; only if its class cannot
     be pickled, it becomes a ``WorkerError`` with the remote text.
-
-    Attributes:
-        pickled: The exception, header and buffers; None if it cannot be pickled.
-        text: Its traceback in the worker.
-        notes: Its notes, which some classes lose in pickling.
-        stop: The type of the cause, if it is one that ``raisable`` replaces.
     """
 
+    # The exception, header and buffers; None if it cannot be pickled.
     pickled: tuple[bytes, list[bytearray]] | None
     name: str
-    text: str
-    notes: list[str]
+    text: str  # its traceback in the worker
+    notes: list[str]  # its notes, which some classes lose in pickling
     worker: int
+    # The type of the cause, if it is one that ``raisable`` replaces.
     stop: type[BaseException] | None = None
 
     @classmethod

@@ -43,15 +43,12 @@ _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTER
 
 
 class Note(NamedTuple):
-    """A report of a supervisor to the loader.
+    """A report of a supervisor to the loader."""
 
-    Attributes:
-        word: ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"``
-            (worker, pid), ``"died"`` (worker, exit status), ``"ended"`` (all workers),
-            ``"threads"`` (it cannot fork: unpickling has started threads) or
-            ``"failed"`` (error); the loader adds ``"orphaned"``: it has died.
-    """
-
+    # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
+    # ``"died"`` (worker, exit status), ``"ended"`` (all workers), ``"threads"`` (it
+    # cannot fork: unpickling has started threads) or ``"failed"`` (error); the loader
+    # adds ``"orphaned"``: it has died.
     word: str
     worker: int = -1
     number: int = 0

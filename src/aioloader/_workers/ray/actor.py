@@ -37,16 +37,12 @@ _SHARED_BYTES = 1 << 16
 
 
 class Begun(NamedTuple):
-    """An actor's report that its process is ready or cannot start.
-
-    Attributes:
-        host: Name of its machine.
-        error: The error of the user's init function, of entering the lifespan or of
-            unpickling, if it cannot start.
-    """
+    """An actor's report that its process is ready or cannot start."""
 
     pid: int
-    host: str
+    host: str  # name of its machine
+    # The error of the user's init function, of entering the lifespan or of unpickling,
+    # if it cannot start.
     error: RemoteError | None = None
 
 
