@@ -49,16 +49,11 @@ def stack_of(ident: int | None) -> str:
 
 
 class CpuThread:
-    """A serial worker thread, started by its first job.
+    """A serial worker thread, started by its first job."""
 
-    Attributes:
-        quiet: Set when the thread has ended, or may no longer delay the interpreter's
-            exit.
-        is_over: Whether no job follows.
-    """
-
+    # Set when the thread has ended, or may no longer delay the interpreter's exit.
     quiet: threading.Event
-    is_over: bool = False
+    is_over: bool = False  # whether no job follows
 
     def __init__(self, name: str) -> None:
         self._name = name

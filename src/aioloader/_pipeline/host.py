@@ -49,32 +49,24 @@ class Host:
     """A private thread, for datasets and functions that are all plain.
 
     Leases and waiting are the same for all hosts.
-
-    Attributes:
-        loop: The event loop, if the host has one.
-        is_callers: Whether the loop is the caller's.
-        lifespan: What is entered here, or None.
-        place: Where it is, for ``Hosts``.
-        cpu: The thread for plain code; starts with its first job, and enters first.
-        opened: Set when the lifespan was entered, or failed.
-        closed: Set when everything has ended.
-        is_closing: Whether it has failed, or all leases were returned.
-        exit_error: What the lifespan raised on exit, raised by the host's close.
     """
 
-    loop: asyncio.AbstractEventLoop | None = None
-    is_callers: bool = False
-    place: Place | None = None
+    loop: asyncio.AbstractEventLoop | None = None  # the event loop, if the host has one
+    is_callers: bool = False  # whether the loop is the caller's
+    place: Place | None = None  # where it is, for ``Hosts``
 
     def __init__(
         self, lifespan: Lifespan | None, *, shares_threads: bool = False
     ) -> None:
-        self.lifespan = lifespan
-        self.opened: Latch = Latch()
+        self.lifespan = lifespan  # what is entered here, or None
+        self.opened: Latch = Latch()  # set when the lifespan was entered, or failed
         thread = SharedThread if shares_threads else CpuThread
+        # The thread for plain code; starts with its first job, and enters first.
         self.cpu: CpuThread | SharedThread = thread("aioloader-cpu")
-        self.closed: Latch = Latch()
+        self.closed: Latch = Latch()  # set when everything has ended
+        # Whether it has failed, or all leases were returned.
         self.is_closing: bool = False
+        # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._pipelines: set[Pipeline] = set()

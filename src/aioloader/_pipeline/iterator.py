@@ -158,12 +158,6 @@ class Steps:
         engine: The modules that it needs. Importing them takes tens of milliseconds,
             for which no consumer's loop is blocked.
         check: Called with the number of batches delivered, or None.
-
-    Attributes:
-        feed: What has begun.
-        prepared: What will begin, if it already has workers.
-        is_held: Whether no other iteration may resume from the state that this one was
-            given: until its first step has ended, or it is closed or dropped.
     """
 
     def __init__(
@@ -173,8 +167,10 @@ class Steps:
         engine: tuple[str, ...] = (),
         check: Callable[[int], None] | None = None,
     ) -> None:
-        self.feed: Feed | None = None
-        self.prepared: Feed | None = None
+        self.feed: Feed | None = None  # what has begun
+        self.prepared: Feed | None = None  # what will begin, if it already has workers
+        # Whether no other iteration may resume from the state that this one was given:
+        # until its first step has ended, or it is closed or dropped.
         self.is_held: bool = False
         self._prepare: Callable[[Steps], Feed] | None = prepare
         self._begin = begin

@@ -47,13 +47,10 @@ class Lanes:
     Args:
         size: How many lanes there may be; they start on demand.
         tune: Called after each job to change ``size``, or None.
-
-    Attributes:
-        reserve: How many idle lanes are kept; the others end.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
-        self.reserve = RESERVE
+        self.reserve = RESERVE  # how many idle lanes are kept; the others end
         self._loop = asyncio.get_running_loop()
         # Not the context of the code that submits a batch, maybe another library's.
         self._context = contextvars.copy_context()

@@ -34,10 +34,6 @@ class ReadyQueue(Waiters):
         in_order: Deliver by number, or else as they complete.
         start: The first number.
         without: Later numbers that will not come.
-
-    Attributes:
-        pump: The workers whose results the consumer collects while it waits, or None.
-        naps: Whether the consumer wakes soon by itself.
     """
 
     def __init__(
@@ -48,6 +44,7 @@ class ReadyQueue(Waiters):
         without: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
+        # The workers whose results the consumer collects while it waits, or None.
         self.pump: LastingPool | None = None
         self._in_order = in_order
         self._next = start
@@ -57,7 +54,7 @@ class ReadyQueue(Waiters):
         self._broken: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        self.naps = False
+        self.naps = False  # whether the consumer wakes soon by itself
 
     def _is_true(self) -> bool:
         return bool(self._items) or self._is_over

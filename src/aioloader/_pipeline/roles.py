@@ -14,17 +14,11 @@ Pipeline: TypeAlias = Any
 
 
 class Pool(abc.ABC):
-    """Workers that make batches, or transform and collate samples read here.
+    """Workers that make batches, or transform and collate samples read here."""
 
-    Attributes:
-        reads: Whether workers read the samples too.
-        place: The host that the pipeline needs.
-        pumps: Whether the consumer itself collects results while it waits.
-    """
-
-    reads: bool
-    place: Literal["thread", "pool"] = "thread"
-    pumps: bool = False
+    reads: bool  # whether workers read the samples too
+    place: Literal["thread", "pool"] = "thread"  # the host that the pipeline needs
+    pumps: bool = False  # whether the consumer itself collects results while it waits
 
     def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""

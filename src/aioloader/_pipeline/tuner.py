@@ -108,9 +108,6 @@ class Tuner:
         readers: How many readers have a window.
         batch_size: Samples per batch.
         prefetch_bytes: How many bytes may be held; None: what the memory allows.
-
-    Attributes:
-        ready: The queue that the consumer takes batches from.
     """
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -130,7 +127,7 @@ class Tuner:
         self._readers = readers
         self._batch_size = batch_size
         self._prefetch_bytes = prefetch_bytes
-        self.ready: Sized = ()
+        self.ready: Sized = ()  # the queue that the consumer takes batches from
         self._held = tuning.held
         self._figures = tuning.figures = Figures()
         self._first_waited = 0.0

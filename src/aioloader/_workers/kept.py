@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 
 class Servers:
-    """What the process pools of one loader share: idle supervisors, and counts.
-
-    Attributes:
-        deaths: Processes that died unexpectedly, in all epochs.
-        restarts: Processes that have replaced them.
-        is_shared: Whether to unpickle once for all workers: not if that starts threads.
-    """
+    """What the process pools of one loader share: idle supervisors, and counts."""
 
     def __init__(self) -> None:
+        # Processes that died unexpectedly, in all epochs, and that have replaced them.
         self.deaths = self.restarts = 0
+        # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
         self._idle: list[Channel] = []
         weakref.finalize(self, _close_all, self._idle)
