@@ -284,8 +284,6 @@ class Options(Added):
         if self.kind is not Kind.MAP:
             size, drop_last = self.batch_size or 1, self.drop_last
             return part.batches(len(self.dataset), size, drop_last=drop_last)
-        if part.world_size == 1:
-            return len(self.sampler if batches is None else batches)
         found, size, drop_last = len(self.index_sampler), 1, False
         if type(batches) is BatchSampler:
             size, drop_last = batches.batch_size, batches.drop_last

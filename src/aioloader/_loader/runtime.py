@@ -105,7 +105,6 @@ class Runtime:
 
     @cached_property
     def tuning(self) -> "Tuning":
-        """What the loader has found out of its ``"auto"`` arguments."""
         from aioloader._pipeline.tuner import Tuning
 
         return Tuning()
@@ -188,7 +187,7 @@ class Runtime:
             start = continued(options, self.epoch, number)
         epoch.begin(number, start, readers=options.readers)
         if options.is_stateful or options.kind is not Kind.MAP:
-            self._note_first(options, epoch)
+            note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     def _guessed(self, options: Options) -> Feed | None:
         """Return the feed that was made early, if it is of the epoch that starts."""
@@ -196,7 +195,7 @@ class Runtime:
         assert ahead is not None
         if self.loaded is None and ahead.claim(options):
             ahead.epoch.dataset_epoch = epoch_of(options.dataset)
-            self._note_first(options, ahead.epoch)
+            note_first(options, ahead.epoch, self.epoch, is_kept=self.has_kept())
             return ahead.source
         ahead.dismiss()
         self._guesses_wrong = True  # the next guess would be wrong too
@@ -286,9 +285,6 @@ class Runtime:
             counters.setting = (counters.describe or inline)()
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
-
-    def _note_first(self, options: Options, epoch: Epoch) -> None:
-        note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     # -- what is known of epochs --------------------------------------------------
 

@@ -293,7 +293,6 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
 
 
 def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
-    """Yield the jobs of making a batch."""
     made = MadeAt._make(record.made)
     spent = {
         "seconds of coroutines, summed over samples": made.busy,

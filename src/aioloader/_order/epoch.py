@@ -228,7 +228,6 @@ class Epoch:
         return self.bookmark.beyond if is_stream else frozenset()
 
     def draws_long(self, number: int) -> bool:
-        """Tell whether it may take milliseconds to draw the request of a number."""
         return self.order.draws_long(number, self.bookmark.done)
 
 

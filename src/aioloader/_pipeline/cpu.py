@@ -159,7 +159,6 @@ class SharedThread(CpuThread):
         self._is_used = self._is_queued = False
 
     def post(self, job: Job) -> bool:
-        """Run ``job`` after earlier ones; return whether jobs are still taken."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -174,7 +173,6 @@ class SharedThread(CpuThread):
         self.post(job)
 
     def stop(self, then: Job) -> None:
-        """Take no more jobs; call ``then`` after those posted so far."""
         with self._lock:
             is_running = self._is_used and not (self._is_stopped and self._is_idle())
             self._is_stopped = True
@@ -185,7 +183,6 @@ class SharedThread(CpuThread):
             then()
 
     def join(self, timeout: float) -> None:
-        """Wait until the jobs are done, at most ``timeout`` seconds."""
         if self._is_used and self._ident != threading.get_ident():
             self._ended.wait(timeout)
 

@@ -301,7 +301,6 @@ class LoopHost(Host):
         return is_stopped or super().is_lost()
 
     def check_loop(self) -> None:
-        """Fail the pipelines if the caller has closed its loop: they never end."""
         if self.is_callers and self.loop.is_closed():
             self._finish()
 
@@ -514,7 +513,6 @@ class Hosts:
                 stack.callback(wait_released, *released)
 
     async def release_async(self) -> None:
-        """Release the kept hosts and wait without blocking the loop."""
         async with contextlib.AsyncExitStack() as stack:
             for released in self._released():
                 stack.push_async_callback(wait_released_async, *released)

@@ -66,7 +66,6 @@ class ThreadWorkers(Pool):
         return not any(thread.is_alive() for thread in self._threads)
 
     def explain(self, task: BatchTask) -> str:
-        """Describe the thread that has ``task``, since when, and its stack."""
         for ident, (held, since) in list(self._in_flight.items()):
             if held is task:
                 seconds, stack = time.monotonic() - since, stack_of(ident)

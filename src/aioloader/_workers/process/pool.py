@@ -270,7 +270,6 @@ class ProcessPool(LastingPool):
         return not self._is_over
 
     def end(self) -> None:
-        """End the workers in the background, from any thread or finalizer."""
         if self._is_ended:
             return
         with self._lock:

@@ -117,7 +117,6 @@ class RayPool(LastingPool):
         self._thread.post(partial(self._forget, pipeline))
 
     def explain(self, task: BatchTask) -> str:
-        """Describe the actor that has ``task``, since when, and its stack."""
         ticket = self._find(task)
         if ticket is None or ticket.seat is None or ticket.begun is None:
             return self._waits()
@@ -143,7 +142,6 @@ class RayPool(LastingPool):
         return not self._is_over
 
     def end(self) -> None:
-        """End the actors in the background, from any thread or finalizer."""
         if not self._is_over:
             self._is_over = True
             self._thread.post(self._end)
