@@ -210,11 +210,7 @@ def default_window(concurrency: int, batch_size: int) -> int:
 
 
 def _setting(
-    options: Options,
-    window: Window,
-    *,
-    reads: bool | None = None,
-    on_device: int = 0,
+    options: Options, window: Window, *, reads: bool | None = None, on_device: int = 0
 ) -> Setting:
     """Return how the loader is set up, for the report.
 

@@ -19,11 +19,7 @@ from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
-from aioloader._order.orders import (
-    drawing_part_of,
-    draws_from_default,
-    is_repeatable,
-)
+from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError

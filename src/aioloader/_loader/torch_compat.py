@@ -197,11 +197,7 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
 
 
 # Arguments without which the batches are the same.
-_FOR_SPEED = {
-    "concurrency",
-    "prefetch_bytes",
-    "snapshot_every_n_steps",
-}
+_FOR_SPEED = {"concurrency", "prefetch_bytes", "snapshot_every_n_steps"}
 
 
 # Py_TPFLAGS_HEAPTYPE: set for classes defined in Python.

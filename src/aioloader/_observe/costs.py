@@ -163,10 +163,7 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
 
 
 def _copied(
-    records: Sequence[Record],
-    setting: Setting,
-    copies: Sequence[Copy],
-    moved: Floats,
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy], moved: Floats
 ) -> tuple[Floats, float]:
     """Return each batch's copy time, and the mean bytes of a copy."""
     if not setting.on_device:

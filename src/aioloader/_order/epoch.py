@@ -334,10 +334,7 @@ def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
 
 
 def order_of(
-    sampler: Any,
-    batch_sampler: Any,
-    part: Part = WHOLE,
-    saved: State | None = None,
+    sampler: Any, batch_sampler: Any, part: Part = WHOLE, saved: State | None = None
 ) -> IndexOrder | IteratedOrder:
     """Return the next epoch's order of a map-style dataset, or a saved one again.
 

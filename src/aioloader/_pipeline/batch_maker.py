@@ -26,11 +26,7 @@ from aioloader._collate.collate import (
 )
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
-from aioloader._order.awaitables import (
-    close_coroutines,
-    holds_awaitables,
-    resolved,
-)
+from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch

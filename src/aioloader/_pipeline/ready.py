@@ -37,11 +37,7 @@ class ReadyQueue(Waiters):
     """
 
     def __init__(
-        self,
-        *,
-        in_order: bool,
-        start: int = 0,
-        without: frozenset[int] = frozenset(),
+        self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()
         # The workers whose results the consumer collects while it waits, or None.

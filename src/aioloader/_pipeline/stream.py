@@ -33,13 +33,7 @@ from aioloader._pipeline.batch_maker import BatchMaker, Keys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.position import Position, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
-from aioloader.protocols import (
-    BlockIterator,
-    HasLifespan,
-    Kind,
-    OwnStream,
-    has_aiter,
-)
+from aioloader.protocols import BlockIterator, HasLifespan, Kind, OwnStream, has_aiter
 
 
 class Stream:

@@ -103,11 +103,7 @@ class WorkerSpec(Recipe):
 
 
 # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
-QUIET = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _logging_levels() -> dict[str, int]:
