@@ -139,11 +139,7 @@ class Runtime:
     ) -> Feed:
         """Make the feed of one iteration; it takes effect with ``begin``.
 
-        Args:
-            options: The loader's options.
-            drawn: The epoch drawn for it; None if a state was loaded.
-            claim: What starts it, and claims a loaded state for it.
-            is_async: Whether the consumer is a task.
+        An epoch was ``drawn`` for it unless a state was loaded, which ``claim`` claims.
         """
         epoch: Epoch | None = None
         try:

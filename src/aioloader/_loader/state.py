@@ -208,13 +208,8 @@ def state_of(
 ) -> State:
     """Return the state of a loader, sealed.
 
-    Args:
-        options: The loader's options.
-        numbers: Which epoch is next.
-        epoch: The latest epoch that has started, if one has.
-        newer: The epoch of an iterator that is next, if there is one.
-        kept: The seed of the workers that persist, if there are any.
-        moved: Returns the entry ``moved``.
+    ``epoch`` is the latest that has started, ``newer`` that of an iterator that is
+    next; ``kept`` is the seed of the workers that persist.
     """
     if newer is not None and newer.number >= 0:  # its workers have started
         epoch, newer = newer, None

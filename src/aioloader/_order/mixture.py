@@ -95,16 +95,11 @@ class Proportions:
         )
 
     def sources(self, share: Share, first: int, most: int) -> Array:
-        """Return the sources of a reader's next samples: 1 to ``most``.
+        """Return the sources of a reader's samples from a round on: 1 to ``most``.
 
         Readers take turns, in rounds. If they had fixed places in a round, two readers
         of two equal sources would each read one of these only. So each round starts at
         another of its positions.
-
-        Args:
-            share: The reader.
-            first: The first round.
-            most: How many samples at most.
         """
         readers = share.readers
         count = max(1, min(most, _COUNT, _NUMBERS // (self.count * readers)))

@@ -43,11 +43,7 @@ def user_error(error: BaseException, what: str) -> BaseException:
 
 
 def refuse_coroutines(values: Any, what: str) -> None:
-    """Raise a clear error if a plain function has returned coroutines.
-
-    Raises:
-        TypeError: If there are coroutines; they are closed.
-    """
+    """Raise a TypeError if a plain function has returned coroutines; close them."""
     if isinstance(values, types.CoroutineType):
         values = [values]
     if type(values) is not list or types.CoroutineType not in map(type, values):

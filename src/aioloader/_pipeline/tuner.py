@@ -101,12 +101,10 @@ class Tuner:
     """Measure one iteration and change the arguments that the loader chooses.
 
     Args:
-        tuning: What the loader has found out.
         concurrency: Chooses how many samples are read at a time, or None.
         prefetch: Chooses how many batches are requested ahead per reader, or None.
         given: Batches per reader in the window that an iteration starts with.
         readers: How many readers have a window.
-        batch_size: Samples per batch.
         prefetch_bytes: How many bytes may be held; None: what the memory allows.
     """
 

@@ -59,7 +59,6 @@ class Supervisor:
     """Fork and reap workers on the loader's instructions.
 
     Args:
-        control: The channel to the loader.
         loader: A pidfd of the loader's process.
         spec: What the workers do, if they inherit it. Without it, sets of workers
             follow each other, each with a file that the loader sends.
