@@ -11,7 +11,7 @@ seconds that each takes (Little). Assumptions:
   a worker as in the consumer's process. Transport is as recorded, and keeps no worker
   busy; for batches made without workers, ``changes`` adds that of a small batch.
 - As many slots compute at a time as there are cores; of worker threads one, because of
-  the GIL. If records show that the consumer waits for the GIL (``lock``), it does so
+  the GIL. If records show that the consumer waits for the GIL (``costs``), it does so
   whenever threads make batches.
 - Readers in several workers are one pool. Batches are copied to a device one after
   another.
