@@ -79,30 +79,20 @@ class Moved:
         self.sources, self.late = None, ()
 
 
+@dataclass(eq=False)
 class Mover:
-    """Start the copies of batches to one device, in the stage's thread.
+    """Start the copies of batches to one device, in the stage's thread."""
 
-    Args:
-        port: The device; None if batches stay in host memory.
-        keys: That of ``Device``, as is ``transform``.
-        transform: Run on the stream of the copies.
-        pins: Whether batches that stay on the host are page-locked, for consumers that
-            move them themselves.
-    """
+    port: Accelerator | None  # the device; None if batches stay in host memory
+    keys: Keys | None = None  # that of ``Device``
+    transform: Transform | None = None  # run on the stream of the copies
+    # Whether batches that stay on the host are page-locked, for consumers that move
+    # them themselves.
+    pins: bool = False
 
-    def __init__(
-        self,
-        port: Accelerator | None,
-        keys: Keys | None = None,
-        transform: Transform | None = None,
-        *,
-        pins: bool = False,
-    ) -> None:
-        self.port = port
-        self.device = torch.device("cpu") if port is None else port.device
-        self._keys = keys
-        self._transform = transform
-        self._pins = pins
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.port is None else self.port.device
 
     def enter_thread(self) -> None:
         if self.port is not None:
@@ -122,7 +112,7 @@ class Mover:
         port = self.port
         if port is None:
             batch = self._transformed(batch)
-            return Moved(map_leaves(batch, _pinned) if self._pins else batch)
+            return Moved(map_leaves(batch, _pinned) if self.pins else batch)
         try:
             return self._begin(batch, port)
         except BaseException:
@@ -132,7 +122,7 @@ class Mover:
             raise
 
     def _begin(self, batch: Any, port: Accelerator) -> Moved:
-        chosen = None if self._keys is None else _chooser(self._keys, batch)
+        chosen = None if self.keys is None else _chooser(self.keys, batch)
         found = _by_way(batch, chosen)
         copies = {id(leaf): _copied(leaf, port) for leaf in found["large"]}
         for leaf in found["movable"]:
@@ -145,7 +135,7 @@ class Mover:
         late = [_sendable(leaf, port) for leaf in found["late"]]
         copies.update(zip(map(id, found["late"]), late, strict=True))
         moved = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf), chosen)
-        if self._transform is not None:
+        if self.transform is not None:
             if found["resident"]:
                 port.adopt(found["resident"])
             moved = self._transformed(moved)
@@ -165,10 +155,10 @@ class Mover:
         )
 
     def _transformed(self, batch: Any) -> Any:
-        if self._transform is None:
+        if self.transform is None:
             return batch
         try:
-            return self._transform(batch)
+            return self.transform(batch)
         except BaseException as error:
             error = raisable(error, "Device.transform")
             raise noted(error, "in Device.transform")  # noqa: B904  (it keeps its cause)
