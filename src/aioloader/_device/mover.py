@@ -79,7 +79,7 @@ class Moved:
         self.sources, self.late = None, ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Mover:
     """Start the copies of batches to one device, in the stage's thread."""
 

@@ -95,7 +95,7 @@ class _Round:
     starved: int = 0
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Tuner:
     """Measure one iteration and change the arguments that the loader chooses."""
 
