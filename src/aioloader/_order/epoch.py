@@ -353,10 +353,10 @@ def order_of(
         is_whole = sampler.num_samples == len(sampler.data_source)
         is_known = is_whole and not sampler.replacement
         draws = Draws(sampler, saved) if is_known else None
+    at = size, part, saved.get("pulled", 0)
     if size and is_known:
-        pulled = saved.get("pulled", 0)
-        return IndexOrder(
-            size, part, pulled, sampler=sampler, drop_last=drop_last, draws=draws
-        )
+        return IndexOrder(*at, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))
-    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)
+    return IteratedOrder(
+        *at, sampler=sampler, drop_last=drop_last, saved=saved, begins=begins
+    )
