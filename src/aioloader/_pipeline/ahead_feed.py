@@ -59,12 +59,8 @@ class AheadFeed(Feed):
     window, so it draws when torch's would (the first draw, which may permute millions,
     runs off an async consumer's loop). A request goes out when a batch is delivered.
 
-    Args:
-        pipeline: Makes the batches; owned, and dismissed at the end.
-        epoch: The epoch to deliver; its requests are drawn as the window opens.
-        window: How many batches may be in flight, and when.
-        timeout: Seconds to wait for a batch, or None.
-        restarts: Whether a worker that delays a batch is then replaced, once per batch.
+    It owns the pipeline. A batch is waited for so many seconds (``timeout``); then, if
+    it ``restarts``, a worker that delays it is replaced, once per batch.
     """
 
     def __init__(

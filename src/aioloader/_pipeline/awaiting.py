@@ -58,10 +58,9 @@ def refuse_coroutines(values: Any, what: str) -> None:
 class SideLoop:
     """The event loop that awaits what plain code in other threads returns.
 
-    Args:
-        loop: The loop of the loader or of its caller. None: a loop in a thread, which
-            starts with the first awaitable and runs until ``close``: clients and
-            sessions are bound to one loop.
+    It is that of the loader or of its caller; or else a loop in a thread, which starts
+    with the first awaitable and runs until ``close``: clients and sessions are bound to
+    one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:

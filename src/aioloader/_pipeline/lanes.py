@@ -44,9 +44,7 @@ class Jobs:
 class Lanes:
     """Do jobs, at most ``size`` at a time, on the running loop.
 
-    Args:
-        size: How many lanes there may be; they start on demand.
-        tune: Called after each job to change ``size``, or None.
+    Lanes start on demand. ``tune`` is called after each job to change ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:

@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 
 class ReadyQueue(Waiters):
-    """The results of one iteration.
+    """The results of one iteration, by number from ``start`` on, or as they complete.
 
-    Args:
-        in_order: Deliver by number, or else as they complete.
-        start: The first number.
-        without: Later numbers that will not come.
+    Numbers in ``without`` will not come.
     """
 
     def __init__(

@@ -358,26 +358,20 @@ class Stream:
 class _Source:
     """The blocks of an iterator: plain, async, or that of one of aioloader's streams.
 
-    Args:
-        iterator: The iterator; its state is always the one after the latest block.
-        most: Limit on samples held in memory at once.
-        repeated: Where one of ours repeats its samples; None: from the first one.
-        is_async: Whether the iterator is async; reading a plain one never suspends.
-
-    Attributes:
-        rest: What was read but not used yet, and whether the stream has ended with it.
-        fills: With the others, as that of ``BlockIterator``.
+    Reading a plain one never suspends.
     """
 
+    # As those of ``BlockIterator``.
     fills, leaves_out, refills = True, False, False
     real: int | None = None
 
     def __init__(
         self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
     ) -> None:
-        self._iterator = iterator
-        self._most = most
+        self._iterator = iterator  # its state is the one after the latest block
+        self._most = most  # limit on samples held in memory at once
         self._is_async = is_async
+        # What was read but not used yet, and whether the stream has ended with it.
         self.rest: tuple[Block, bool] | None = None
         self._same_errors = SameErrors()
         self._is_own = isinstance(iterator, BlockIterator)
@@ -385,7 +379,7 @@ class _Source:
             self.fills, self.leaves_out = iterator.fills, iterator.leaves_out
             self.refills, self.real = iterator.refills, iterator.real
         self._repeated: BlockIterator | None = None
-        self._start = repeated
+        self._start = repeated  # where ours repeats samples; None: from the first one
         self._has_repeated = repeated is not None  # since its latest beginning
 
     async def read(self, limit: int) -> tuple[Block, int, bool]:

@@ -30,8 +30,7 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 class Waiters:
     """The tasks of any loop and the threads that wait for a condition.
 
-    Args:
-        is_true: The condition; a subclass may define it as a method.
+    That is ``is_true``; a subclass may define it as a method.
     """
 
     _is_true: Callable[[], bool]
