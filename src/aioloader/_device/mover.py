@@ -47,8 +47,7 @@ class Moved:
     sources: Any = None  # the host memory that is copied from
     copied_bytes: int = 0  # bytes that are copied ahead
     held_bytes: int = 0  # its memory on the device, in bytes
-    # A mark on the consumer's stream when the batch was handed over.
-    taken: torch.Event | None = None
+    taken: torch.Event | None = None  # on the consumer's stream, at the hand-over
 
     def hand_over(self) -> Any:
         """Return the batch, for this thread's current stream; called once."""

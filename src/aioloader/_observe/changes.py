@@ -42,9 +42,7 @@ class Change:
     old: object  # its value; the number in effect if it is left to the loader
     new: object  # its new value
     why: str  # a sentence
-    # The price: 1 for memory, 2 for another order of batches, 3 for processes or
-    # threads, 4 for new code.
-    cost: int
+    cost: int  # 1: memory, 2: another order, 3: processes or threads, 4: new code
     setting: Setting  # the loader's setting with it
     costs: Costs  # the durations of batches with it
     start: float = 0.0  # seconds that it adds to each epoch

@@ -53,10 +53,8 @@ class Costs:
     # Whether processor time is known; if not, plain code is assumed to use nothing
     # else.
     is_measured: bool = False
-    # Share of the time in which plain code could run, but has no processor.
-    delay: float = 0.0
-    # Mean seconds that a step waits for the GIL, in addition to ``step``.
-    locked: float = 0.0
+    delay: float = 0.0  # share of the time in which plain code lacks only a processor
+    locked: float = 0.0  # mean seconds that a step waits for the GIL, besides ``step``
     nbytes: float = 0.0  # mean bytes copied to the device
     slow: tuple[float, ...] = ()  # how many times longer each worker takes
 

@@ -60,11 +60,9 @@ def spent(since: RunTimes) -> RunTimes:
 class MadeAt(NamedTuple):
     """When and where a batch was made; clock readings in seconds."""
 
-    # Reading of its samples started; for a stream, the batch was requested.
-    began: float
+    began: float  # reading started; for a stream, the batch was requested
     read: float  # all of its samples were read
-    # Transform and collate started; later than ``read`` if they had to wait.
-    started: float
+    started: float  # transform and collate started; later than ``read`` if they waited
     transformed: float  # all of its samples were transformed
     collated: float  # it was collated
     # Seconds that coroutines took for single samples, summed over these: to read them,
@@ -140,8 +138,7 @@ class Copies(Latest[Copy]):
     """The latest copies to the device; added by the thread that makes them."""
 
     moved_bytes: int = 0  # device memory of all moved batches; written by that thread
-    # The same for delivered batches; written by the consumer's thread.
-    taken_bytes: int = 0
+    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
 
 
 @dataclass(frozen=True)
@@ -153,9 +150,7 @@ class Setting:
     # the loader's event loop or the consumer's. ``"workers"``: by workers.
     place: Literal["inline", "thread", "loop", "workers"]
     workers: int = 0  # number of workers; 0 without
-    # ``"process"``, ``"thread"``, or the name of an executor's class; ``""`` without
-    # workers.
-    worker_kind: str = ""
+    worker_kind: str = ""  # "process", "thread", or the name of an executor's class
     reads_in_workers: bool = False  # whether workers read the samples
     # How many samples coroutines of each reader read, or transform, at a time; 1
     # without coroutines.
@@ -286,12 +281,9 @@ class Counters:
     batches: int = 0  # batches delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready
     in_flight: int = 0  # batches requested and not yet delivered
-    # The records of the latest batches.
-    records: Records = field(default_factory=Latest)
-    # How the loader is set up; None until it is asked for.
-    setting: Setting | None = None
-    # Returns it, but for batches made in the consumer's thread.
-    describe: Callable[[], Setting] | None = None
+    records: Records = field(default_factory=Latest)  # of the latest batches
+    setting: Setting | None = None  # how the loader is set up, once it was asked for
+    describe: Callable[[], Setting] | None = None  # returns it; None: made inline
     weighed: int = 0  # how many batches had their bytes counted
     bytes: int = 0  # the bytes of these
     # The time and this process's processor time at the latest of these.

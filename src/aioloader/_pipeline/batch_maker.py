@@ -87,8 +87,7 @@ class Recipe:
 
     dataset: Any  # where samples come from; None in workers that do not read
     transform: Callable[[Any], Any] | None
-    # Turns samples (one sample if not ``batched``) into a batch.
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Any]  # of samples, or of one if not ``batched``
     batched: bool
     drop_last: bool
     reads: bool = True  # whether samples are read; else they come with the task
@@ -103,10 +102,8 @@ class Recipe:
     keeps_step: bool = False
     is_even: bool = False  # whether all ranks have the same number of batches
     kind: Kind = field(init=False)
-    # Whether coroutines read the samples of a map-style dataset.
-    reads_async: bool = field(init=False)
-    # Whether samples are read from a map-style dataset with a state.
-    keeps_state: bool = field(init=False)
+    reads_async: bool = field(init=False)  # coroutines read a map-style dataset
+    keeps_state: bool = field(init=False)  # samples are read from one with a state
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
     is_plain: bool = field(init=False)  # whether no step needs an event loop
@@ -136,8 +133,7 @@ class BatchMaker(Recipe):
 
     policy: FailurePolicy
     epoch: int = 0  # epoch number, for notes
-    # The slots that big batches are written into.
-    pool: Lender = field(default_factory=SlotPool)
+    pool: Lender = field(default_factory=SlotPool)  # lends memory for big batches
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
     # Seeds the generators again for a task whose user code restored them.

@@ -20,19 +20,16 @@ class BatchResult:
     error: BaseException | None = None
     is_empty: bool = False  # every sample was skipped: there is no batch
     is_end: bool = False  # the stream had ended
-    # The reader whose turn it was had ended; others may have more.
-    has_ended: bool = False
-    # Samples that a worker process tried to read; counted on delivery.
-    attempted: int = 0
+    has_ended: bool = False  # its reader had ended; others may have more
+    attempted: int = 0  # samples that a worker tried to read; counted on delivery
     failures: Sequence[Any] = ()  # the samples of these that were skipped or replaced
     retries: int = 0  # how often a worker retried a read since its last result
     state: Any = None  # the state of its reader (sampler or stream) after it, if known
     # Of a stateful map-style dataset: the worker whose copy made it (0 for this
     # process), and the state of that copy after it.
     dataset: tuple[int, Any] | None = None
-    # When it was made, for the records; ``lane``: by which worker.
-    made: Made = NOT_MADE
-    lane: int = 0
+    made: Made = NOT_MADE  # when it was made, for the records
+    lane: int = 0  # by which worker
     size: int = 0  # how many samples it has
 
 
@@ -41,10 +38,8 @@ class BatchTask:
     """One batch being made; owned by the stage that works on it."""
 
     number: int  # position in the epoch, from 0
-    # The sampler's indices; for a stream, the numbers of its samples.
-    indices: Sequence[Any]
-    # The key that generators are seeded with for its plain code, or None.
-    key: int | None = None
+    indices: Sequence[Any]  # the sampler's; for a stream, the numbers of its samples
+    key: int | None = None  # seeds the generators for its plain code
     # If each sample has its own seed: the epoch's seed, the position of the first
     # sample in the epoch, and the step to the next.
     sample_keys: tuple[int, int, int] | None = None
@@ -54,8 +49,7 @@ class BatchTask:
     samples: Any = field(default_factory=list)
     stage: str = "fetch"  # ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``
     turn: int = 0  # when its first job came to the lanes of a loop, among all batches
-    # The result, once known; late samples are dropped.
-    result: BatchResult | None = None
+    result: BatchResult | None = None  # once known; late samples are dropped
     missing: int = 0  # how many samples it lacks: skipped ones, or after a stream's end
     state: Any = None  # as in ``BatchResult``
     # Until ``spent``: as in ``MadeAt``.
@@ -66,8 +60,7 @@ class BatchTask:
     collated: float = 0.0
     busy: float = 0.0
     spent: RunTimes = _NOTHING  # what ``MadeAt`` has as ``cpu`` and ``delayed``
-    # Whether it is padding as a whole: samples of the stream's beginning.
-    again: bool = False
+    again: bool = False  # it is padding as a whole: samples of the stream's beginning
 
     @property
     def size(self) -> int:

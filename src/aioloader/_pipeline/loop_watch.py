@@ -57,8 +57,7 @@ class Counts(NamedTuple):
 
     timers: int = 0  # how many timers were due, including missed ones
     late: int = 0  # how many of these were late
-    # How often the timer was late; each counts the timers missed meanwhile.
-    times: int = 0
+    times: int = 0  # how often it was late; each counts the timers missed meanwhile
     watched: float = 0.0  # seconds that it has watched
     busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 

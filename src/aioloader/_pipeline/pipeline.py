@@ -68,8 +68,7 @@ class Pipeline:
     # The workers that make batches, or transform and collate what was read here; None
     # if all of that is done here.
     pool: Pool | None = None
-    # Takes the results instead of ``ready``.
-    sink: Callable[[BatchTask, BatchResult], None] | None = None
+    sink: Callable[[BatchTask, BatchResult], None] | None = None  # instead of ``ready``
     make_ready: Callable[..., ReadyQueue] = ReadyQueue
     head_start: bool = False  # the first batch is read a moment before the others
     # Changes the maker's ``concurrency`` if the loader chooses it.

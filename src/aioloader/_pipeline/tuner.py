@@ -40,11 +40,9 @@ class Figures:
 class Tuning:
     """What a loader has found out in all its epochs."""
 
-    # The controllers, by argument name.
-    controllers: dict[str, Controller] = field(default_factory=dict)
+    controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
     held: Held = field(default_factory=partial(Held, 0))  # the sizes of batches
-    # The statistics of the latest iteration.
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures = field(default_factory=Figures)  # of the latest iteration
     deaths: int = 0  # worker deaths seen so far
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:

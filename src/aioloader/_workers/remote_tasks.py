@@ -153,8 +153,7 @@ class RemoteError:
     text: str  # its traceback in the worker
     notes: list[str]  # its notes, which some classes lose in pickling
     worker: int
-    # The type of the cause, if it is one that ``raisable`` replaces.
-    stop: type[BaseException] | None = None
+    stop: type[BaseException] | None = None  # of the cause, if ``raisable`` replaces it
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":

@@ -45,8 +45,7 @@ class Queue:
 
     near: Channel
     far: Channel  # the end that is passed to workers, and used to take requests back
-    # Requests that the kernel had no room for.
-    waiting: deque[Request] = field(default_factory=deque)
+    waiting: deque[Request] = field(default_factory=deque)  # the kernel had no room
 
 
 @dataclass(eq=False)
@@ -75,8 +74,7 @@ class Ticket:
     request: Request
     worker: Worker  # the worker that the batch is assigned to, if batches are
     deaths: int = 0  # how many workers have died with this batch alone in hand
-    # The slot of its samples, if they did not fit into the request.
-    slot: SlotRef | None = None
+    slot: SlotRef | None = None  # of its samples, if they did not fit into the request
 
 
 class Dispatcher:

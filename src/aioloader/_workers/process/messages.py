@@ -69,9 +69,7 @@ class Request(NamedTuple):
     # of its earlier batches. For the successor of a worker with a copy of a stateful
     # map-style dataset: a tuple of the copy's last state.
     resume: Any = None
-    # Whether the worker must have nothing else in flight: another worker has died with
-    # this batch.
-    is_alone: bool = False
+    is_alone: bool = False  # must be alone in flight: another worker has died with it
 
 
 class Packer(threading.local):

@@ -41,9 +41,7 @@ class Begun(NamedTuple):
 
     pid: int
     host: str  # name of its machine
-    # The error of the user's init function, of entering the lifespan or of unpickling,
-    # if it cannot start.
-    error: RemoteError | None = None
+    error: RemoteError | None = None  # of user code or unpickling, if it cannot start
 
 
 class RayActor:

@@ -49,8 +49,7 @@ class _Seat:
 
     number: int
     actor: Any
-    # The report of the actor's process that it is ready; None before.
-    begun: Begun | None = None
+    begun: Begun | None = None  # the report of the actor's process that it is ready
     # The batches that it has, the oldest first.
     tickets: "list[_Ticket]" = field(default_factory=list)
 
