@@ -262,8 +262,7 @@ class Runtime:
             self._show(trace, latest)
 
     def _show(self, trace: "Trace", counters: Counters) -> None:
-        setting = self._whole(counters)
-        trace.follow(counters.epoch, counters.records, setting, counters.copies)
+        trace.follow(counters, self._whole(counters))
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch, as it is tuned now."""
