@@ -385,12 +385,10 @@ class _Case:
             "No advice: the seconds per batch computed from these batches differ from "
             f"the measured ones by {error:+.0%}."
         )
+        idle = "No argument would make training faster."
         link = "The link to the device is the limit: make batches smaller in bytes."
         texts = (
-            (
-                stage in {"nothing", "consumer"},
-                "No argument would make training faster.",
-            ),
+            (stage in {"nothing", "consumer"}, idle),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (abs(error) > _IS_OFF, doubtful),

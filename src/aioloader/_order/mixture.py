@@ -62,10 +62,8 @@ class Proportions:
                 worst = max(found + weights[at] / weight for at, found in sums.items())
                 joined.append((worst, weight, place, sums))
             _, weight, place, sums = min(joined)
-            node, ((_, left, _), (_, right, _)) = (
-                len(self._weights),
-                nodes[place : place + 2],
-            )
+            node = len(self._weights)
+            (_, left, _), (_, right, _) = nodes[place : place + 2]
             self._splits.insert(0, (node, left, right))
             self._weights.append(weight)
             nodes[place : place + 2] = [(weight, node, sums)]

@@ -131,11 +131,8 @@ class ProcessPool(LastingPool):
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
-                self._fail(
-                    LoaderClosedError(
-                        "the loader was interrupted; start a new iteration"
-                    )
-                )
+                text = "the loader was interrupted; start a new iteration"
+                self._fail(LoaderClosedError(text))
                 raise
 
     def _collect_results(self) -> bool:
@@ -199,12 +196,11 @@ class ProcessPool(LastingPool):
         recover(self._dispatcher, death)
         if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
-            self._fail(
-                death.error(
-                    f"; {worker.starts} processes in a row have died without making a "
-                    "batch; see what they printed"
-                )
+            reason = (
+                f"; {worker.starts} processes in a row have died without making a "
+                "batch; see what they printed"
             )
+            self._fail(death.error(reason))
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
         self._servers.restarts += 1
