@@ -9,11 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aioloader import errors
-from aioloader._collate.collate import (
-    default_collate,
-    default_convert,
-    varlen_collate,
-)
+from aioloader._collate.collate import default_collate, default_convert, varlen_collate
 from aioloader._device.naming import Device
 from aioloader._loader.loader import DataLoader
 from aioloader._order.failures import SKIP, Failure, Skip

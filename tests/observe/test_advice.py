@@ -12,7 +12,6 @@ from aioloader import DataLoader, Device
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader._observe.records import Setting
-from aioloader._observe.stages import reading_lanes, transforming_lanes
 from aioloader._observe.verdict import report
 from aioloader.datasets import from_iterable
 from observe.clock import Clock, Ticks
@@ -85,7 +84,7 @@ def test_plain_reads_before_an_async_transform() -> None:
     setting = set_up(DataLoader(SyncMap(8), 4, transform=waiting, concurrency=8))
     assert (setting.place, setting.concurrency) == ("loop", 8)
     assert "in the transform" in offered(setting)["concurrency"]
-    assert (reading_lanes(setting), transforming_lanes(setting)) == (1, 8)
+    assert (setting.reading_lanes, setting.transforming_lanes) == (1, 8)
     for dataset in (AsyncStream(8), AsyncBatchMap(8)):
         assert set_up(DataLoader(dataset, 4, transform=waiting)).transforms_async
     # There each sample is transformed by the coroutine that has read it.

@@ -20,6 +20,7 @@ from aioloader._observe.records import (
     NOT_MADE,
     Copies,
     Copy,
+    Counters,
     MadeAt,
     Records,
     RecordTuple,
@@ -116,7 +117,8 @@ def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
     """They end in another thread than batches are taken in."""
     records, copies, path = Records(), Copies(), tmp_path / "run.json"
     trace = Trace(path, [])
-    trace.follow(0, records, Setting("thread", on_device=1), copies)
+    counters = Counters(0, records=records, copies=copies)
+    trace.follow(counters, Setting("thread", on_device=1))
     copies.append(Copy(0, 1.0, 1.0, 2.0, 64))
     with trace:
         copies.append(Copy(1, 2.0, 3.0, 5.0, 64))
@@ -169,13 +171,13 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     under_way, next_one = Records(), Records()
     under_way.append(record(0, 0.0))
     trace = Trace(path, traces)
-    trace.follow(0, under_way, WORKERS)
+    trace.follow(Counters(0, records=under_way), WORKERS)
     with trace:
         assert traces == [trace]
         for number in range(1, 3000):
             under_way.append(record(number, 8.0 * number))
         for one in traces:
-            one.follow(1, next_one, WORKERS)
+            one.follow(Counters(1, records=next_one), WORKERS)
         next_one.append(record(0, 8.0 * 3000))
         assert not path.exists()
     under_way.append(record(3000, 8.0 * 3001))
@@ -208,7 +210,7 @@ def test_two_traces_at_once(tmp_path: Path) -> None:
     records = Records()
     outer, inner = (Trace(tmp_path / name, traces) for name in ("a.json", "b.json.gz"))
     for one in (outer, inner):
-        one.follow(0, records, WORKERS)
+        one.follow(Counters(0, records=records), WORKERS)
     with outer:
         records.append(record(0, 0.0))
         with inner:
@@ -292,7 +294,7 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     """
     theirs, ours = tmp_path / f"theirs{suffix}", tmp_path / f"ours{suffix}"
     records, trace = Records(), Trace(ours, [])
-    trace.follow(0, records, Setting("thread"))
+    trace.follow(Counters(0, records=records), Setting("thread"))
     with trace:
         began, ended = profiled(theirs)
         records.append((0, began, ended, 0, 1, NOT_MADE))
@@ -346,7 +348,7 @@ async def test_another_thread_writes(tmp_path: Path) -> None:
     """
     (tmp_path / "run.json").write_text("before")
     records, trace = Records(), Trace(tmp_path / "run.json", [])
-    trace.follow(0, records, WORKERS)
+    trace.follow(Counters(0, records=records), WORKERS)
     began = asyncio.Event()
 
     async def run() -> None:

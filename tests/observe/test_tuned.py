@@ -46,7 +46,7 @@ def tuner(tuning: Tuning, **options: Any) -> Tuner:
     """Return a tuner of one reader, of batches of eight samples."""
     given: dict[str, Any] = {"concurrency": None, "prefetch": None, "given": 2}
     given |= {"readers": 1, "batch_size": 8, "prefetch_bytes": None}
-    return Tuner(tuning, **(given | options))
+    return Tuner(tuning=tuning, **(given | options))
 
 
 # -- as many reads as gain ------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from aioloader._observe.lock import lock_waits
+from aioloader._observe.costs import lock_waits
 from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, report

@@ -33,7 +33,6 @@ class UserCodeError(Exception):
 
 
 def run(options: Namespace) -> None:
-    """Run both loaders; print the table and the verdict."""
     page: Path | None = options.page
     if page is not None and not page.parent.is_dir():
         folder = str(page.parent)

@@ -117,13 +117,7 @@ def _parser() -> ArgumentParser:
     for name, run, add_arguments, summary, text in (
         ("pack", pack.run, _add_pack, "write files or rows to shards", _PACK),
         ("index", pack.run_index, _add_tars, "let several readers share a tar", _INDEX),
-        (
-            "tokenize",
-            tokenize.run,
-            _add_tokenize,
-            "write texts as tokens",
-            _TOKENIZE,
-        ),
+        ("tokenize", tokenize.run, _add_tokenize, "write texts as tokens", _TOKENIZE),
         ("bench", bench.run, _add_bench, "compare a loader with torch's", _BENCH),
     ):
         description, examples = text.split("examples:\n")

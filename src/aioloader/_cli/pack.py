@@ -17,7 +17,6 @@ _SHOWN_EVERY = 0.2
 
 
 def run(options: Namespace) -> None:
-    """Pack the samples that the arguments name."""
     try:
         source = find_source(options)
         writer = _make_writer(source, options)

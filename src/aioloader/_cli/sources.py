@@ -58,7 +58,6 @@ class Source:
 
 
 def find_source(options: Namespace) -> Source:
-    """Return the source that SRC names."""
     src: str = options.src
     kind = _kind_of(src)
     folder = src.rpartition("/")[0] or "."
@@ -111,7 +110,6 @@ def _lies_in(inner: str, outer: str) -> bool:
 
 
 def _open_files(options: Namespace, kind: str) -> Named:
-    """Return the files of SRC."""
     src: str = options.src
     if "://" in src:
         _refuse(options, "glob")

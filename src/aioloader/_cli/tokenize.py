@@ -19,7 +19,6 @@ _SMALL = (1 << 16) - 1
 
 
 def run(options: Namespace) -> None:
-    """Tokenize the texts that the arguments name."""
     tokenizer = _find_tokenizer(options.tokenizer)
     try:
         source = find_texts(options, tokenizer)

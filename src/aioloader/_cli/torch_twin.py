@@ -105,7 +105,6 @@ def _arguments(loader: DataLoader[Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that select the samples of batches."""
     if kind_of(loader.dataset) is not Kind.MAP:
         return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None and loader.batch_sampler is not None:

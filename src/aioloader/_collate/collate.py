@@ -138,7 +138,6 @@ def _flat(
 
 
 def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
-    """Return 1-D arrays as one tensor."""
     out = _array((sum(map(len, arrays)),), np.result_type(*arrays))
     np.concatenate(arrays, out=out)
     return torch.from_numpy(out)

@@ -36,28 +36,18 @@ _DLPACK_CPU: Final = 1  # kDLCPU
 
 @dataclass(eq=False)
 class Moved:
-    """A batch whose copies have started.
-
-    Attributes:
-        port: The device; None if the batch stays on the host.
-        mark: The end of the copies.
-        arrived: The copies, for the allocator: objects with ``record_stream``.
-        late: The leaves that are moved at delivery.
-        sources: The host memory that is copied from.
-        copied_bytes: Bytes that are copied ahead.
-        held_bytes: Its memory on the device, in bytes.
-        taken: A mark on the consumer's stream when the batch was handed over.
-    """
+    """A batch whose copies have started."""
 
     batch: Any
-    port: Accelerator | None = None
-    mark: torch.Event | None = None
+    port: Accelerator | None = None  # the device; None if the batch stays on the host
+    mark: torch.Event | None = None  # the end of the copies
+    # The copies, for the allocator: objects with ``record_stream``.
     arrived: Sequence[Any] = ()
-    late: Sequence[Any] = ()
-    sources: Any = None
-    copied_bytes: int = 0
-    held_bytes: int = 0
-    taken: torch.Event | None = None
+    late: Sequence[Any] = ()  # the leaves that are moved at delivery
+    sources: Any = None  # the host memory that is copied from
+    copied_bytes: int = 0  # bytes that are copied ahead
+    held_bytes: int = 0  # its memory on the device, in bytes
+    taken: torch.Event | None = None  # on the consumer's stream, at the hand-over
 
     def hand_over(self) -> Any:
         """Return the batch, for this thread's current stream; called once."""
@@ -88,33 +78,22 @@ class Moved:
         self.sources, self.late = None, ()
 
 
+@dataclass(eq=False, repr=False)
 class Mover:
-    """Start the copies of batches to one device, in the stage's thread.
+    """Start the copies of batches to one device, in the stage's thread."""
 
-    Args:
-        port: The device; None if batches stay in host memory.
-        keys: That of ``Device``, as is ``transform``.
-        transform: Run on the stream of the copies.
-        pins: Whether batches that stay on the host are page-locked, for consumers that
-            move them themselves.
-    """
+    port: Accelerator | None  # the device; None if batches stay in host memory
+    keys: Keys | None = None  # that of ``Device``
+    transform: Transform | None = None  # run on the stream of the copies
+    # Whether batches that stay on the host are page-locked, for consumers that move
+    # them themselves.
+    pins: bool = False
 
-    def __init__(
-        self,
-        port: Accelerator | None,
-        keys: Keys | None = None,
-        transform: Transform | None = None,
-        *,
-        pins: bool = False,
-    ) -> None:
-        self.port = port
-        self.device = torch.device("cpu") if port is None else port.device
-        self._keys = keys
-        self._transform = transform
-        self._pins = pins
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.port is None else self.port.device
 
     def enter_thread(self) -> None:
-        """Prepare this thread, the stage's own."""
         if self.port is not None:
             self.port.enter_thread()
         else:  # one thread for a copy, as torch's own pinning does
@@ -132,7 +111,7 @@ class Mover:
         port = self.port
         if port is None:
             batch = self._transformed(batch)
-            return Moved(map_leaves(batch, _pinned) if self._pins else batch)
+            return Moved(map_leaves(batch, _pinned) if self.pins else batch)
         try:
             return self._begin(batch, port)
         except BaseException:
@@ -142,7 +121,7 @@ class Mover:
             raise
 
     def _begin(self, batch: Any, port: Accelerator) -> Moved:
-        chosen = None if self._keys is None else _chooser(self._keys, batch)
+        chosen = None if self.keys is None else _chooser(self.keys, batch)
         found = _by_way(batch, chosen)
         copies = {id(leaf): _copied(leaf, port) for leaf in found["large"]}
         for leaf in found["movable"]:
@@ -155,7 +134,7 @@ class Mover:
         late = [_sendable(leaf, port) for leaf in found["late"]]
         copies.update(zip(map(id, found["late"]), late, strict=True))
         moved = map_leaves(batch, lambda leaf: copies.get(id(leaf), leaf), chosen)
-        if self._transform is not None:
+        if self.transform is not None:
             if found["resident"]:
                 port.adopt(found["resident"])
             moved = self._transformed(moved)
@@ -175,10 +154,10 @@ class Mover:
         )
 
     def _transformed(self, batch: Any) -> Any:
-        if self._transform is None:
+        if self.transform is None:
             return batch
         try:
-            return self._transform(batch)
+            return self.transform(batch)
         except BaseException as error:
             error = raisable(error, "Device.transform")
             raise noted(error, "in Device.transform")  # noqa: B904  (it keeps its cause)

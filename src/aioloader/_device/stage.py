@@ -56,7 +56,6 @@ class Staged:
     # -- for the consumer ---------------------------------------------------------
 
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
-        """Take the next item, or None if there is none yet."""
         if not self._has_started:
             self._has_started = True
             self._thread.post(self._serve)

@@ -131,7 +131,6 @@ class Ahead:
         return True
 
     def dismiss(self) -> None:
-        """End the epoch: the guess was wrong."""
         self._finalizer()
 
     def _drawn(self) -> torch.Tensor:

@@ -110,7 +110,6 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
 
 
 def context_of(context: Any, num_workers: int, workers: Any) -> Any:
-    """Return the context object for ``multiprocessing_context``."""
     if num_workers == 0:
         raise ValueError(
             "multiprocessing_context can only be used with multi-process loading "

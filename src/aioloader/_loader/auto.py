@@ -98,7 +98,6 @@ def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None
 
 
 def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
-    """Return the tuner of an iteration."""
     from aioloader._pipeline.tuner import Tuner
 
     concurrency: Controller | None = None
@@ -112,7 +111,7 @@ def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner"
         most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
         prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
     return Tuner(
-        tuning,
+        tuning=tuning,
         concurrency=concurrency,
         prefetch=prefetch,
         given=given,

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Shown:
-    """An attribute that a subclass or its instances may replace; no property may.
-
-    Args:
-        get: Returns its value for a loader.
-    """
+    """An attribute that a subclass or its instances may replace; no property may."""
 
     def __init__(self, get: Callable[[Any], int]) -> None:
         self._get = get

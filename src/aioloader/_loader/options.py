@@ -5,7 +5,6 @@ effect with the next iteration. Derived values are computed once and kept until 
 argument is replaced.
 """
 
-import math
 import multiprocessing
 import operator
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
-from aioloader._device.naming import Device, device_of
+from aioloader._device.naming import Device, current_accelerator, device_of
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.failures import OnError, Skip, parts_of
@@ -138,7 +137,6 @@ class Options(Added):
 
     @cached_property
     def is_stateful(self) -> bool:
-        """Whether the dataset has a state."""
         return is_stateful(self.dataset)
 
     @cached_property
@@ -285,12 +283,7 @@ class Options(Added):
             return self._stream_length(part)
         if self.kind is not Kind.MAP:
             size, drop_last = self.batch_size or 1, self.drop_last
-            if part.world_size == 1:
-                whole = len(self.dataset) / size
-                return math.floor(whole) if drop_last else math.ceil(whole)
             return part.batches(len(self.dataset), size, drop_last=drop_last)
-        if part.world_size == 1:
-            return len(self.sampler if batches is None else batches)
         found, size, drop_last = len(self.index_sampler), 1, False
         if type(batches) is BatchSampler:
             size, drop_last = batches.batch_size, batches.drop_last
@@ -331,8 +324,7 @@ def _can_pin(pin_memory_device: str) -> bool:
             "pin_memory_device is deprecated, the current accelerator will be used as "
             f"the device, ignore pin_memory_device='{pin_memory_device}'."
         )
-    found = torch.accelerator.is_available()
-    accelerator = torch.accelerator.current_accelerator() if found else None
+    accelerator = current_accelerator()
     if accelerator is None:
         warn(
             "'pin_memory' argument is set as true but no accelerator is found, then "

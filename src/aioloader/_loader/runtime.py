@@ -82,7 +82,6 @@ class Runtime:
     # Where batches are made, and by whom; a plain ``for`` needs neither.
     @property
     def hosts(self) -> Hosts:
-        """The hosts of the loader's iterations."""
         with self._lock:
             if self._hosts is None:
                 self._hosts = Hosts(self._dataset)
@@ -90,7 +89,6 @@ class Runtime:
 
     @property
     def pools(self) -> Pools:
-        """The workers of the loader's iterations."""
         with self._lock:
             if self._pools is None:
                 self._pools = Pools()
@@ -107,7 +105,6 @@ class Runtime:
 
     @cached_property
     def tuning(self) -> "Tuning":
-        """What the loader has found out of its ``"auto"`` arguments."""
         from aioloader._pipeline.tuner import Tuning
 
         return Tuning()
@@ -142,11 +139,7 @@ class Runtime:
     ) -> Feed:
         """Make the feed of one iteration; it takes effect with ``begin``.
 
-        Args:
-            options: The loader's options.
-            drawn: The epoch drawn for it; None if a state was loaded.
-            claim: What starts it, and claims a loaded state for it.
-            is_async: Whether the consumer is a task.
+        An epoch was ``drawn`` for it unless a state was loaded, which ``claim`` claims.
         """
         epoch: Epoch | None = None
         try:
@@ -190,7 +183,7 @@ class Runtime:
             start = continued(options, self.epoch, number)
         epoch.begin(number, start, readers=options.readers)
         if options.is_stateful or options.kind is not Kind.MAP:
-            self._note_first(options, epoch)
+            note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     def _guessed(self, options: Options) -> Feed | None:
         """Return the feed that was made early, if it is of the epoch that starts."""
@@ -198,7 +191,7 @@ class Runtime:
         assert ahead is not None
         if self.loaded is None and ahead.claim(options):
             ahead.epoch.dataset_epoch = epoch_of(options.dataset)
-            self._note_first(options, ahead.epoch)
+            note_first(options, ahead.epoch, self.epoch, is_kept=self.has_kept())
             return ahead.source
         ahead.dismiss()
         self._guesses_wrong = True  # the next guess would be wrong too
@@ -269,8 +262,7 @@ class Runtime:
             self._show(trace, latest)
 
     def _show(self, trace: "Trace", counters: Counters) -> None:
-        setting = self._whole(counters)
-        trace.follow(counters.epoch, counters.records, setting, counters.copies)
+        trace.follow(counters, self._whole(counters))
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch, as it is tuned now."""
@@ -288,9 +280,6 @@ class Runtime:
             counters.setting = (counters.describe or inline)()
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
-
-    def _note_first(self, options: Options, epoch: Epoch) -> None:
-        note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
     # -- what is known of epochs --------------------------------------------------
 
@@ -368,7 +357,6 @@ class Runtime:
     def load_state_dict(
         self, options: Options, state: LoaderState, *, strict: bool
     ) -> None:
-        """Let the next iteration start where ``state`` was saved."""
         from aioloader._loader.state_check import fitted
 
         state = fitted(options, state, strict=strict)
@@ -401,7 +389,6 @@ class Runtime:
         self._ahead = Ahead(options, self.numbers, make)
 
     def forget_ahead(self) -> None:
-        """Drop the epoch that was started early, if one was."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.dismiss()
@@ -409,7 +396,6 @@ class Runtime:
     # -- the end ------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all iterations and release everything; wait for it, bounded."""
         iterators = self._dismissed()
         with ExitStack() as stack:  # in reverse order, whatever is raised
             if self._pools is not None:
@@ -421,7 +407,6 @@ class Runtime:
                 stack.callback(iterator.close)
 
     async def aclose(self) -> None:
-        """End all iterations and release everything, without blocking the loop."""
         iterators = self._dismissed()
         async with AsyncExitStack() as stack:
             if self._pools is not None:
@@ -433,7 +418,6 @@ class Runtime:
                 stack.push_async_callback(iterator.aclose)
 
     def _dismissed(self) -> "list[BatchIterator[Any]]":
-        """Dismiss all iterations; return their iterators."""
         iterators = self.iterators()
         for iterator in iterators:
             iterator.dismiss()

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed
+import torch
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -32,6 +32,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
+from aioloader._order.rank_store import group
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, OwnStream
 
@@ -52,7 +53,6 @@ class Ranks:
 
     @classmethod
     def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
-        """Return what a loader's arguments ask for."""
         if tail not in _TAILS:
             known = " or ".join(repr(word) for word in _TAILS)
             raise ValueError(f"tail must be {known}, got {tail!r}")
@@ -88,7 +88,7 @@ class Ranks:
         """Return the part of an iteration of ``loader`` that would start now."""
         part = self.given or WHOLE
         if self.is_auto:
-            part = checked(*(_of_group() or _of_environment()), part.tail)
+            part = checked(*(group() or _of_environment()), part.tail)
             refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
         return part
 
@@ -126,14 +126,6 @@ def end_together(options: Options) -> bool:
             "or tail='uneven'"
         )
     return bool(options.tail != "uneven")
-
-
-def _of_group() -> tuple[int, int] | None:
-    """Return rank and number of ranks of torch's process group, if there is one."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _of_environment() -> tuple[int, int]:
@@ -222,11 +214,11 @@ def repeats_samples(options: Options, ranks: Ranks, shuffle: Any) -> bool:
 
 def warn_of_repeats() -> bool:
     """Warn if several ranks run and each gets all samples; return whether it warned."""
-    group = _of_group()
-    if group is None or group[1] == 1:
+    _, ranks = group() or (0, 1)
+    if ranks == 1:
         return False
     warn(
-        f"torch.distributed runs {group[1]} ranks, and this DataLoader delivers every "
+        f"torch.distributed runs {ranks} ranks, and this DataLoader delivers every "
         "sample on each of them: pass rank='auto' to share them out, a "
         "DistributedSampler, or rank=0, world_size=1 if that is meant"
     )
@@ -313,7 +305,6 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
 
 
 def seed_pipe(dataset: IterDataPipe[Any], generator: torch.Generator | None) -> None:
-    """Seed the random steps of a data pipe for an epoch."""
     shared = torch.Generator().manual_seed(draw_base_seed(generator))
     graph_settings.apply_random_seed(dataset, shared)
 

@@ -19,11 +19,7 @@ from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
-from aioloader._order.orders import (
-    drawing_part_of,
-    draws_from_default,
-    is_repeatable,
-)
+from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
@@ -212,13 +208,8 @@ def state_of(
 ) -> State:
     """Return the state of a loader, sealed.
 
-    Args:
-        options: The loader's options.
-        numbers: Which epoch is next.
-        epoch: The latest epoch that has started, if one has.
-        newer: The epoch of an iterator that is next, if there is one.
-        kept: The seed of the workers that persist, if there are any.
-        moved: Returns the entry ``moved``.
+    ``epoch`` is the latest that has started, ``newer`` that of an iterator that is
+    next; ``kept`` is the seed of the workers that persist.
     """
     if newer is not None and newer.number >= 0:  # its workers have started
         epoch, newer = newer, None

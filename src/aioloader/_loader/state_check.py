@@ -12,13 +12,7 @@ from typing import Any, NoReturn
 from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
-from aioloader._loader.state import (
-    ALIKE,
-    LoaderState,
-    State,
-    generators_of,
-    unsealed,
-)
+from aioloader._loader.state import ALIKE, LoaderState, State, generators_of, unsealed
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
 from aioloader._order.permutation import KeyedOrder

@@ -8,6 +8,7 @@ torch's ``__init__``, which does not support async datasets, is not called.
 import functools
 import inspect
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic
 
@@ -39,6 +40,7 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     """
 
     dataset: Any
+    close: Callable[[], None]
     _live: Any
     # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
@@ -67,7 +69,6 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
                 setattr(self, name, value)
 
     def _replace(self, name: str, value: Any) -> None:
-        """Replace an argument."""
         own = self._own
         if own is None or not hasattr(own, name):
             setattr(self, name, value)
@@ -128,10 +129,6 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
         self._accelerate_prepared = prepared
-
-    def close(self) -> None:
-        """End all iterations and release what they hold."""
-        raise NotImplementedError
 
 
 def dataset_kind(dataset: Any, kind: Kind) -> int:
@@ -200,11 +197,7 @@ def check_torch_suffices(loader: TorchLoader[Any]) -> None:
 
 
 # Arguments without which the batches are the same.
-_FOR_SPEED = {
-    "concurrency",
-    "prefetch_bytes",
-    "snapshot_every_n_steps",
-}
+_FOR_SPEED = {"concurrency", "prefetch_bytes", "snapshot_every_n_steps"}
 
 
 # Py_TPFLAGS_HEAPTYPE: set for classes defined in Python.

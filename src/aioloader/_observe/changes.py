@@ -7,10 +7,8 @@ from itertools import chain
 import numpy as np
 
 from aioloader._observe.costs import Costs
-from aioloader._observe.lock import is_shared
 from aioloader._observe.pace import window_of
 from aioloader._observe.records import Setting
-from aioloader._observe.stages import is_coupled, making_lanes, reading_lanes
 from aioloader._observe.words import seconds_text
 
 _MOST_WORKERS = 32
@@ -38,28 +36,16 @@ _VARIES = 2.0
 
 @dataclass(frozen=True)
 class Change:
-    """One argument to change.
+    """One argument to change."""
 
-    Attributes:
-        argument: Its name.
-        old: Its value; the number in effect if it is left to the loader.
-        new: Its new value.
-        why: A sentence.
-        cost: The price: 1 for memory, 2 for another order of batches, 3 for processes
-            or threads, 4 for new code.
-        setting: The loader's setting with it.
-        costs: The durations of batches with it.
-        start: Seconds that it adds to each epoch.
-    """
-
-    argument: str
-    old: object
-    new: object
-    why: str
-    cost: int
-    setting: Setting
-    costs: Costs
-    start: float = 0.0
+    argument: str  # its name
+    old: object  # its value; the number in effect if it is left to the loader
+    new: object  # its new value
+    why: str  # a sentence
+    cost: int  # 1: memory, 2: another order, 3: processes or threads, 4: new code
+    setting: Setting  # the loader's setting with it
+    costs: Costs  # the durations of batches with it
+    start: float = 0.0  # seconds that it adds to each epoch
 
 
 def changes(costs: Costs, setting: Setting, start: float = 0.0) -> Iterator[Change]:
@@ -138,7 +124,7 @@ def _moves(costs: Costs, setting: Setting) -> Iterator[Change]:
 
 
 def _orders(costs: Costs, setting: Setting) -> Iterator[Change]:
-    is_single = is_coupled(setting) and making_lanes(setting) == 1
+    is_single = setting.is_coupled and setting.making_lanes == 1
     if is_single or not setting.in_order or setting.window == 0:
         return
     usual, slow = np.quantile(costs.slowest + costs.make, (0.5, 0.95))
@@ -151,7 +137,7 @@ def _orders(costs: Costs, setting: Setting) -> Iterator[Change]:
 
 def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
     old, kind = setting.workers, setting.worker_kind
-    if setting.place == "workers" and is_shared(setting):
+    if setting.place == "workers" and setting.is_shared:
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
         yield Change("workers", kind, "process", why, 3, apart, costs)
@@ -168,7 +154,7 @@ def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
             why += "; persistent_workers=True starts them once, not in each epoch"
     for new in sorted(n for n in numbers if max(1, old) < n <= most):
         wider = _with_workers(setting, new)
-        if reading_lanes(wider) > _MOST_READS:
+        if wider.reading_lanes > _MOST_READS:
             return
         starts = start + each * (new - old)
         yield Change("num_workers", old, new, why, 3, wider, costs, starts)
@@ -198,7 +184,7 @@ def _with_workers(setting: Setting, number: int) -> Setting:
 def _datasets(costs: Costs, setting: Setting) -> Iterator[Change]:
     if setting.is_stream or not waits_for_store(costs, setting):
         return
-    if is_coupled(setting):
+    if setting.is_coupled:
         new = f"async __getitem__, concurrency={_CONCURRENCY}"
         why = "reading waits for the store, and coroutines wait at the same time"
         asynchronous = replace(
@@ -224,7 +210,7 @@ def waits_for_store(costs: Costs, setting: Setting) -> bool:
 
     Coroutines may wait for anything else: what plain code does is measured.
     """
-    if is_coupled(setting) and not costs.is_measured:
+    if setting.is_coupled and not costs.is_measured:
         return False
     read = costs.read.mean()
     busy = min(1.0, costs.read_cpu / max(1e-9, 1 - costs.delay)) * read

@@ -1,23 +1,20 @@
 """The durations of recorded batches, each alone in a normal worker."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from aioloader._observe.lock import is_shared, lock_waits, processors
 from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.stages import (
     Floats,
     copy_seconds,
     hand_over,
-    is_coupled,
     is_made,
-    making_lanes,
-    making_starts,
     on_one_clock,
-    reading_lanes,
+    seen_transports,
     transports,
     until_copied,
 )
@@ -26,50 +23,40 @@ from aioloader._observe.stages import (
 _MOST = 256
 # A worker is slow if it takes this many times as long as others.
 _SLOW = 2.0
+# The GIL is contended if batches of this process take this many seconds to arrive,
+_LATE = 1e-3
+# or if this share of steps, and this many times more than by chance, end
+_SHARE, _TIMES = 0.2, 4
+# within this many seconds after a batch is made, which releases it.
+_AT_ONCE = 3e-4
+# This share of uneven steps did not wait; others waited for at most this many turns.
+_QUICKEST, _TURNS = 0.05, 3
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The durations of batches, in seconds: arrays with an entry for each batch.
+    """The durations of batches, in seconds: arrays with an entry for each batch."""
 
-    Attributes:
-        read: Reading its samples, one after another.
-        transform: Transforming them.
-        collate: Collating.
-        transport: From collated until the consumer, or the device stage, can take it.
-        step: From when the consumer takes it until it asks for the next.
-        copy: Moving it to the device.
-        slowest: The longest of its reads.
-        awaited: Transforming its samples by coroutines, one after another.
-        reads: How many reads may run concurrently.
-        samples: How many samples it has.
-        read_cpu: Share of ``read`` that is processor time.
-        make_cpu: The same for ``transform`` and ``collate``.
-        is_measured: Whether processor time is known; if not, plain code is assumed to
-            use nothing else.
-        delay: Share of the time in which plain code could run, but has no processor.
-        locked: Mean seconds that a step waits for the GIL, in addition to ``step``.
-        nbytes: Mean bytes copied to the device.
-        slow: How many times longer each worker takes.
-    """
-
-    read: Floats
-    transform: Floats
-    collate: Floats
+    read: Floats  # reading its samples, one after another
+    transform: Floats  # transforming them
+    collate: Floats  # collating
+    # From collated until the consumer, or the device stage, can take it.
     transport: Floats
-    step: Floats
-    copy: Floats
-    slowest: Floats
-    awaited: Floats
-    reads: Floats
-    samples: Floats
-    read_cpu: float = 0.0
-    make_cpu: float = 1.0
+    step: Floats  # from when the consumer takes it until it asks for the next
+    copy: Floats  # moving it to the device
+    slowest: Floats  # the longest of its reads
+    awaited: Floats  # transforming its samples by coroutines, one after another
+    reads: Floats  # how many reads may run concurrently
+    samples: Floats  # how many samples it has
+    read_cpu: float = 0.0  # share of ``read`` that is processor time
+    make_cpu: float = 1.0  # the same for ``transform`` and ``collate``
+    # Whether processor time is known; if not, plain code is assumed to use nothing
+    # else.
     is_measured: bool = False
-    delay: float = 0.0
-    locked: float = 0.0
-    nbytes: float = 0.0
-    slow: tuple[float, ...] = ()
+    delay: float = 0.0  # share of the time in which plain code lacks only a processor
+    locked: float = 0.0  # mean seconds that a step waits for the GIL, besides ``step``
+    nbytes: float = 0.0  # mean bytes copied to the device
+    slow: tuple[float, ...] = ()  # how many times longer each worker takes
 
     @property
     def make(self) -> Floats:
@@ -127,7 +114,7 @@ def costs_of(
     factors = (slow[one.lane] if one.lane < len(slow) else 1.0 for one in records)
     factor = np.array([*factors])[order]
     wall, transform = read - began, (transformed - started) / factor
-    collate, coupled = (collated - transformed) / factor, is_coupled(setting)
+    collate, coupled = (collated - transformed) / factor, setting.is_coupled
     if coupled:
         wall /= factor
     total = np.where((busy > 0) & (not coupled), busy, wall)
@@ -137,7 +124,7 @@ def costs_of(
     if not coupled:
         # If readers are idle, reading took longer than even shares because of the
         # slowest sample; if busy, because of other batches.
-        spare = 1 - total.mean() / max(each * reading_lanes(setting), 1e-9)
+        spare = 1 - total.mean() / max(each * setting.reading_lanes, 1e-9)
         turns = np.ceil(reads / max(1, setting.concurrency))
         beyond = (wall - turns * even).clip(0) * max(0.0, spare)
         slowest = np.minimum(total, even + beyond)
@@ -160,8 +147,54 @@ def costs_of(
             read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
             make_cpu=min(1.0, cpu / make) if make else 0.0,
         )
-    takes_turns = is_shared(setting) and processors(setting) < making_lanes(setting)
+    takes_turns = setting.is_shared and setting.processors < setting.making_lanes
     return _unlocked(found, setting, each) if takes_turns else found
+
+
+def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
+    """Return how long each step but the last waited for the GIL.
+
+    A thread that computes in Python keeps it for the switch interval. So a consumer
+    that slept, or waited for its accelerator, resumes late if the loader's own threads
+    compute meanwhile, and its step looks longer than it is.
+
+    This is estimated, and only if there are signs of it: batches that the consumer
+    waited for came late, for the same reason, or many steps end as soon as a batch is
+    made. If most steps take equally long, each is assumed to wait for the switch
+    interval, at most as long as batches were made before, or half of that if a batch
+    was made just then. Otherwise the quickest steps did not wait.
+    """
+    none = np.zeros(max(0, len(records) - 1))
+    if not (setting.is_shared and len(none)) or setting.on_device:
+        return none
+    taken = np.array([one.taken for one in records])
+    asked = np.array([one.asked for one in records[1:]])
+    made = np.array([one.made for one in records])
+    begins, ends, cpu = made[:, setting.making_starts], made[:, 4], made[:, 6]
+    steps, seconds = asked - taken[:-1], max(taken[-1] - taken[0], 1e-9)
+    turn = sys.getswitchinterval()
+    # Seconds of making within the last turn of each step: a row per step.
+    begun = np.maximum(taken[:-1], asked - turn)
+    within = np.minimum(ends, asked[:, None]) - np.maximum(begins, begun[:, None])
+    waits: Floats = np.minimum(asked - begun, within.clip(0).sum(1))
+    since = asked[:, None] - ends
+    is_released = ((since > 0) & (since < _AT_ONCE)).any(1)
+    is_even = (abs(steps - np.median(steps)) < turn / 10).sum() > len(steps) / 3
+    if is_even:
+        waits[is_released] /= 2
+    else:
+        beyond = steps - np.quantile(steps, _QUICKEST)
+        waits = np.where(waits > 0, beyond.clip(0, _TURNS * turn), 0.0)
+    late = seen_transports(records, setting).values()
+    is_late = bool(late) and np.median([*late]) >= _LATE
+    by_chance = _TIMES * len(records) * _AT_ONCE / seconds
+    if not is_late and is_released.mean() <= max(_SHARE, by_chance):
+        return none
+    # A step that computes waits for no lock, whatever its length.
+    making = np.median(cpu[cpu > 0]) * len(steps) if cpu.any() else 0.0
+    idle = max(0.0, steps.sum() - max(0.0, setting.used * seconds - making))
+    waits *= min(1.0, idle / max(waits.sum(), 1e-9))
+    return waits
 
 
 def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
@@ -172,7 +205,7 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     if it is used half of the time.
     """
     names = ["transform", "collate"]
-    if is_coupled(setting):
+    if setting.is_coupled:
         names += ["read", "slowest"]
     making = float(sum(getattr(costs, name).mean() for name in names[:3]))
     waiting = (making - costs.cpu) * min(1.0, costs.cpu / max(each, 1e-9)) ** 8
@@ -183,10 +216,7 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
 
 
 def _copied(
-    records: Sequence[Record],
-    setting: Setting,
-    copies: Sequence[Copy],
-    moved: Floats,
+    records: Sequence[Record], setting: Setting, copies: Sequence[Copy], moved: Floats
 ) -> tuple[Floats, float]:
     """Return each batch's copy time, and the mean bytes of a copy."""
     if not setting.on_device:
@@ -217,7 +247,7 @@ def slow_workers(records: Sequence[Record], setting: Setting) -> tuple[float, ..
 
 def plain_seconds(record: Record, setting: Setting) -> float:
     """Return how long plain code made a batch."""
-    return record.made[4] - record.made[making_starts(setting)]
+    return record.made[4] - record.made[setting.making_starts]
 
 
 def measured_cpu(records: Sequence[Record], setting: Setting) -> tuple[float, float]:
@@ -249,4 +279,4 @@ def start_seconds(records: Sequence[Record], setting: Setting) -> float:
     first = records[0]
     if not starts or first.number or not is_made(first):
         return 0.0
-    return max(0.0, first.made[making_starts(setting)] - first.asked)
+    return max(0.0, first.made[setting.making_starts] - first.asked)

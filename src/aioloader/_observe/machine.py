@@ -58,15 +58,10 @@ def memory_left(groups: Path = _GROUPS) -> int:
 
 
 class RunTimes(NamedTuple):
-    """What the kernel counts for a thread, in seconds; zeros where it does not.
+    """What the kernel counts for a thread, in seconds; zeros where it does not."""
 
-    Attributes:
-        cpu: Its processor time.
-        delayed: How long it was ready to run and waited for a processor.
-    """
-
-    cpu: float = 0.0
-    delayed: float = 0.0
+    cpu: float = 0.0  # its processor time
+    delayed: float = 0.0  # how long it was ready to run and waited for a processor
 
     def __sub__(self, before: "RunTimes") -> "RunTimes":
         return RunTimes(self.cpu - before.cpu, self.delayed - before.delayed)

@@ -11,7 +11,7 @@ seconds that each takes (Little). Assumptions:
   a worker as in the consumer's process. Transport is as recorded, and keeps no worker
   busy; for batches made without workers, ``changes`` adds that of a small batch.
 - As many slots compute at a time as there are cores; of worker threads one, because of
-  the GIL. If records show that the consumer waits for the GIL (``lock``), it does so
+  the GIL. If records show that the consumer waits for the GIL (``costs``), it does so
   whenever threads make batches.
 - Readers in several workers are one pool. Batches are copied to a device one after
   another.
@@ -25,15 +25,8 @@ from statistics import mean
 import numpy as np
 
 from aioloader._observe.costs import Costs
-from aioloader._observe.lock import is_shared, processors
 from aioloader._observe.records import Setting
-from aioloader._observe.stages import (
-    Floats,
-    is_coupled,
-    making_lanes,
-    reading_lanes,
-    transforming_lanes,
-)
+from aioloader._observe.stages import Floats
 
 # Limit on warm-up batches, before the clock counts.
 _MOST = 256
@@ -53,10 +46,10 @@ def seconds_per_batch(costs: Costs, setting: Setting) -> float:
     """Return the seconds per batch once the pipeline is full."""
     if setting.place == "inline" or setting.window == 0:  # one after the other
         return float(_parts(costs, setting)[:, 1:].sum(1).mean())
-    ahead = min(_MOST, 2 * window_of(setting, costs) + making_lanes(setting) + 16)
+    ahead = min(_MOST, 2 * window_of(setting, costs) + setting.making_lanes + 16)
     counted = math.ceil(32 / len(costs.step)) * len(costs.step)
     taken = taken_times(costs, setting, ahead + counted + 1)
-    return max((taken[-1] - taken[ahead]) / counted, costs.cpu / processors(setting))
+    return max((taken[-1] - taken[ahead]) / counted, costs.cpu / setting.processors)
 
 
 def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
@@ -65,7 +58,7 @@ def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
     Batches after the last recorded one are as the first ones.
     """
     parts: list[list[float]] = _parts(costs, setting).tolist()
-    window, lanes = window_of(setting, costs), making_lanes(setting)
+    window, lanes = window_of(setting, costs), setting.making_lanes
     slow = [*costs.slow, *(1.0,) * lanes][:lanes]
     free = [(0.0, factor) for factor in sorted(slow)]  # since when each slot is
     in_flight: list[tuple[float, float]] = []
@@ -101,15 +94,15 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
     """
     lane, back = costs.make, costs.transport
     flow = front = np.zeros(len(lane))
-    if is_coupled(setting):
+    if setting.is_coupled:
         lane = lane + costs.read
     else:
-        readers, others = reading_lanes(setting), transforming_lanes(setting)
+        readers, others = setting.reading_lanes, setting.transforming_lanes
         flow = np.maximum(costs.read / readers, costs.awaited / others)
         alone = costs.read / np.minimum(costs.reads, readers)
         front = np.maximum(costs.slowest, alone)
         front = front + costs.awaited / np.minimum(costs.samples, others)
-    step = costs.step + costs.locked * is_shared(setting)
+    step = costs.step + costs.locked * setting.is_shared
     return np.stack([flow, front, lane, back, costs.copy, step], 1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import is_coupled, is_made, on_one_clock, percentiles
+from aioloader._observe.stages import is_made, on_one_clock, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 from aioloader._observe.words import seconds_text
@@ -98,7 +98,6 @@ def report_html(
 def _page(
     stats: Any, report: Any, records: Sequence[Record], setting: Setting
 ) -> Iterator[str]:
-    """Yield the page, piece by piece."""
     headline = escape(report.headline)
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>'
@@ -219,7 +218,7 @@ def _pipeline(stages: Sequence[Any], slowest: str, setting: Setting) -> Iterator
 
 def _sharing_lanes(stages: Sequence[Any], setting: Setting) -> list[list[Any]]:
     shared = set() if setting.transforms_async else {("transform", "collate")}
-    if is_coupled(setting):
+    if setting.is_coupled:
         shared.add(("read", "transform"))
     lines: list[list[Any]] = []
     for one in stages:

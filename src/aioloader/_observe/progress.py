@@ -183,7 +183,6 @@ class Meter:
         self._shown = 0  # batches
 
     def look(self) -> None:
-        """Show the current statistics."""
         now = clock()
         self.due = now + SHOWN_EVERY
         if self._make_display is None:
@@ -218,7 +217,6 @@ class Meter:
                 self._display.close()
 
     def __str__(self) -> str:
-        """Return the statistics as one line."""
         batches, total = self.resumed + self.batches, self.total
         text = f"{batches:,} batches"
         if total is not None:

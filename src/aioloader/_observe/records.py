@@ -58,81 +58,53 @@ def spent(since: RunTimes) -> RunTimes:
 
 
 class MadeAt(NamedTuple):
-    """When and where a batch was made; clock readings in seconds.
+    """When and where a batch was made; clock readings in seconds."""
 
-    Attributes:
-        began: Reading of its samples started; for a stream, the batch was requested.
-        read: All of its samples were read.
-        started: Transform and collate started; later than ``read`` if they had to wait.
-        transformed: All of its samples were transformed.
-        collated: It was collated.
-        busy: Seconds that coroutines took for single samples, summed over these: to
-            read them, or else to transform them; 0 if there were none.
-        cpu: Seconds of processor time of the plain code that made it, reads included
-            unless coroutines did them; measured for some batches only, otherwise 0.
-        delayed: Seconds in which that code was ready to run and waited for a processor;
-            measured with ``cpu``, where the system tells.
-    """
-
-    began: float
-    read: float
-    started: float
-    transformed: float
-    collated: float
+    began: float  # reading started; for a stream, the batch was requested
+    read: float  # all of its samples were read
+    started: float  # transform and collate started; later than ``read`` if they waited
+    transformed: float  # all of its samples were transformed
+    collated: float  # it was collated
+    # Seconds that coroutines took for single samples, summed over these: to read them,
+    # or else to transform them; 0 if there were none.
     busy: float
+    # Seconds of processor time of the plain code that made it, reads included unless
+    # coroutines did them; measured for some batches only, otherwise 0.
     cpu: float
+    # Seconds in which that code was ready to run and waited for a processor; measured
+    # with ``cpu``, where the system tells.
     delayed: float
 
 
 class Record(NamedTuple):
-    """One delivered batch.
+    """One delivered batch."""
 
-    Attributes:
-        number: Place in the epoch.
-        asked: When its consumer asked for it.
-        taken: When the consumer got it.
-        lane: Number of the worker that made it; 0 without workers.
-        samples: How many samples it has.
-        made: A ``MadeAt`` as a plain tuple.
-    """
-
-    number: int
-    asked: float
-    taken: float
-    lane: int
-    samples: int
-    made: Made
+    number: int  # place in the epoch
+    asked: float  # when its consumer asked for it
+    taken: float  # when the consumer got it
+    lane: int  # number of the worker that made it; 0 without workers
+    samples: int  # how many samples it has
+    made: Made  # a ``MadeAt`` as a plain tuple
 
 
 class Copy(NamedTuple):
-    """One batch that was moved to a device; clock readings in seconds.
+    """One batch that was moved to a device; clock readings in seconds."""
 
-    Attributes:
-        number: Place in the epoch.
-        asked: When there was room for it on the device.
-        began: When the loader's thread started to move it.
-        ended: When its copy was observed to have ended.
-        nbytes: Bytes copied.
-    """
-
-    number: int
-    asked: float
-    began: float
-    ended: float
-    nbytes: int
+    number: int  # place in the epoch
+    asked: float  # when there was room for it on the device
+    began: float  # when the loader's thread started to move it
+    ended: float  # when its copy was observed to have ended
+    nbytes: int  # bytes copied
 
 
 @dataclass(slots=True)
 class Latest(Generic[T]):
-    """The latest records of one epoch.
+    """The latest records of one epoch."""
 
-    Attributes:
-        latest: The kept records, the latest last.
-        append: Adds a record and passes it to the sinks. Replaced when these change,
-            so that without any it is as fast as the deque's.
-    """
-
+    # The kept records, the latest last.
     latest: deque[T] = field(default_factory=partial(deque, maxlen=KEPT))
+    # Adds a record and passes it to the sinks. Replaced when these change, so that
+    # without any it is as fast as the deque's.
     append: Callable[[T], None] = field(init=False, repr=False)
     _sinks: tuple[Callable[[T], None], ...] = ()
 
@@ -144,7 +116,6 @@ class Latest(Generic[T]):
         self._pass_to((*self._sinks, sink))
 
     def remove_sink(self, sink: Callable[[T], None]) -> None:
-        """Undo ``add_sink``."""
         self._pass_to(tuple(one for one in self._sinks if one != sink))
 
     def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
@@ -164,73 +135,100 @@ Records: TypeAlias = Latest[RecordTuple]
 
 @dataclass(slots=True)
 class Copies(Latest[Copy]):
-    """The latest copies to the device; added by the thread that makes them.
+    """The latest copies to the device; added by the thread that makes them."""
 
-    Attributes:
-        moved_bytes: Device memory of all moved batches; written by that thread.
-        taken_bytes: The same for delivered batches; written by the consumer's thread.
-    """
-
-    moved_bytes: int = 0
-    taken_bytes: int = 0
+    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
+    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a loader was set up for an epoch, as far as its speed depends on it.
+    """How a loader was set up for an epoch, as far as its speed depends on it."""
 
-    Attributes:
-        place: Where batches are made. ``"inline"``: in the consumer's thread, on
-            request. ``"thread"``: by plain code in another thread. ``"loop"``: read by
-            coroutines, on the loader's event loop or the consumer's. ``"workers"``: by
-            workers.
-        workers: Number of workers; 0 without.
-        worker_kind: ``"process"``, ``"thread"``, or the name of an executor's class;
-            ``""`` without workers.
-        reads_in_workers: Whether workers read the samples.
-        concurrency: How many samples coroutines of each reader read, or transform, at a
-            time; 1 without coroutines.
-        reads_async: Whether coroutines read, if there are any.
-        transforms_async: Whether coroutines transform batches that have been read.
-        window: Limit on batches requested and not delivered; None if it follows their
-            sizes or speed; 0 if a batch only starts when requested.
-        batch_size: Samples per batch; None if a batch sampler decides.
-        is_stream: Whether an iterable is read, block by block.
-        is_replicated: Whether each worker iterates over a copy of the user's iterable.
-        in_order: Whether batches are delivered in the sampler's order.
-        on_device: How many batches are moved to the device ahead, or page-locked or
-            passed to ``Device.transform``; 0 without such a stage.
-        stays_on_host: Whether there is such a stage without a device.
-        is_persistent: Whether workers are kept between epochs.
-        cores: How many cores this process may use; filled in when needed.
-        used: How many of them it has used meanwhile, worker processes not included; 0
-            if not known. Filled in when needed, as is the rest.
-        epochs_before: How many epochs were before this one.
-        length: How many batches this one has; so far, if it has no length.
-        fixed: Arguments that are not advised: they would change nothing here, or the
-            loader chooses them.
-    """
-
+    # Where batches are made. ``"inline"``: in the consumer's thread, on request.
+    # ``"thread"``: by plain code in another thread. ``"loop"``: read by coroutines, on
+    # the loader's event loop or the consumer's. ``"workers"``: by workers.
     place: Literal["inline", "thread", "loop", "workers"]
-    workers: int = 0
-    worker_kind: str = ""
-    reads_in_workers: bool = False
+    workers: int = 0  # number of workers; 0 without
+    worker_kind: str = ""  # "process", "thread", or the name of an executor's class
+    reads_in_workers: bool = False  # whether workers read the samples
+    # How many samples coroutines of each reader read, or transform, at a time; 1
+    # without coroutines.
     concurrency: int = 1
-    reads_async: bool = True
+    reads_async: bool = True  # whether coroutines read, if there are any
+    # Whether coroutines transform batches that have been read.
     transforms_async: bool = False
+    # Limit on batches requested and not delivered; None if it follows their sizes or
+    # speed; 0 if a batch only starts when requested.
     window: int | None = 1
-    batch_size: int | None = 1
-    is_stream: bool = False
+    batch_size: int | None = 1  # samples per batch; None if a batch sampler decides
+    is_stream: bool = False  # whether an iterable is read, block by block
+    # Whether each worker iterates over a copy of the user's iterable.
     is_replicated: bool = False
-    in_order: bool = True
+    in_order: bool = True  # whether batches are delivered in the sampler's order
+    # How many batches are moved to the device ahead, or page-locked or passed to
+    # ``Device.transform``; 0 without such a stage.
     on_device: int = 0
-    stays_on_host: bool = False
-    is_persistent: bool = False
-    cores: int = 1
+    stays_on_host: bool = False  # whether there is such a stage without a device
+    is_persistent: bool = False  # whether workers are kept between epochs
+    cores: int = 1  # how many cores this process may use; filled in when needed
+    # How many of them it has used meanwhile, worker processes not included; 0 if not
+    # known. Filled in when needed, as is the rest.
     used: float = 0.0
-    epochs_before: int = 0
-    length: int = 0
+    epochs_before: int = 0  # how many epochs were before this one
+    length: int = 0  # how many batches this one has; so far, if it has no length
+    # Arguments that are not advised: they would change nothing here, or the loader
+    # chooses them.
     fixed: tuple[str, ...] = ()
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether one slot reads, transforms and collates a batch in one go."""
+        if self.place == "workers":
+            is_plain = self.concurrency == 1 or not self.reads_async
+            return self.reads_in_workers and is_plain and not self.transforms_async
+        return self.place != "loop"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another thread of the consumer's process makes batches."""
+        if self.place == "workers":
+            return self.worker_kind in {"thread", "ThreadPoolExecutor"}
+        return self.place in {"thread", "loop"}
+
+    @property
+    def reading_lanes(self) -> int:
+        """How many reads run at a time: of batches if coupled, or of samples."""
+        is_one_by_one = self.is_coupled or self.is_stream or not self.reads_async
+        return self._readers * (1 if is_one_by_one else max(1, self.concurrency))
+
+    @property
+    def transforming_lanes(self) -> int:
+        """How many samples coroutines transform at a time, after reading."""
+        return self._readers * max(1, self.concurrency)
+
+    @property
+    def _readers(self) -> int:
+        reads_here = self.place != "workers" or not self.reads_in_workers
+        return 1 if reads_here else max(1, self.workers)
+
+    @property
+    def making_starts(self) -> int:
+        """Which of a batch's times (``MadeAt``) is when a making slot gets it."""
+        if self.transforms_async:
+            return 3
+        return 0 if self.is_coupled else 2
+
+    @property
+    def making_lanes(self) -> int:
+        """How many batches are collated, or transformed by plain code, at a time."""
+        return max(1, self.workers) if self.place == "workers" else 1
+
+    @property
+    def processors(self) -> int:
+        """How many slots may compute at a time: one if workers share the GIL."""
+        is_one = self.place == "workers" and self.is_shared
+        return 1 if is_one else max(1, self.cores)
 
 
 @dataclass(frozen=True)
@@ -277,41 +275,27 @@ LISTED: ContextVar[Listed | None] = ContextVar("aioloader_listed", default=None)
 
 @dataclass(slots=True)
 class Counters:
-    """The counters of a source; one per epoch.
+    """The counters of a source; one per epoch."""
 
-    Attributes:
-        epoch: Epoch number, from 0; -1 before the first.
-        batches: Batches delivered.
-        waited: Seconds the consumer waited for batches that were not ready.
-        in_flight: Batches requested and not yet delivered.
-        records: The records of the latest batches.
-        setting: How the loader is set up; None until it is asked for.
-        describe: Returns it, but for batches made in the consumer's thread.
-        weighed: How many batches had their bytes counted.
-        bytes: The bytes of these.
-        clocks: The time and this process's processor time at the latest of these.
-        listed: The listing of a stream's shards, if done here.
-        lag: Returns how the event loop that reads samples is blocked; None if there is
-            no loop.
-        copies: The copies to the device; None without one.
-        iteration: Identifies the iteration: two may have the same epoch number.
-    """
-
-    epoch: int = -1
-    batches: int = 0
-    waited: float = 0.0
-    in_flight: int = 0
-    records: Records = field(default_factory=Latest)
-    setting: Setting | None = None
-    describe: Callable[[], Setting] | None = None
-    weighed: int = 0
-    bytes: int = 0
+    epoch: int = -1  # epoch number, from 0; -1 before the first
+    batches: int = 0  # batches delivered
+    waited: float = 0.0  # seconds the consumer waited for batches that were not ready
+    in_flight: int = 0  # batches requested and not yet delivered
+    records: Records = field(default_factory=Latest)  # of the latest batches
+    setting: Setting | None = None  # how the loader is set up, once it was asked for
+    describe: Callable[[], Setting] | None = None  # returns it; None: made inline
+    weighed: int = 0  # how many batches had their bytes counted
+    bytes: int = 0  # the bytes of these
+    # The time and this process's processor time at the latest of these.
     clocks: deque[tuple[float, float]] = field(
         default_factory=partial(deque, maxlen=KEPT // _CLOCKED)
     )
-    listed: Listed | None = None
+    listed: Listed | None = None  # the listing of a stream's shards, if done here
+    # Returns how the event loop that reads samples is blocked; None if there is no
+    # loop.
     lag: Callable[[], LoopLag | None] | None = None
-    copies: Copies | None = None
+    copies: Copies | None = None  # the copies to the device; None without one
+    # Identifies the iteration: two may have the same epoch number.
     iteration: object = field(default_factory=object)
 
     def weigh(self, batch: Any) -> None:
@@ -321,11 +305,9 @@ class Counters:
         self.clocks.append((time.perf_counter(), time.process_time()))
 
     def recorded(self) -> list[Record]:
-        """Return the records of the latest batches."""
         return [Record._make(one) for one in list(self.records.latest)]
 
     def copied(self) -> list[Copy]:
-        """Return the latest copies to the device."""
         return [] if self.copies is None else list(self.copies.latest)
 
     def ahead_bytes(self) -> int:

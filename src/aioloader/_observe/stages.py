@@ -135,42 +135,6 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
     return float(p50), float(p95), float(p99)
 
 
-def is_coupled(setting: Setting) -> bool:
-    """Tell whether one slot reads, transforms and collates a batch in one go."""
-    if setting.place == "workers":
-        is_plain = setting.concurrency == 1 or not setting.reads_async
-        return setting.reads_in_workers and is_plain and not setting.transforms_async
-    return setting.place != "loop"
-
-
-def reading_lanes(setting: Setting) -> int:
-    """Return how many reads run at a time: of batches if coupled, or of samples."""
-    is_one_by_one = is_coupled(setting) or setting.is_stream or not setting.reads_async
-    return _readers(setting) * (1 if is_one_by_one else max(1, setting.concurrency))
-
-
-def transforming_lanes(setting: Setting) -> int:
-    """Return how many samples coroutines transform at a time, after reading."""
-    return _readers(setting) * max(1, setting.concurrency)
-
-
-def _readers(setting: Setting) -> int:
-    reads_here = setting.place != "workers" or not setting.reads_in_workers
-    return 1 if reads_here else max(1, setting.workers)
-
-
-def making_starts(setting: Setting) -> int:
-    """Return which of a batch's times (``MadeAt``) is when a making slot gets it."""
-    if setting.transforms_async:
-        return 3
-    return 0 if is_coupled(setting) else 2
-
-
-def making_lanes(setting: Setting) -> int:
-    """Return how many batches are collated, or transformed by plain code, at a time."""
-    return max(1, setting.workers) if setting.place == "workers" else 1
-
-
 def on_one_clock(records: Sequence[Record], setting: Setting) -> list[Record]:
     """Return the records with the clocks of workers on other machines corrected.
 
@@ -312,7 +276,7 @@ class _Span:
         if not self._is_made.any():
             return []
         setting = self._setting
-        reading, making = reading_lanes(setting), making_lanes(setting)
+        reading, making = setting.reading_lanes, setting.making_lanes
         began, read, started, transformed, collated, busy, *_ = self._made
         lying = _Overlap(self._clip(collated), self._taken[self._is_made])
         to_read: _Step = ("read", began, read, 1.0)
@@ -321,13 +285,13 @@ class _Span:
         if setting.transforms_async:
             weight = _weight(busy, transformed - started)
             to_transform = ("transform", started, transformed, weight)
-            transforming = transforming_lanes(setting)
+            transforming = setting.transforming_lanes
             return [
                 *self._shared(reading, [to_read], lying),
                 *self._shared(transforming, [to_transform], lying),
                 *self._shared(making, [to_collate], lying),
             ]
-        if is_coupled(setting):
+        if setting.is_coupled:
             return self._shared(making, [to_read, to_transform, to_collate], lying)
         if not setting.is_stream:
             to_read = ("read", began, read, _weight(busy, read - began))

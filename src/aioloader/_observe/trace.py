@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from aioloader._observe.records import (
-    Copies,
     Copy,
+    Counters,
     Latest,
     MadeAt,
     Record,
-    Records,
     RecordTuple,
     Setting,
 )
@@ -81,23 +80,17 @@ class Trace:
         self._sinks: list[tuple[Latest[Any], Callable[[Any], None]]] = []
         self._unix: int | None = None  # since the block began
 
-    def follow(
-        self,
-        epoch: int,
-        records: Records,
-        setting: Setting,
-        copies: Copies | None = None,
-    ) -> None:
+    def follow(self, counters: Counters, setting: Setting) -> None:
         """Collect the records of an epoch during the block.
 
         The loader calls it for the epochs under way when it makes the trace, and for
         each that starts in the block, before its first batch.
         """
-        traced = Traced(epoch, setting)
+        traced = Traced(counters.epoch, setting)
         self._traced.append(traced)
-        self._collect(records, traced.records.append)
-        if copies is not None:
-            self._collect(copies, traced.copies.append)
+        self._collect(counters.records, traced.records.append)
+        if counters.copies is not None:
+            self._collect(counters.copies, traced.copies.append)
 
     def _collect(self, latest: Latest[Any], sink: Callable[[Any], None]) -> None:
         self._sinks.append((latest, sink))
@@ -293,7 +286,6 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
 
 
 def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
-    """Yield the jobs of making a batch."""
     made = MadeAt._make(record.made)
     spent = {
         "seconds of coroutines, summed over samples": made.busy,

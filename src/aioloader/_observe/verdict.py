@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
-from aioloader._observe.lock import is_shared
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
@@ -196,20 +195,12 @@ def head_room(costs: Costs, setting: Setting) -> tuple[HeadRoom, ...]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A loader as it was recorded.
-
-    Attributes:
-        costs: The durations of its batches.
-        setting: Its setting.
-        records: The latest batches.
-        start: Seconds of each epoch in which workers start.
-        lag: How its event loop is blocked.
-    """
+    """A loader as it was recorded."""
 
     costs: Costs
     setting: Setting
     records: Sequence[Record]
-    start: float = 0.0
+    start: float = 0.0  # seconds of each epoch in which workers start
     lag: LoopLag | None = None
 
     @cached_property
@@ -257,7 +248,7 @@ class _Case:
         """How many times faster the processors could do the same work."""
         setting, costs = self.setting, self.costs
         used = setting.used
-        is_apart = setting.place == "workers" and not is_shared(setting)
+        is_apart = setting.place == "workers" and not setting.is_shared
         if is_apart and costs.is_measured and self.measured:
             used += costs.cpu / self.measured
         return setting.cores * (1 - costs.delay) * _inverse(used)
@@ -276,7 +267,7 @@ class _Case:
         if then == setting:
             return waits  # the work itself is less
         bounds = [waits, max(1.0, self.cores)]
-        if is_shared(then):
+        if then.is_shared:
             bounds.append(_inverse(setting.used / max(1e-9, 1 - self.costs.delay)))
         parts = ("place", "workers", "worker_kind")
         if all(getattr(then, one) == getattr(setting, one) for one in parts):
@@ -394,12 +385,10 @@ class _Case:
             "No advice: the seconds per batch computed from these batches differ from "
             f"the measured ones by {error:+.0%}."
         )
+        idle = "No argument would make training faster."
         link = "The link to the device is the limit: make batches smaller in bytes."
         texts = (
-            (
-                stage in {"nothing", "consumer"},
-                "No argument would make training faster.",
-            ),
+            (stage in {"nothing", "consumer"}, idle),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (abs(error) > _IS_OFF, doubtful),

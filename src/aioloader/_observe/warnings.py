@@ -11,7 +11,6 @@ _BETWEEN = {
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning."""
     frame, level = inspect.currentframe(), 1
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN:

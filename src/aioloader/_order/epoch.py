@@ -112,9 +112,6 @@ class Progress:
         """Note the state of a worker's dataset after a delivered batch."""
         self._datasets[worker] = state
 
-    def finish(self) -> None:
-        self.is_over = True
-
     def bookmark(self) -> Bookmark:
         """Return the current position, from any thread."""
         with _LOCK:
@@ -231,12 +228,7 @@ class Epoch:
         return self.bookmark.beyond if is_stream else frozenset()
 
     def draws_long(self, number: int) -> bool:
-        """Tell whether it may take milliseconds to draw the request of a number."""
         return self.order.draws_long(number, self.bookmark.done)
-
-    def begins_quickly(self) -> bool:
-        """Tell whether the first request can be drawn on an event loop."""
-        return not self.draws_long(self.bookmark.done)
 
 
 class EpochNumbers:
@@ -342,10 +334,7 @@ def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
 
 
 def order_of(
-    sampler: Any,
-    batch_sampler: Any,
-    part: Part = WHOLE,
-    saved: State | None = None,
+    sampler: Any, batch_sampler: Any, part: Part = WHOLE, saved: State | None = None
 ) -> IndexOrder | IteratedOrder:
     """Return the next epoch's order of a map-style dataset, or a saved one again.
 
@@ -364,10 +353,10 @@ def order_of(
         is_whole = sampler.num_samples == len(sampler.data_source)
         is_known = is_whole and not sampler.replacement
         draws = Draws(sampler, saved) if is_known else None
+    at = size, part, saved.get("pulled", 0)
     if size and is_known:
-        pulled = saved.get("pulled", 0)
-        return IndexOrder(
-            size, part, pulled, sampler=sampler, drop_last=drop_last, draws=draws
-        )
+        return IndexOrder(*at, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))
-    return IteratedOrder(sampler, size, part, saved, drop_last=drop_last, begins=begins)
+    return IteratedOrder(
+        *at, sampler=sampler, drop_last=drop_last, saved=saved, begins=begins
+    )

@@ -20,11 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import Part

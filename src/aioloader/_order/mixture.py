@@ -62,10 +62,8 @@ class Proportions:
                 worst = max(found + weights[at] / weight for at, found in sums.items())
                 joined.append((worst, weight, place, sums))
             _, weight, place, sums = min(joined)
-            node, ((_, left, _), (_, right, _)) = (
-                len(self._weights),
-                nodes[place : place + 2],
-            )
+            node = len(self._weights)
+            (_, left, _), (_, right, _) = nodes[place : place + 2]
             self._splits.insert(0, (node, left, right))
             self._weights.append(weight)
             nodes[place : place + 2] = [(weight, node, sums)]
@@ -95,16 +93,11 @@ class Proportions:
         )
 
     def sources(self, share: Share, first: int, most: int) -> Array:
-        """Return the sources of a reader's next samples: 1 to ``most``.
+        """Return the sources of a reader's samples from a round on: 1 to ``most``.
 
         Readers take turns, in rounds. If they had fixed places in a round, two readers
         of two equal sources would each read one of these only. So each round starts at
         another of its positions.
-
-        Args:
-            share: The reader.
-            first: The first round.
-            most: How many samples at most.
         """
         readers = share.readers
         count = max(1, min(most, _COUNT, _NUMBERS // (self.count * readers)))
@@ -163,11 +156,6 @@ class Stage(NamedTuple):
 
 class Schedule:
     """The weights of sources, which may change at given positions, and the end.
-
-    Args:
-        names: Names of the sources.
-        weights: As for ``mix``.
-        until: As for ``mix``.
 
     Raises:
         ValueError: If weights are not positive, of other names, or not in stages that
@@ -259,12 +247,7 @@ class _Segment(NamedTuple):
 
 
 class MixedIndices(Sequence[int]):
-    """The order of a mixture of map-style datasets, as indices of all of them in a row.
-
-    Args:
-        lengths: Their lengths.
-        schedule: Their weights, and when the order ends.
-    """
+    """The order of a mixture of map-style datasets: indices of all, in a row."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._segments: list[_Segment] = []

@@ -9,6 +9,7 @@ other sampler is iterated again up to the position.
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,6 @@ from aioloader._order.indices import (
 )
 from aioloader._order.permutation import KeyedOrder
 from aioloader._order.raising import raisable
-from aioloader._order.ranks import Part
 from aioloader.protocols import is_stateful
 
 _WITHOUT_DRAWS = {
@@ -84,6 +84,7 @@ class Turns:
             self._held[reader] -= 1
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IteratedOrder(Order):
     """The order of a sampler that can only be iterated.
 
@@ -91,20 +92,14 @@ class IteratedOrder(Order):
     torch calls ``iter`` on it with the loader's, and not at the first batch.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        size: int | None,
-        part: Part,
-        saved: State,
-        *,
-        drop_last: bool,
-        begins: bool,
-    ) -> None:
-        super().__init__(size, part, saved.get("pulled", 0))
-        self._whole = (size or 1) * part.world_size  # units of a global batch
-        self._sampler = sampler
-        self._drop_last = drop_last
+    sampler: Any
+    drop_last: bool
+    saved: InitVar[State]
+    begins: bool
+
+    def __post_init__(self, saved: State) -> None:
+        sampler, part = self.sampler, self.part
+        self._whole = (self.size or 1) * part.world_size  # units of a global batch
         self._name = described(sampler)
         self._contents: State | None = None  # as the order is drawn
         # Whether states hold the first global batch: it cannot be made again.
@@ -117,22 +112,22 @@ class IteratedOrder(Order):
             drawing = sampler
         self._draws = Draws(drawing, saved)
         self._iterator: Iterator[Any] | None = None
-        if begins and not saved and type(sampler) not in WITH_GENERATOR:
+        if self.begins and not saved and type(sampler) not in WITH_GENERATOR:
             self._iterator = self._begin({})
             self._draws.begin_later()
 
     def prepare(self, epoch: int | None = None, /) -> None:
         if self._contents is None:
-            self._contents = contents_of(self._sampler)
-            if isinstance(self._sampler, KeyedOrder):
-                self._sampler = self._sampler.copy()  # a later set_epoch: for the next
+            self._contents = contents_of(self.sampler)
+            if isinstance(self.sampler, KeyedOrder):
+                self.sampler = self.sampler.copy()  # a later set_epoch: for the next
                 if epoch is not None:
                     self._epoch = epoch
-                    self._sampler.set_epoch(epoch)
+                    self.sampler.set_epoch(epoch)
         self._draws.prepare()
 
     def draws_long(self, _number: int, _start: int, /) -> bool:
-        return type(self._sampler) not in {list, tuple, range}
+        return type(self.sampler) not in {list, tuple, range}
 
     def batches(
         self, start: int = 0, after: State | None = None, /
@@ -147,9 +142,9 @@ class IteratedOrder(Order):
             if after and "is_over" not in after:
                 number, first = start, after["first"]
                 beginning = self._beginning(after)
-            elif start and self._is_again and not is_repeatable(self._sampler):
+            elif start and self._is_again and not is_repeatable(self.sampler):
                 warn(
-                    f"{type(self._sampler).__name__} has no state_dict(): it is "
+                    f"{type(self.sampler).__name__} has no state_dict(): it is "
                     f"iterated again and its first {start} batches are dropped, which "
                     "is correct only if it gives the same order again"
                 )
@@ -159,11 +154,11 @@ class IteratedOrder(Order):
                 beginning = beginning or found[:ranks]
                 first += self._count(found)
             # What had been drawn ahead is drawn again, as it was.
-            has_state = is_stateful(iterator) or is_stateful(self._sampler)
+            has_state = is_stateful(iterator) or is_stateful(self.sampler)
             ahead = 0 if has_state else max(0, pulled - start)
             drawn = list(itertools.islice(groups, ahead))
         for number, found in enumerate(itertools.chain(drawn, groups), start):
-            if self._drop_last and len(found) < whole:
+            if self.drop_last and len(found) < whole:
                 break
             beginning = beginning or found[:ranks]
             units, padding, place = self._own(found)
@@ -181,20 +176,20 @@ class IteratedOrder(Order):
                 units, padding = units[0], padding and len(units[0])
             yield IndexBatch(number, before, units, padding, state)
         self.end = self._state_of(iterator, first)
-        if self.end is not None and iterator is self._sampler:
+        if self.end is not None and iterator is self.sampler:
             self.end["sampler"] = self.end.pop("iterator")
 
     def _beginning(self, after: State) -> list[Any]:
         """Return the first global batch, with which a last one is filled."""
-        if isinstance(self._sampler, KeyedOrder) and self.part.world_size > 1:
-            return [*itertools.islice(self._sampler, self.part.world_size)]
+        if isinstance(self.sampler, KeyedOrder) and self.part.world_size > 1:
+            return [*itertools.islice(self.sampler, self.part.world_size)]
         found: list[Any] = after.get("beginning", [])
         return found
 
     def _begin(self, after: State) -> Iterator[Any]:
         """Return an iterator, restored from the saved state if there is one."""
         self.prepare()
-        sampler, generator = self._sampler, self._draws.begin()
+        sampler, generator = self.sampler, self._draws.begin()
         try:
             if type(sampler) is RandomSampler and sampler.generator is None:
                 sampler = copy.copy(sampler)
@@ -233,7 +228,7 @@ class IteratedOrder(Order):
 
     def _state_of(self, iterator: Any, first: int) -> State | None:
         """Return the sampler's state after the latest batch, if it has one."""
-        for name, part in (("iterator", iterator), ("sampler", self._sampler)):
+        for name, part in (("iterator", iterator), ("sampler", self.sampler)):
             if is_stateful(part):
                 try:
                     return {name: copy.deepcopy(part.state_dict()), "first": first}

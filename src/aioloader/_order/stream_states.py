@@ -272,14 +272,9 @@ def _steps_of(description: Description) -> list[Description]:
 def mixed(states: Iterable[State]) -> dict[str, tuple[int, float]]:
     """Return of each source of mixtures, by name, how often it was read.
 
-    The names of a mixture within another one follow that one's, after a slash.
-
-    Args:
-        states: The states of a stream, each of some readers.
-
-    Returns:
-        The samples that it gave in total, and how many times readers have read all of
-        it, on average.
+    The names of a mixture within another one follow that one's, after a slash. Of each:
+    the samples that it gave in total, and how many times readers have read all of it,
+    on average.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for state in states:

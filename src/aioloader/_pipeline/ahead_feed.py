@@ -38,23 +38,18 @@ def refuse_blocking() -> NoReturn:
 
 @dataclass(frozen=True)
 class Window:
-    """How many batches may be in flight.
+    """How many batches may be in flight."""
 
-    Attributes:
-        batches: Their number; with ``samples``, the number on top of those being read.
-        samples: How many samples to have in flight, whatever the batch sizes; 0: only
-            batches count.
-        is_lazy: Whether a batch only starts while its consumer waits for it.
-        per_hop: Whether more may be in flight if they are made fast, so that a hop to
-            their thread makes several.
-        most: Upper limit on batches in flight.
-    """
-
+    # Their number; with ``samples``, the number on top of those being read.
     batches: int
+    # How many samples to have in flight, whatever the batch sizes; 0: only batches
+    # count.
     samples: int = 0
-    is_lazy: bool = False
+    is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
+    # Whether more may be in flight if they are made fast, so that a hop to their thread
+    # makes several.
     per_hop: bool = False
-    most: int = sys.maxsize
+    most: int = sys.maxsize  # upper limit on batches in flight
 
 
 class AheadFeed(Feed):
@@ -64,12 +59,8 @@ class AheadFeed(Feed):
     window, so it draws when torch's would (the first draw, which may permute millions,
     runs off an async consumer's loop). A request goes out when a batch is delivered.
 
-    Args:
-        pipeline: Makes the batches; owned, and dismissed at the end.
-        epoch: The epoch to deliver; its requests are drawn as the window opens.
-        window: How many batches may be in flight, and when.
-        timeout: Seconds to wait for a batch, or None.
-        restarts: Whether a worker that delays a batch is then replaced, once per batch.
+    It owns the pipeline. A batch is waited for so many seconds (``timeout``); then, if
+    it ``restarts``, a worker that delays it is replaced, once per batch.
     """
 
     def __init__(
@@ -133,7 +124,6 @@ class AheadFeed(Feed):
         return batch
 
     async def next_async(self) -> Any:
-        """Do as ``next``, without blocking the loop."""
         now = perf_counter()
         if now - self._turn > TURN:  # not with a batch in hand: a cancel would lose it
             self._turn = now
@@ -142,10 +132,10 @@ class AheadFeed(Feed):
         if self._has_started or self.is_finished:
             self._go_on()
         else:
-            if self.pipeline.pool is None and self.epoch.begins_quickly():
+            if self.pipeline.pool is None and not self.epoch.draws_long(self._next):
                 self.open()
             else:  # in the thread: it waits for workers, or draws a long permutation
-                begin = partial(self.pipeline.run_in_context, self.open)
+                begin = partial(self.pipeline.context.copy().run, self.open)
                 # If the thread has ended, the pipeline has failed or was closed.
                 with contextlib.suppress(LoaderClosedError):
                     await self.pipeline.host.cpu.call(begin)
@@ -223,7 +213,6 @@ class AheadFeed(Feed):
                 seconds = self.pipeline.seconds_per_batch
 
     def _send(self) -> None:
-        """Draw a request and send it out."""
         try:
             try:
                 request = next(self._requests, None)
@@ -307,7 +296,7 @@ class AheadFeed(Feed):
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
         if self._is_exhausted and not (self._in_flight or self._is_cut):
-            self._progress.finish()
+            self._progress.is_over = True
 
     def dismiss(self) -> None:
         self.is_finished = True

@@ -43,11 +43,7 @@ def user_error(error: BaseException, what: str) -> BaseException:
 
 
 def refuse_coroutines(values: Any, what: str) -> None:
-    """Raise a clear error if a plain function has returned coroutines.
-
-    Raises:
-        TypeError: If there are coroutines; they are closed.
-    """
+    """Raise a TypeError if a plain function has returned coroutines; close them."""
     if isinstance(values, types.CoroutineType):
         values = [values]
     if type(values) is not list or types.CoroutineType not in map(type, values):
@@ -62,10 +58,9 @@ def refuse_coroutines(values: Any, what: str) -> None:
 class SideLoop:
     """The event loop that awaits what plain code in other threads returns.
 
-    Args:
-        loop: The loop of the loader or of its caller. None: a loop in a thread, which
-            starts with the first awaitable and runs until ``close``: clients and
-            sessions are bound to one loop.
+    It is that of the loader or of its caller; or else a loop in a thread, which starts
+    with the first awaitable and runs until ``close``: clients and sessions are bound to
+    one loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:

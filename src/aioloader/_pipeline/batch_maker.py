@@ -26,11 +26,7 @@ from aioloader._collate.collate import (
 )
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
-from aioloader._order.awaitables import (
-    close_coroutines,
-    holds_awaitables,
-    resolved,
-)
+from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
@@ -87,41 +83,30 @@ def _seeds_of(
 
 @dataclass(kw_only=True, eq=False)
 class Recipe:
-    """The user's objects and rules; the same in the loader and in its workers.
+    """The user's objects and rules; the same in the loader and in its workers."""
 
-    Attributes:
-        dataset: Where samples come from; None in workers that do not read.
-        collate_fn: Turns samples (one sample if not ``batched``) into a batch.
-        reads: Whether samples are read; else they come with the task.
-        concurrency: Samples, or awaitables of plain code, in flight on one loop.
-        part: Which samples of an iterable are this rank's, and whether batches come
-            with a mask.
-        keeps_step: Whether other ranks read the same batches: after an error this rank
-            must stay in step with them.
-        is_even: Whether all ranks have the same number of batches.
-        reads_async: Whether coroutines read the samples of a map-style dataset.
-        keeps_state: Whether samples are read from a map-style dataset with a state.
-        is_plain: Whether no step needs an event loop.
-    """
-
-    dataset: Any
+    dataset: Any  # where samples come from; None in workers that do not read
     transform: Callable[[Any], Any] | None
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Callable[[Any], Any]  # of samples, or of one if not ``batched``
     batched: bool
     drop_last: bool
-    reads: bool = True
+    reads: bool = True  # whether samples are read; else they come with the task
     on_error: OnError = "raise"
     retry: Retry | None = None
-    concurrency: int = 64
+    concurrency: int = 64  # samples, or awaitables of plain code, in flight on one loop
+    # Which samples of an iterable are this rank's, and whether batches come with a
+    # mask.
     part: Part = WHOLE
+    # Whether other ranks read the same batches: after an error this rank must stay in
+    # step with them.
     keeps_step: bool = False
-    is_even: bool = False
+    is_even: bool = False  # whether all ranks have the same number of batches
     kind: Kind = field(init=False)
-    reads_async: bool = field(init=False)
-    keeps_state: bool = field(init=False)
+    reads_async: bool = field(init=False)  # coroutines read a map-style dataset
+    keeps_state: bool = field(init=False)  # samples are read from one with a state
     transforms_async: bool = field(init=False)
     collates_async: bool = field(init=False)
-    is_plain: bool = field(init=False)
+    is_plain: bool = field(init=False)  # whether no step needs an event loop
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.dataset) if self.reads else Kind.MAP
@@ -144,32 +129,27 @@ class Recipe:
 
 @dataclass(kw_only=True, eq=False)
 class BatchMaker(Recipe):
-    """A recipe at work in one epoch: it makes batches from indices.
-
-    Attributes:
-        epoch: Epoch number, for notes.
-        pool: The slots that big batches are written into.
-        around: Entered while plain code works on a task, to seed the generators.
-        reseed: Seeds the generators again for a task whose user code restored them.
-        seed: Called before each read and transform of a sample that has its own seed,
-            with the task, the position and the stage (0: read, 1: transform).
-        at: Called with the same arguments before a coroutine reads or transforms a
-            sample, or a whole batch (position -1).
-        keys: Returns the keys that generators are seeded with; None: no seeding.
-        loads: What an iterable dataset does with a loaded state.
-        failed_reads: How many reads of coroutines have failed, those retried too.
-    """
+    """A recipe at work in one epoch: it makes batches from indices."""
 
     policy: FailurePolicy
-    epoch: int = 0
-    pool: Lender = field(default_factory=SlotPool)
+    epoch: int = 0  # epoch number, for notes
+    pool: Lender = field(default_factory=SlotPool)  # lends memory for big batches
+    # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
+    # Seeds the generators again for a task whose user code restored them.
     reseed: Callable[[BatchTask], None] | None = None
+    # Called before each read and transform of a sample that has its own seed, with the
+    # task, the position and the stage (0: read, 1: transform).
     seed: Callable[[BatchTask, int, int], None] | None = None
+    # Called with the same arguments before a coroutine reads or transforms a sample, or
+    # a whole batch (position -1).
     at: Callable[[BatchTask, int, int], None] | None = None
+    # Returns the keys that generators are seeded with; None: no seeding.
     keys: Keys | None = None
+    # What an iterable dataset does with a loaded state.
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
+    # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
@@ -195,7 +175,6 @@ class BatchMaker(Recipe):
             self.get_batch = partial(Rows, tensors)
 
     def task(self, batch: IndexBatch) -> BatchTask:
-        """Return the task for a request."""
         number, first, indices, padding, state = batch
         task = BatchTask(number, indices, padding=padding, state=state)
         if self.keys is not None:
@@ -387,10 +366,6 @@ class BatchMaker(Recipe):
             error = noted(raisable(error, _DATASET), where)
             return BatchResult(error=error, state=result.state)
         return result
-
-    def close(self) -> None:
-        """End the waits for what plain code returned; finalizers may call it."""
-        self.side_loop.close()
 
     # -- making a batch, on a loop -------------------------------------------------
 
@@ -601,5 +576,4 @@ class BatchMaker(Recipe):
         return noted(error, self.place(stage, task))
 
     def place(self, stage: str, task: BatchTask) -> str:
-        """Return the error note for a stage that processes whole batches."""
         return place_of(stage, self.epoch, task.number, task.indices)

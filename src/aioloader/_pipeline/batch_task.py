@@ -14,82 +14,56 @@ _NOTHING = RunTimes()
 
 @dataclass(slots=True, eq=False)
 class BatchResult:
-    """The result of one request: a batch, an error, nothing, or the end.
-
-    Attributes:
-        is_empty: Every sample was skipped: there is no batch.
-        is_end: The stream had ended.
-        has_ended: The reader whose turn it was had ended; others may have more.
-        attempted: Samples that a worker process tried to read; counted on delivery.
-        failures: The samples of these that were skipped or replaced.
-        retries: How often a worker retried a read since its last result.
-        state: The state of its reader (sampler or stream) after it, if known.
-        dataset: Of a stateful map-style dataset: the worker whose copy made it (0 for
-            this process), and the state of that copy after it.
-        made: When it was made, for the records; ``lane``: by which worker.
-        size: How many samples it has.
-    """
+    """The result of one request: a batch, an error, nothing, or the end."""
 
     batch: Any = None
     error: BaseException | None = None
-    is_empty: bool = False
-    is_end: bool = False
-    has_ended: bool = False
-    attempted: int = 0
-    failures: Sequence[Any] = ()
-    retries: int = 0
-    state: Any = None
+    is_empty: bool = False  # every sample was skipped: there is no batch
+    is_end: bool = False  # the stream had ended
+    has_ended: bool = False  # its reader had ended; others may have more
+    attempted: int = 0  # samples that a worker tried to read; counted on delivery
+    failures: Sequence[Any] = ()  # the samples of these that were skipped or replaced
+    retries: int = 0  # how often a worker retried a read since its last result
+    state: Any = None  # the state of its reader (sampler or stream) after it, if known
+    # Of a stateful map-style dataset: the worker whose copy made it (0 for this
+    # process), and the state of that copy after it.
     dataset: tuple[int, Any] | None = None
-    made: Made = NOT_MADE
-    lane: int = 0
-    size: int = 0
+    made: Made = NOT_MADE  # when it was made, for the records
+    lane: int = 0  # by which worker
+    size: int = 0  # how many samples it has
 
 
 @dataclass(slots=True, eq=False)
 class BatchTask:
-    """One batch being made; owned by the stage that works on it.
+    """One batch being made; owned by the stage that works on it."""
 
-    Attributes:
-        number: Position in the epoch, from 0.
-        indices: The sampler's indices; for a stream, the numbers of its samples.
-        key: The key that generators are seeded with for its plain code, or None.
-        sample_keys: If each sample has its own seed: the epoch's seed, the position of
-            the first sample in the epoch, and the step to the next.
-        padding: How many of its samples, the last ones, are padding.
-        again: Whether it is padding as a whole: samples of the stream's beginning.
-        samples: Samples so far, with ``MISSING`` where one is still being read; or the
-            result of ``__getitems__``, of any type.
-        stage: ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``.
-        turn: When its first job came to the lanes of a loop, among all batches.
-        result: The result, once known; late samples are dropped.
-        missing: How many samples it lacks: skipped ones, or after a stream's end.
-        state: As in ``BatchResult``. ``began`` to ``busy``: as in ``MadeAt``.
-        spent: What ``MadeAt`` has as ``cpu`` and ``delayed``.
-    """
-
-    number: int
-    indices: Sequence[Any]
-    key: int | None = None
+    number: int  # position in the epoch, from 0
+    indices: Sequence[Any]  # the sampler's; for a stream, the numbers of its samples
+    key: int | None = None  # seeds the generators for its plain code
+    # If each sample has its own seed: the epoch's seed, the position of the first
+    # sample in the epoch, and the step to the next.
     sample_keys: tuple[int, int, int] | None = None
-    padding: int = 0
+    padding: int = 0  # how many of its samples, the last ones, are padding
+    # Samples so far, with ``MISSING`` where one is still being read; or the result of
+    # ``__getitems__``, of any type.
     samples: Any = field(default_factory=list)
-    stage: str = "fetch"
-    turn: int = 0
-    result: BatchResult | None = None
-    missing: int = 0
-    state: Any = None
+    stage: str = "fetch"  # ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``
+    turn: int = 0  # when its first job came to the lanes of a loop, among all batches
+    result: BatchResult | None = None  # once known; late samples are dropped
+    missing: int = 0  # how many samples it lacks: skipped ones, or after a stream's end
+    state: Any = None  # as in ``BatchResult``
+    # Until ``spent``: as in ``MadeAt``.
     began: float = 0.0
     read: float = 0.0
     started: float = 0.0
     transformed: float = 0.0
     collated: float = 0.0
     busy: float = 0.0
-    spent: RunTimes = _NOTHING
-    again: bool = False
+    spent: RunTimes = _NOTHING  # what ``MadeAt`` has as ``cpu`` and ``delayed``
+    again: bool = False  # it is padding as a whole: samples of the stream's beginning
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
         return len(self.indices) - self.missing
 
     def made(self) -> Made:

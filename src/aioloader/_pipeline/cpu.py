@@ -49,16 +49,11 @@ def stack_of(ident: int | None) -> str:
 
 
 class CpuThread:
-    """A serial worker thread, started by its first job.
+    """A serial worker thread, started by its first job."""
 
-    Attributes:
-        quiet: Set when the thread has ended, or may no longer delay the interpreter's
-            exit.
-        is_over: Whether no job follows.
-    """
-
+    # Set when the thread has ended, or may no longer delay the interpreter's exit.
     quiet: threading.Event
-    is_over: bool = False
+    is_over: bool = False  # whether no job follows
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -120,7 +115,6 @@ class CpuThread:
             then()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to end, at most ``timeout`` seconds."""
         if self.thread not in {None, threading.current_thread()}:
             self.thread.join(timeout)
 
@@ -165,7 +159,6 @@ class SharedThread(CpuThread):
         self._is_used = self._is_queued = False
 
     def post(self, job: Job) -> bool:
-        """Run ``job`` after earlier ones; return whether jobs are still taken."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -177,11 +170,9 @@ class SharedThread(CpuThread):
         return True
 
     def post_nowait(self, job: Job) -> None:
-        """Post as ``post`` does."""
         self.post(job)
 
     def stop(self, then: Job) -> None:
-        """Take no more jobs; call ``then`` after those posted so far."""
         with self._lock:
             is_running = self._is_used and not (self._is_stopped and self._is_idle())
             self._is_stopped = True
@@ -192,7 +183,6 @@ class SharedThread(CpuThread):
             then()
 
     def join(self, timeout: float) -> None:
-        """Wait until the jobs are done, at most ``timeout`` seconds."""
         if self._is_used and self._ident != threading.get_ident():
             self._ended.wait(timeout)
 
@@ -269,7 +259,6 @@ class _SharedThreads:
                 start_thread(_daemon(partial(self._run, self._jobs), "aioloader-cpu"))
 
     def end(self) -> None:
-        """End the threads after their jobs."""
         for _ in range(self._threads):
             self._jobs.put(None)
 

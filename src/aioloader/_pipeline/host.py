@@ -49,32 +49,24 @@ class Host:
     """A private thread, for datasets and functions that are all plain.
 
     Leases and waiting are the same for all hosts.
-
-    Attributes:
-        loop: The event loop, if the host has one.
-        is_callers: Whether the loop is the caller's.
-        lifespan: What is entered here, or None.
-        place: Where it is, for ``Hosts``.
-        cpu: The thread for plain code; starts with its first job, and enters first.
-        opened: Set when the lifespan was entered, or failed.
-        closed: Set when everything has ended.
-        is_closing: Whether it has failed, or all leases were returned.
-        exit_error: What the lifespan raised on exit, raised by the host's close.
     """
 
-    loop: asyncio.AbstractEventLoop | None = None
-    is_callers: bool = False
-    place: Place | None = None
+    loop: asyncio.AbstractEventLoop | None = None  # the event loop, if the host has one
+    is_callers: bool = False  # whether the loop is the caller's
+    place: Place | None = None  # where it is, for ``Hosts``
 
     def __init__(
         self, lifespan: Lifespan | None, *, shares_threads: bool = False
     ) -> None:
-        self.lifespan = lifespan
-        self.opened: Latch = Latch()
+        self.lifespan = lifespan  # what is entered here, or None
+        self.opened: Latch = Latch()  # set when the lifespan was entered, or failed
         thread = SharedThread if shares_threads else CpuThread
+        # The thread for plain code; starts with its first job, and enters first.
         self.cpu: CpuThread | SharedThread = thread("aioloader-cpu")
-        self.closed: Latch = Latch()
+        self.closed: Latch = Latch()  # set when everything has ended
+        # Whether it has failed, or all leases were returned.
         self.is_closing: bool = False
+        # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
         self._pipelines: set[Pipeline] = set()
@@ -198,7 +190,6 @@ class Host:
         returned.set()
 
     def _close(self) -> None:
-        """Leave the lifespan, and end the thread."""
         try:
             if self.lifespan is not None:
                 self.lifespan.leave()
@@ -241,7 +232,6 @@ class CallerHost(Host):
     """The caller's own thread; samples are read there, or in worker processes."""
 
     def open(self) -> None:
-        """Enter the lifespan, once."""
         with self._lock:
             if self.lifespan is not None and not self.opened.is_set():
                 self.lifespan.enter()
@@ -299,7 +289,6 @@ class LoopHost(Host):
             self._host_task.add_done_callback(self._finish)
 
     def open(self) -> None:
-        """Enter the lifespan on the loop."""
         if not call_threadsafe(self.loop, self._wanted.set):
             self._finish()
 
@@ -312,7 +301,6 @@ class LoopHost(Host):
         return is_stopped or super().is_lost()
 
     def check_loop(self) -> None:
-        """Fail the pipelines if the caller has closed its loop: they never end."""
         if self.is_callers and self.loop.is_closed():
             self._finish()
 
@@ -328,7 +316,6 @@ class LoopHost(Host):
         returned.set()
 
     def join(self) -> None:
-        """Wait for both threads to end, once ``closed`` is set."""
         super().join()
         if self._own_thread is not None:
             self._own_thread.join(GRACE)
@@ -471,12 +458,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class Hosts:
-    """The hosts of one loader: found by place, made on demand, kept while entered.
-
-    Args:
-        dataset: The dataset that every host reads.
-        lifespan: The user's function that returns what every new host enters.
-    """
+    """The hosts of one loader: found by place, made on demand, kept while entered."""
 
     def __init__(self, dataset: Any, lifespan: MakeLifespan | None = None) -> None:
         self._dataset = dataset
@@ -531,7 +513,6 @@ class Hosts:
                 stack.callback(wait_released, *released)
 
     async def release_async(self) -> None:
-        """Release the kept hosts and wait without blocking the loop."""
         async with contextlib.AsyncExitStack() as stack:
             for released in self._released():
                 stack.push_async_callback(wait_released_async, *released)

@@ -62,7 +62,7 @@ class InlineFeed(Feed):
 
     def close(self) -> None:
         super().close()
-        self._maker.close()
+        self._maker.side_loop.close()
         try:
             if self._stream is not None:
                 self._stream.close()

@@ -9,6 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -148,38 +149,24 @@ class BatchIterator(Generic[Batch]):
         return feed is not None and not feed.is_finished
 
 
+@dataclass(eq=False, repr=False)
 class Steps:
-    """What an iterator does, apart from it so that no frame of a step holds it.
+    """What an iterator does, apart from it so that no frame of a step holds it."""
 
-    Args:
-        prepare: Makes the feed. It is given this object, by which it claims a loaded
-            state.
-        begin: Called with the feed when the first batch is requested.
-        engine: The modules that it needs. Importing them takes tens of milliseconds,
-            for which no consumer's loop is blocked.
-        check: Called with the number of batches delivered, or None.
+    # Makes the feed, once. It is given this object, by which it claims a loaded state.
+    prepare: "Callable[[Steps], Feed] | None"
+    start: "Callable[[Feed], None]"  # called when the first batch is requested
+    # The modules that it needs. Importing them takes tens of milliseconds, for which no
+    # consumer's loop is blocked.
+    engine: tuple[str, ...] = ()
+    check: Callable[[int], None] | None = None  # of the number of batches delivered
+    feed: "Feed | None" = None  # what has begun
+    prepared: "Feed | None" = None  # what will begin, if it already has workers
+    # Whether no other iteration may resume from the state that this one was given:
+    # until its first step has ended, or it is closed or dropped.
+    is_held: bool = False
 
-    Attributes:
-        feed: What has begun.
-        prepared: What will begin, if it already has workers.
-        is_held: Whether no other iteration may resume from the state that this one was
-            given: until its first step has ended, or it is closed or dropped.
-    """
-
-    def __init__(
-        self,
-        prepare: "Callable[[Steps], Feed]",
-        begin: "Callable[[Feed], None]",
-        engine: tuple[str, ...] = (),
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        self.feed: Feed | None = None
-        self.prepared: Feed | None = None
-        self.is_held: bool = False
-        self._prepare: Callable[[Steps], Feed] | None = prepare
-        self._begin = begin
-        self._engine = engine
-        self._check = check
+    def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
         # The tasks of a loop get batches in the order in which they ask.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -194,8 +181,8 @@ class Steps:
             batch = feed.next()
         finally:
             self.is_held = False  # no call: an interrupt would lose the batch
-        if self._check is not None:
-            self._check(feed.counters.batches)
+        if self.check is not None:
+            self.check(feed.counters.batches)
         return batch
 
     async def next_async(self, iterator: object) -> Any:
@@ -207,8 +194,8 @@ class Steps:
             if loop is not self._loop:
                 self._loop, self._turns = loop, asyncio.Lock()
             async with self._turns:
-                if self._prepare is not None and not are_imported(self._engine):
-                    await in_new_thread(partial(import_modules, self._engine))
+                if self.prepare is not None and not are_imported(self.engine):
+                    await in_new_thread(partial(import_modules, self.engine))
                 try:
                     feed: Any = self.feed or self.begin()
                     if feed is None:
@@ -218,30 +205,30 @@ class Steps:
                     self.is_held = False
         finally:
             del iterator
-        if self._check is not None:
-            self._check(feed.counters.batches)
+        if self.check is not None:
+            self.check(feed.counters.batches)
         return batch
 
     def begin(self) -> "Feed | None":
         """Return the feed; the first call makes it. None if it was closed before."""
         with self._lock:
-            if self.feed is None and self._prepare is not None:
-                feed = self.prepared or self._prepare(self)
-                self._begin(feed)
-                self.feed, self.prepared, self._prepare = feed, None, None
-                if self._check is None:  # saves a call per batch
+            if self.feed is None and self.prepare is not None:
+                feed = self.prepared or self.prepare(self)
+                self.start(feed)
+                self.feed, self.prepared, self.prepare = feed, None, None
+                if self.check is None:  # saves a call per batch
                     self.next = feed.next  # type: ignore[method-assign]
             return self.feed
 
     def prepare_now(self) -> "Feed":
         """Make the feed, which has workers, before the first batch is requested."""
-        assert self._prepare is not None
-        self.prepared = self._prepare(self)
+        assert self.prepare is not None
+        self.prepared = self.prepare(self)
         return self.prepared
 
     def end(self) -> "Feed | None":
         """Prevent a start; return the feed to close, if there is one."""
-        self._prepare, self.is_held = None, False
+        self.prepare, self.is_held = None, False
         return self.feed or self.prepared
 
     def abandon(self) -> None:

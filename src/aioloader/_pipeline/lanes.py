@@ -27,42 +27,28 @@ Tune: TypeAlias = Callable[[float, bool], int]
 
 @dataclass(slots=True, eq=False)
 class Jobs:
-    """The jobs of one batch: one for each of its samples, or one for all.
-
-    Attributes:
-        over: Resolved at their end.
-        left: How many have not ended; never 0 once one has failed.
-        taken: How many have begun.
-        began: When the first one began.
-        busy: Their seconds, added up.
-        found: What the latest one returned.
-    """
+    """The jobs of one batch: one for each of its samples, or one for all."""
 
     task: BatchTask
     job: Job
     count: int
-    over: asyncio.Future[None]
-    left: int
-    taken: int = 0
+    over: asyncio.Future[None]  # resolved at their end
+    left: int  # how many have not ended; never 0 once one has failed
+    taken: int = 0  # how many have begun
     error: BaseException | None = None
-    began: float = 0.0
-    busy: float = 0.0
-    found: Any = None
+    began: float = 0.0  # when the first one began
+    busy: float = 0.0  # their seconds, added up
+    found: Any = None  # what the latest one returned
 
 
 class Lanes:
     """Do jobs, at most ``size`` at a time, on the running loop.
 
-    Args:
-        size: How many lanes there may be; they start on demand.
-        tune: Called after each job to change ``size``, or None.
-
-    Attributes:
-        reserve: How many idle lanes are kept; the others end.
+    Lanes start on demand. ``tune`` is called after each job to change ``size``.
     """
 
     def __init__(self, size: int, tune: Tune | None = None) -> None:
-        self.reserve = RESERVE
+        self.reserve = RESERVE  # how many idle lanes are kept; the others end
         self._loop = asyncio.get_running_loop()
         # Not the context of the code that submits a batch, maybe another library's.
         self._context = contextvars.copy_context()

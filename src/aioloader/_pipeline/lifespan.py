@@ -34,12 +34,7 @@ _ADVICE = (
 
 
 class Lifespan:
-    """The context manager of a dataset in one place; it may be entered repeatedly.
-
-    Args:
-        dataset: The dataset that is read there.
-        make: The loader's ``lifespan`` argument.
-    """
+    """The context manager of a dataset in one place; it may be entered repeatedly."""
 
     def __init__(self, dataset: Any, make: MakeLifespan | None = None) -> None:
         self._dataset = dataset

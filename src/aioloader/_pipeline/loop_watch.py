@@ -53,41 +53,26 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class Counts(NamedTuple):
-    """What a watch has counted.
+    """What a watch has counted."""
 
-    Attributes:
-        timers: How many timers were due, including missed ones.
-        late: How many of these were late.
-        times: How often the timer was late; each counts the timers missed meanwhile.
-        watched: Seconds that it has watched.
-        busy: Seconds of these in which the loop's thread was ready to run.
-    """
-
-    timers: int = 0
-    late: int = 0
-    times: int = 0
-    watched: float = 0.0
-    busy: float = 0.0
+    timers: int = 0  # how many timers were due, including missed ones
+    late: int = 0  # how many of these were late
+    times: int = 0  # how often it was late; each counts the timers missed meanwhile
+    watched: float = 0.0  # seconds that it has watched
+    busy: float = 0.0  # seconds of these in which the loop's thread was ready to run
 
 
 class LoopWatch:
-    """The timer of one loop, which runs while samples are read there.
-
-    Attributes:
-        counts: What was counted so far.
-        due: When the timer is due, by ``time.monotonic``.
-        thread: The thread that runs the loop.
-        native: The same, as the kernel numbers it.
-        found: How often each coroutine was found while the loop was blocked; ``""``:
-            its thread waited for a processor or the interpreter's lock.
-    """
+    """The timer of one loop, which runs while samples are read there."""
 
     def __init__(self, *, is_callers: bool) -> None:
         self.is_callers = is_callers
-        self.counts: Counts = Counts()
-        self.due: float = 0.0
-        self.thread: int = 0
-        self.native: int = 0
+        self.counts: Counts = Counts()  # what was counted so far
+        self.due: float = 0.0  # when the timer is due, by ``time.monotonic``
+        self.thread: int = 0  # the thread that runs the loop
+        self.native: int = 0  # the same, as the kernel numbers it
+        # How often each coroutine was found while the loop was blocked; ``""``: its
+        # thread waited for a processor or the interpreter's lock.
         self.found: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
         self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)

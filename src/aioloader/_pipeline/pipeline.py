@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,53 +52,40 @@ _CLOSED = "the iterator was closed"
 _LOOP_ENDED = "the event loop of the loader has ended"
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """The stages of one iteration, on their host.
 
     It holds no reference to the iterator that feeds it, so that the iterator can be
     collected; the iterator's finalizer then dismisses the pipeline.
-
-    Args:
-        maker: The user's functions.
-        host: Where it runs; the pipeline owns one lease from the start.
-        in_order: Deliver batches by number, or else as they complete.
-        bookmark: Where the epoch is resumed.
-        pool: The workers that make batches, or transform and collate what was read
-            here; None if all of that is done here.
-        sink: Takes the results instead of ``ready``.
-        make_ready: Makes ``ready``.
-        head_start: Whether the first batch is read a moment before the others.
-        tuner: Changes the maker's ``concurrency`` if the loader chooses it.
-        counters: Where the listing of shards and the loop's lag are noted, if at all.
-
     """
 
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
-        self,
-        maker: BatchMaker,
-        host: Host,
-        *,
-        in_order: bool,
-        bookmark: Bookmark = BEGINNING,
-        pool: Pool | None = None,
-        sink: Callable[[BatchTask, BatchResult], None] | None = None,
-        make_ready: Callable[..., ReadyQueue] = ReadyQueue,
-        head_start: bool = False,
-        tuner: "Tuner | None" = None,
-        counters: Counters | None = None,
-    ) -> None:
-        self.bookmark = bookmark
-        self.ready: ReadyQueue = make_ready(
-            in_order=in_order,
+    maker: BatchMaker
+    host: Host  # where it runs; the pipeline owns one lease from the start
+    _: KW_ONLY
+    in_order: bool  # deliver batches by number, or else as they complete
+    bookmark: Bookmark = BEGINNING  # where the epoch is resumed
+    # The workers that make batches, or transform and collate what was read here; None
+    # if all of that is done here.
+    pool: Pool | None = None
+    sink: Callable[[BatchTask, BatchResult], None] | None = None  # instead of ``ready``
+    make_ready: Callable[..., ReadyQueue] = ReadyQueue
+    head_start: bool = False  # the first batch is read a moment before the others
+    # Changes the maker's ``concurrency`` if the loader chooses it.
+    tuner: "Tuner | None" = None
+    # Where the listing of shards and the loop's lag are noted, if at all.
+    counters: Counters | None = None
+
+    def __post_init__(self) -> None:
+        maker, host, pool, bookmark = self.maker, self.host, self.pool, self.bookmark
+        self.ready: ReadyQueue = self.make_ready(
+            in_order=self.in_order,
             start=bookmark.done,
             # A stream makes batches again that were delivered beyond the position.
             without=bookmark.beyond if maker.kind is Kind.MAP else frozenset[int](),
         )
-        self.maker = maker
-        self.host = host
         if host.loop is not None:
             maker.side_loop = SideLoop(host.loop)
-        self.pool = pool
         self.stage: Any = None  # what then moves batches to the device: a ``Staged``
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
@@ -106,11 +94,8 @@ class Pipeline:
         # Worker processes have copies of the dataset, with their own states.
         is_here = pool is None or not (pool.reads and pool.pumps)
         self._keeps_state = maker.keeps_state and is_here
-        self._sink = sink
-        self.tuner = tuner
-        if tuner is not None:
-            tuner.ready = self.ready
-        self._counters = counters
+        if self.tuner is not None:
+            self.tuner.ready = self.ready
         self.seconds_per_batch: float = 0.0  # of batches made in the thread
         self.is_closing: bool = False
         self._is_dismissed = self._is_abandoned = False
@@ -120,7 +105,7 @@ class Pipeline:
         # On their way to the loop, and whether a call that takes them is scheduled.
         self._arriving: deque[BatchTask] = deque()
         self._is_called = False
-        self._has_head_start = head_start and self.reads_here and maker.reads_async
+        self._has_head_start = self.head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
         self._to_pull: asyncio.Queue[BatchTask]  # of an async stream
         self._stream: Stream | None = None
@@ -172,7 +157,7 @@ class Pipeline:
         if not self._is_dismissed:
             self.is_closing = True
             self._no_more_pauses.set()
-            self.maker.close()
+            self.maker.side_loop.close()
             self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
@@ -188,15 +173,11 @@ class Pipeline:
         self._is_abandoned = True
         self.dismiss()
 
-    def run_in_context(self, job: Callable[[], Any]) -> Any:
-        """Run plain code with the consumer's context variables, in any thread."""
-        return self.context.copy().run(job)
-
     # -- for the host -------------------------------------------------------------
 
     async def main(self) -> None:
         """Host the lanes and the reader of a stream, until dismissed."""
-        counters, loop = self._counters, asyncio.get_running_loop()
+        counters, loop = self.counters, asyncio.get_running_loop()
         if counters is not None:
             LISTED.set(counters.listed)  # the tasks of the lanes have this context
         try:
@@ -242,10 +223,10 @@ class Pipeline:
         """Measure the loop's lag since then."""
         from aioloader._pipeline.loop_watch import watch_of
 
-        assert self._counters is not None
+        assert self.counters is not None
         loop = asyncio.get_running_loop()
         watch = watch_of(loop, is_callers=self.host.is_callers)
-        self._counters.lag = partial(watch.lag, watch.counts)
+        self.counters.lag = partial(watch.lag, watch.counts)
         watching.enter_context(watch.reading(since))
 
     def _break(self, error: BaseException) -> None:
@@ -279,7 +260,7 @@ class Pipeline:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
         self.is_closing = True
         self._release_pool()
-        self.maker.close()
+        self.maker.side_loop.close()
         self.fail(error or LoaderClosedError(_LOOP_ENDED))
 
     def _release_pool(self) -> None:
@@ -306,7 +287,7 @@ class Pipeline:
     def fail(self, error: BaseException) -> None:
         """End every wait of the consumer with ``error``."""
         self.ready.fail(error)
-        if self._sink is not None:
+        if self.sink is not None:
             for task, _ in list(self.under_way.values()):
                 self.deliver(task, BatchResult(error=error))
         self.under_way.clear()
@@ -483,10 +464,10 @@ class Pipeline:
             result.size = task.size
             if self._keeps_state:
                 result = self.maker.leave(task, result)
-            if self._sink is None:
+            if self.sink is None:
                 self.ready.put(task.number, result, more=bool(self.under_way))
             else:
-                self._sink(task, result)
+                self.sink(task, result)
 
     def receive(
         self, task: BatchTask, result: BatchResult, failures: Sequence[Failure] = ()

@@ -25,10 +25,7 @@ from aioloader._order.epoch import Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
-from aioloader._pipeline.awaiting import (
-    SideLoop,
-    refuse_coroutines,
-)
+from aioloader._pipeline.awaiting import SideLoop, refuse_coroutines
 from aioloader._pipeline.batch_task import place_of
 from aioloader._transport.slots import SlotPool
 
@@ -68,7 +65,7 @@ class Feed(abc.ABC):
             return next(self._requests)
         except BaseException as error:
             if isinstance(error, StopIteration) and not self.is_finished:
-                self._progress.finish()
+                self._progress.is_over = True
             self.close()
             raise
 

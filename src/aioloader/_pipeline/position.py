@@ -109,9 +109,7 @@ class Position:
     """The position of one stream that is being read.
 
     Args:
-        dataset: The dataset that is iterated.
         resume: Where to start; None: at the beginning.
-        loads: What the dataset does with a loaded state.
 
     Attributes:
         read: Samples read so far, by all ranks that read the same stream.

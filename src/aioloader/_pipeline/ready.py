@@ -28,26 +28,16 @@ if TYPE_CHECKING:
 
 
 class ReadyQueue(Waiters):
-    """The results of one iteration.
+    """The results of one iteration, by number from ``start`` on, or as they complete.
 
-    Args:
-        in_order: Deliver by number, or else as they complete.
-        start: The first number.
-        without: Later numbers that will not come.
-
-    Attributes:
-        pump: The workers whose results the consumer collects while it waits, or None.
-        naps: Whether the consumer wakes soon by itself.
+    Numbers in ``without`` will not come.
     """
 
     def __init__(
-        self,
-        *,
-        in_order: bool,
-        start: int = 0,
-        without: frozenset[int] = frozenset(),
+        self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()
+        # The workers whose results the consumer collects while it waits, or None.
         self.pump: LastingPool | None = None
         self._in_order = in_order
         self._next = start
@@ -57,7 +47,7 @@ class ReadyQueue(Waiters):
         self._broken: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        self.naps = False
+        self.naps = False  # whether the consumer wakes soon by itself
 
     def _is_true(self) -> bool:
         return bool(self._items) or self._is_over
@@ -240,7 +230,6 @@ class _Bell:
                 os.eventfd_write(self.fileno, 1)
 
     def close(self) -> None:
-        """Close the descriptor."""
         with self._lock:
             self._is_open = False
             os.close(self.fileno)

@@ -4,6 +4,7 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias
 
 from aioloader._order.forks import fork_safe
@@ -14,17 +15,11 @@ Pipeline: TypeAlias = Any
 
 
 class Pool(abc.ABC):
-    """Workers that make batches, or transform and collate samples read here.
+    """Workers that make batches, or transform and collate samples read here."""
 
-    Attributes:
-        reads: Whether workers read the samples too.
-        place: The host that the pipeline needs.
-        pumps: Whether the consumer itself collects results while it waits.
-    """
-
-    reads: bool
-    place: Literal["thread", "pool"] = "thread"
-    pumps: bool = False
+    reads: bool  # whether workers read the samples too
+    place: Literal["thread", "pool"] = "thread"  # the host that the pipeline needs
+    pumps: bool = False  # whether the consumer itself collects results while it waits
 
     def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""
@@ -73,33 +68,22 @@ class LastingPool(Pool):
         self.end()
 
 
+@dataclass(eq=False, repr=False)
 class Lease(Pool):
     """One iteration's hold on workers that may outlive it.
 
     Once they have started, the pipeline's calls go to them directly.
-
-    Args:
-        start: Starts workers, or returns those that are kept; called with the first
-            request.
-        reads: Whether workers read the samples too.
-        keep: Whether the workers outlive the iteration and serve the next ones.
-        pumps: Whether the consumer itself collects results while it waits.
     """
 
-    place = "pool"
+    # Starts workers, or returns those that are kept; called with the first request.
+    start: Callable[[], LastingPool]
+    _: KW_ONLY
+    reads: bool
+    keep: bool  # whether the workers outlive the iteration and serve the next ones
+    pumps: bool = False
 
-    def __init__(
-        self,
-        start: Callable[[], LastingPool],
-        *,
-        reads: bool,
-        keep: bool,
-        pumps: bool = False,
-    ) -> None:
-        self.reads = reads
-        self.pumps = pumps
-        self._start = start
-        self._keep = keep
+    def __post_init__(self) -> None:
+        self.place = "pool"
         self._pool: LastingPool | None = None
         self._is_begun = False
         self._is_over = False
@@ -111,7 +95,7 @@ class Lease(Pool):
             return
         self._is_begun = True
         try:
-            pool = self._start()
+            pool = self.start()
         except Exception as error:  # mostly: something cannot be pickled
             pipeline.fail(error)
             return
@@ -122,7 +106,7 @@ class Lease(Pool):
             self.explain = pool.explain  # type: ignore[method-assign]
             if self.pumps and not self._is_over:
                 pipeline.ready.pump = pool
-            if not self._keep:
+            if not self.keep:
                 # If anybody waits for their end, they are joined before this runs.
                 weakref.finalize(self, pool.close)
                 if self._is_over:
@@ -136,15 +120,14 @@ class Lease(Pool):
         return "waits for the workers to start"
 
     def forget(self, pipeline: Pipeline) -> None:
-        """End the lease."""
         with self._lock:
             self._is_over = True
             pool = self._pool
         if pool is not None:
             pool.forget(pipeline)
-            if not self._keep:
+            if not self.keep:
                 pool.end()
 
     def join(self) -> bool:
         """Wait until the workers are gone, if they are not kept."""
-        return self._keep or self._pool is None or self._pool.join()
+        return self.keep or self._pool is None or self._pool.join()

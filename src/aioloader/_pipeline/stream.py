@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -33,35 +34,24 @@ from aioloader._pipeline.batch_maker import BatchMaker, Keys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.position import Position, StreamState
 from aioloader.errors import DatasetError, ShardChangedError
-from aioloader.protocols import (
-    BlockIterator,
-    HasLifespan,
-    Kind,
-    OwnStream,
-    has_aiter,
-)
+from aioloader.protocols import BlockIterator, HasLifespan, Kind, OwnStream, has_aiter
 
 
+@dataclass(eq=False, repr=False)
 class Stream:
     """Reads the batches of one stream: ranks, last batches, failures, resuming, state.
 
     It is opened, read and closed in one task, or in one thread.
-
-    Args:
-        maker: The user's functions, and which part of the stream is read here.
-        resume: Where to start; None: at the beginning.
-        keys: Seeds of the batches that are read again to resume; None: no seeds.
     """
 
-    def __init__(
-        self,
-        maker: BatchMaker,
-        *,
-        resume: StreamState | None = None,
-        keys: Keys | None = None,
-    ) -> None:
-        self._maker = maker
-        self._keys = keys
+    maker: BatchMaker  # also says which part of the stream is read here
+    _: KW_ONLY
+    resume: InitVar[StreamState | None] = None  # where to start; None: at the beginning
+    # Seeds of the batches that are read again to resume; None: no seeds.
+    keys: Keys | None = None
+
+    def __post_init__(self, resume: StreamState | None) -> None:
+        maker = self.maker
         # If not, the global generators are seeded while it is read.
         self._is_async = maker.kind is Kind.ASYNC_ITERABLE
         self._position = Position(maker.dataset, resume, maker.loads)
@@ -90,12 +80,12 @@ class Stream:
         task.began = perf_counter()
         size, found = len(task.indices), 0
         wanted = size * self._ranks
-        self._maker.policy.begin(0 if task.again else size)
+        self.maker.policy.begin(0 if task.again else size)
         try:
             await self._prepare(task, wanted)
             while found < wanted and not (task.again or self._has_ended):
                 found += await self._add_block(task, found, wanted)
-            is_short = 0 < len(task.samples) < size and not self._maker.drop_last
+            is_short = 0 < len(task.samples) < size and not self.maker.drop_last
             if task.again or is_short:
                 await self._refill(task)
             if not task.again:
@@ -116,25 +106,23 @@ class Stream:
         task.read = perf_counter()
 
     def close(self) -> None:
-        """Close a plain iterator."""
         run_now(self.aclose())
 
     async def aclose(self) -> None:
-        """Close the iterator."""
         self._has_ended, self._source = True, None
         await self._stack.aclose()
 
     def _noted(self, error: BaseException, task: BatchTask) -> BaseException:
-        return noted(error, self._maker.place("fetch", task))
+        return noted(error, self.maker.place("fetch", task))
 
     def _name(self) -> str:
-        return type(self._maker.dataset).__name__
+        return type(self.maker.dataset).__name__
 
     # -- before the samples of a batch ------------------------------------------------
 
     async def _prepare(self, task: BatchTask, wanted: int) -> None:
         """Open the stream if needed, and advance to the first sample of ``task``."""
-        loads, position = self._maker.loads, self._position
+        loads, position = self.maker.loads, self._position
         try:
             if self._source is None and not self._has_ended:
                 kept = torch.get_rng_state() if loads.keeps_generator else None
@@ -164,9 +152,9 @@ class Stream:
         earlier = -(-left // wanted)
         for number in range(task.number - earlier, task.number):
             before = BatchTask(number, task.indices)
-            if self._keys is not None:
-                before.key, before.sample_keys = self._keys(number, wanted)
-            with nullcontext() if self._is_async else self._maker.around(before):
+            if self.keys is not None:
+                before.key, before.sample_keys = self.keys(number, wanted)
+            with nullcontext() if self._is_async else self.maker.around(before):
                 if self._source is None:
                     self._source = await self._open(before)
                 left -= await self._drop(min(wanted, left))
@@ -190,11 +178,11 @@ class Stream:
         Torch's generator is then at ``kept``, if given. Unless the dataset's state
         ``is_sure``, its first sample may tell that it started from a wrong one.
         """
-        dataset, position = self._maker.dataset, self._position
+        dataset, position = self.maker.dataset, self._position
         before = None if self._is_async else torch.get_rng_state()
         await self._stack.aclose()  # of an iterator from the wrong state
         if isinstance(dataset, OwnStream):
-            dataset.begin_epoch(self._maker.epoch)
+            dataset.begin_epoch(self.maker.epoch)
         if position.load_dataset():
             self._reseed(task)
         if self._is_async:
@@ -212,7 +200,7 @@ class Stream:
         self._stack.push_async_callback(source.aclose)
         if kept is not None:
             torch.set_rng_state(kept)
-        if is_sure or position.has_ended or not self._maker.loads.is_pending:
+        if is_sure or position.has_ended or not self.maker.loads.is_pending:
             return source
         block, _, has_ended = await source.read(1)
         source.rest = block, has_ended
@@ -224,8 +212,8 @@ class Stream:
 
     def _reseed(self, task: BatchTask) -> None:
         """Seed the generators for ``task`` again: the user's code may have drawn."""
-        if not self._is_async and self._maker.reseed is not None:
-            self._maker.reseed(task)
+        if not self._is_async and self.maker.reseed is not None:
+            self.maker.reseed(task)
 
     async def _drop(self, places: int) -> int:
         """Read and drop samples, failed ones too; return how many positions they had.
@@ -271,7 +259,7 @@ class Stream:
             except BaseException:
                 # These samples are lost, but they were read.
                 self._position.read += found + places
-                self._owed = wanted - found - places if self._maker.keeps_step else 0
+                self._owed = wanted - found - places if self.maker.keeps_step else 0
                 raise
         return places
 
@@ -280,14 +268,14 @@ class Stream:
 
         Return True if there is none and the next sample takes its position.
         """
-        sample = self._maker.resolve("fetch", task, len(task.samples), error)
+        sample = self.maker.resolve("fetch", task, len(task.samples), error)
         if sample is not SKIP:
             self._has_good = True
         elif not self._has_good:
             self._lost = [*self._lost[-1:], error]
         assert self._source is not None
         if sample is SKIP and self._source.leaves_out:
-            self._maker.policy.begin(1)  # one more attempt
+            self.maker.policy.begin(1)  # one more attempt
             return True
         task.samples = [*task.samples, sample]
         if self._ranks > 1 and sample is not SKIP:
@@ -306,7 +294,7 @@ class Stream:
 
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
         """Count the samples of ``task``; set its result if there is no batch."""
-        maker, position = self._maker, self._position
+        maker, position = self.maker, self._position
         position.read += found
         if found < wanted:
             mine = -(-max(0, found - self._rank) // self._ranks)
@@ -350,13 +338,13 @@ class Stream:
 
     def _is_part(self) -> bool:
         """Tell whether other readers have parts of this stream too."""
-        dataset, worker = self._maker.dataset, get_worker_info()
+        dataset, worker = self.maker.dataset, get_worker_info()
         ranks = (isinstance(dataset, OwnStream) and dataset.ranks) or (0, 1)
         return ranks[1] > 1 or (worker is not None and worker.num_workers > 1)
 
     def _share_tail(self, task: BatchTask, found: int) -> None:
         """Cut or pad this rank's part of the last batch, by ``tail``."""
-        mine, padding = self._maker.part.share(found)
+        mine, padding = self.maker.part.share(found)
         del task.samples[mine:]
         latest = self._latest_mine
         stand_in = self._latest if latest is MISSING else latest
@@ -370,26 +358,20 @@ class Stream:
 class _Source:
     """The blocks of an iterator: plain, async, or that of one of aioloader's streams.
 
-    Args:
-        iterator: The iterator; its state is always the one after the latest block.
-        most: Limit on samples held in memory at once.
-        repeated: Where one of ours repeats its samples; None: from the first one.
-        is_async: Whether the iterator is async; reading a plain one never suspends.
-
-    Attributes:
-        rest: What was read but not used yet, and whether the stream has ended with it.
-        fills: With the others, as that of ``BlockIterator``.
+    Reading a plain one never suspends.
     """
 
+    # As those of ``BlockIterator``.
     fills, leaves_out, refills = True, False, False
     real: int | None = None
 
     def __init__(
         self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
     ) -> None:
-        self._iterator = iterator
-        self._most = most
+        self._iterator = iterator  # its state is the one after the latest block
+        self._most = most  # limit on samples held in memory at once
         self._is_async = is_async
+        # What was read but not used yet, and whether the stream has ended with it.
         self.rest: tuple[Block, bool] | None = None
         self._same_errors = SameErrors()
         self._is_own = isinstance(iterator, BlockIterator)
@@ -397,7 +379,7 @@ class _Source:
             self.fills, self.leaves_out = iterator.fills, iterator.leaves_out
             self.refills, self.real = iterator.refills, iterator.real
         self._repeated: BlockIterator | None = None
-        self._start = repeated
+        self._start = repeated  # where ours repeats samples; None: from the first one
         self._has_repeated = repeated is not None  # since its latest beginning
 
     async def read(self, limit: int) -> tuple[Block, int, bool]:

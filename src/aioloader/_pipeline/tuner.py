@@ -6,16 +6,14 @@ many batches are requested ahead.
 
 import sys
 import time
+from collections.abc import Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from aioloader._observe.autotune import Controller, Held, Observation
 from aioloader._observe.machine import memory_left
 from aioloader._observe.records import Setting
-
-if TYPE_CHECKING:
-    from collections.abc import Sized
 
 # A setting is measured over half as many reads as are in flight, but at least over this
 # many reads and seconds.
@@ -30,34 +28,22 @@ _LOOK = 64
 
 @dataclass
 class Figures:
-    """The speed of an iteration: when its first and its latest batch were delivered.
-
-    Attributes:
-        batches: How many were delivered after the first one.
-        waited: Seconds that the consumer waited for them.
-    """
+    """The speed of an iteration: when its first and its latest batch were delivered."""
 
     began: float = 0.0
     latest: float = 0.0
-    batches: int = 0
-    waited: float = 0.0
+    batches: int = 0  # how many were delivered after the first one
+    waited: float = 0.0  # seconds that the consumer waited for them
 
 
 @dataclass
 class Tuning:
-    """What a loader has found out in all its epochs.
+    """What a loader has found out in all its epochs."""
 
-    Attributes:
-        controllers: The controllers, by argument name.
-        held: The sizes of batches.
-        figures: The statistics of the latest iteration.
-        deaths: Worker deaths seen so far.
-    """
-
-    controllers: dict[str, Controller] = field(default_factory=dict)
-    held: Held = field(default_factory=partial(Held, 0))
-    figures: Figures = field(default_factory=Figures)
-    deaths: int = 0
+    controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
+    held: Held = field(default_factory=partial(Held, 0))  # the sizes of batches
+    figures: Figures = field(default_factory=Figures)  # of the latest iteration
+    deaths: int = 0  # worker deaths seen so far
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
         """Return the controller of an argument, made once."""
@@ -92,7 +78,7 @@ class Tuning:
             controller.observe(Observation(rate, waited, failures=failures))
 
 
-Window = TypeVar("Window", bound=Any)  # that of ``pipeline_iterator``
+Window = TypeVar("Window", bound=Any)  # that of ``ahead_feed``
 
 
 @dataclass
@@ -107,46 +93,26 @@ class _Round:
     starved: int = 0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Tuner:
-    """Measure one iteration and change the arguments that the loader chooses.
+    """Measure one iteration and change the arguments that the loader chooses."""
 
-    Args:
-        tuning: What the loader has found out.
-        concurrency: Chooses how many samples are read at a time, or None.
-        prefetch: Chooses how many batches are requested ahead per reader, or None.
-        given: Batches per reader in the window that an iteration starts with.
-        readers: How many readers have a window.
-        batch_size: Samples per batch.
-        prefetch_bytes: How many bytes may be held; None: what the memory allows.
+    tuning: Tuning
+    concurrency: Controller | None  # chooses how many samples are read at a time
+    prefetch: Controller | None  # and how many batches are requested ahead per reader
+    given: int  # batches per reader in the window that an iteration starts with
+    readers: int  # how many have a window
+    batch_size: int
+    prefetch_bytes: int | None  # how many may be held; None: what the memory allows
+    ready: Sized = ()  # the queue that the consumer takes batches from
 
-    Attributes:
-        ready: The queue that the consumer takes batches from.
-    """
-
-    def __init__(  # noqa: PLR0913  (keywords, each of one thing)
-        self,
-        tuning: Tuning,
-        *,
-        concurrency: Controller | None,
-        prefetch: Controller | None,
-        given: int,
-        readers: int,
-        batch_size: int,
-        prefetch_bytes: int | None,
-    ) -> None:
-        self.concurrency = concurrency
-        self._prefetch = prefetch
-        self._given = given
-        self._readers = readers
-        self._batch_size = batch_size
-        self._prefetch_bytes = prefetch_bytes
-        self.ready: Sized = ()
-        self._held = tuning.held
-        self._figures = tuning.figures = Figures()
+    def __post_init__(self) -> None:
+        self._held = self.tuning.held
+        self._figures = self.tuning.figures = Figures()
         self._first_waited = 0.0
         self._look_at_memory()
-        self._most_concurrency = concurrency.most if concurrency else 0
-        self._hard = self._most_concurrency, prefetch.most if prefetch else 0
+        self._most_concurrency = self.concurrency.most if self.concurrency else 0
+        self._hard = self._most_concurrency, self.prefetch.most if self.prefetch else 0
         self._round: _Round | None = None
         self._has_changed = True
         # Start of this period: its time, its batch, the seconds waited before.
@@ -203,8 +169,8 @@ class Tuner:
 
     def begin(self, window: Window) -> Window:
         """Return the window to start with."""
-        if self._prefetch is not None:
-            self._on_device = window.batches - self._readers * self._given
+        if self.prefetch is not None:
+            self._on_device = window.batches - self.readers * self.given
         return self._fitted(window)
 
     def note_batch(self, batch: Any, window: Window, waited: float) -> Window:
@@ -228,23 +194,23 @@ class Tuner:
         began, first, before = self._period
         seconds, taken = now - began, figures.batches - first
         is_long = taken >= max(_BATCHES, 2 * window.batches)
-        if self._prefetch and is_long and seconds >= _SECONDS_OF_BATCHES:
+        if self.prefetch and is_long and seconds >= _SECONDS_OF_BATCHES:
             self._period = now, figures.batches, waited
             if self.concurrency is None or not self.concurrency.is_trying:
                 rate, share = taken / seconds, (waited - before) / seconds
-                self._prefetch.observe(Observation(rate, waited=min(1.0, share)))
+                self.prefetch.observe(Observation(rate, waited=min(1.0, share)))
         return self._fitted(window)
 
     def _fitted(self, window: Window) -> Window:
         """Return the chosen window, limited to the bytes that may be held."""
         batches, samples, most = window.batches, window.samples, sys.maxsize
-        prefetch, reading = self._prefetch, self.concurrency
-        if self._held.greatest or self._prefetch_bytes is not None:
+        prefetch, reading = self.prefetch, self.concurrency
+        if self._held.greatest or self.prefetch_bytes is not None:
             most = self._held.batches()
         if self._held.greatest:
             self._limit(most)
         if prefetch is not None and not window.is_lazy:
-            batches = self._readers * prefetch.value + self._on_device
+            batches = self.readers * prefetch.value + self._on_device
         if reading is not None and samples:
             # The next value to try must find samples to read.
             samples = reading.value * (2 if reading.is_trying else 1)
@@ -255,15 +221,15 @@ class Tuner:
     def _limit(self, most: int) -> None:
         """Limit all controllers to what fits."""
         concurrency, prefetch = self._hard
-        samples = self._held.most * self._batch_size // self._held.greatest
+        samples = self._held.most * self.batch_size // self._held.greatest
         self._most_concurrency = max(1, min(concurrency, samples))
-        if self._prefetch is not None:
-            fitting = min(prefetch, max(1, most - self._on_device) // self._readers)
+        if self.prefetch is not None:
+            fitting = min(prefetch, max(1, most - self._on_device) // self.readers)
             reason = f"{self._held.most:,} bytes hold {most} batches"
-            self._prefetch.limit(fitting, reason)
+            self.prefetch.limit(fitting, reason)
 
     def _look_at_memory(self) -> None:
         """Limit the held bytes to half of the memory that this process could use."""
         left = memory_left() // 2
-        given = self._prefetch_bytes
+        given = self.prefetch_bytes
         self._held.most = left if given is None else min(left, given)

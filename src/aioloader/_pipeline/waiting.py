@@ -30,8 +30,7 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001
 class Waiters:
     """The tasks of any loop and the threads that wait for a condition.
 
-    Args:
-        is_true: The condition; a subclass may define it as a method.
+    That is ``is_true``; a subclass may define it as a method.
     """
 
     _is_true: Callable[[], bool]
@@ -112,7 +111,6 @@ class Latch(Waiters):
     _is_set = False
 
     def is_set(self) -> bool:
-        """Tell whether ``set`` was called."""
         return self._is_set
 
     _is_true = is_set

@@ -66,7 +66,6 @@ class LockableMap(mmap.mmap):
         return is_locked
 
     def unlock(self, start: int) -> None:
-        """Unlock the range that starts at ``start``."""
         self._unlocks.pop(start)()
 
     def __del__(self) -> None:  # a weak reference's callback would come too late
@@ -83,13 +82,9 @@ class Lender(Protocol):
 
 @dataclass(eq=False)
 class SlotPool:
-    """Lease memory by size, in steps of an eighth, so that batch sizes may vary.
+    """Lease memory by size, in steps of an eighth, so that batch sizes may vary."""
 
-    Attributes:
-        locker: Page-locks what is mapped from now on, if set.
-    """
-
-    locker: Locker | None = None
+    locker: Locker | None = None  # page-locks what is mapped from now on, if set
     _free: dict[int, deque[LockableMap]] = field(default_factory=dict, init=False)
 
     def lease(self, nbytes: int) -> Slot:

@@ -67,7 +67,6 @@ class ExecutorWorkers(Pool):
                 pipeline.fail(error)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Hand ``task`` to the executor."""
         if self._is_here:
             self._call(pipeline, task, self._make_here, pipeline, task)
         elif self._packed_spec is not None:  # otherwise the pipeline has failed

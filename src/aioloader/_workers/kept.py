@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 
 class Servers:
-    """What the process pools of one loader share: idle supervisors, and counts.
-
-    Attributes:
-        deaths: Processes that died unexpectedly, in all epochs.
-        restarts: Processes that have replaced them.
-        is_shared: Whether to unpickle once for all workers: not if that starts threads.
-    """
+    """What the process pools of one loader share: idle supervisors, and counts."""
 
     def __init__(self) -> None:
+        # Processes that died unexpectedly, in all epochs, and that have replaced them.
         self.deaths = self.restarts = 0
+        # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
         self._idle: list[Channel] = []
         weakref.finalize(self, _close_all, self._idle)
@@ -46,7 +42,6 @@ class Servers:
         self._idle.append(control)
 
     def close(self) -> None:
-        """End the idle supervisors."""
         _close_all(self._idle)
 
 
@@ -93,7 +88,6 @@ class Pools:
                 stack.callback(workers.join)
 
     async def aclose(self) -> None:
-        """End kept workers without blocking the loop."""
         if self._kept or self._ending:
             await in_new_thread(self.close)
         else:

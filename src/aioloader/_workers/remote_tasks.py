@@ -71,7 +71,6 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    """Return the pickle of a result."""
     result.made, result.dataset = task.made(), None  # the loader's own copy counts
     try:
         return encode(remote(maker, task, result, worker), REDUCERS)
@@ -123,7 +122,6 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
 
 
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
-    """Deliver the answer of a worker to its pipeline."""
     try:
         result = decode(*copied(packed, pipeline.maker.pool))
     except Exception as error:  # of a user's class
@@ -147,20 +145,15 @@ class RemoteError:
     It keeps its type. One that does not survive pickling is rebuilt without its
     constructor and without attributes that cannot be pickled; only if its class cannot
     be pickled, it becomes a ``WorkerError`` with the remote text.
-
-    Attributes:
-        pickled: The exception, header and buffers; None if it cannot be pickled.
-        text: Its traceback in the worker.
-        notes: Its notes, which some classes lose in pickling.
-        stop: The type of the cause, if it is one that ``raisable`` replaces.
     """
 
+    # The exception, header and buffers; None if it cannot be pickled.
     pickled: tuple[bytes, list[bytearray]] | None
     name: str
-    text: str
-    notes: list[str]
+    text: str  # its traceback in the worker
+    notes: list[str]  # its notes, which some classes lose in pickling
     worker: int
-    stop: type[BaseException] | None = None
+    stop: type[BaseException] | None = None  # of the cause, if ``raisable`` replaces it
 
     @classmethod
     def of(cls, error: BaseException, worker: int) -> "RemoteError":

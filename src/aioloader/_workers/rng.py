@@ -65,7 +65,6 @@ def seed_batch(task: BatchTask) -> None:
 
 
 def seed_sample(task: BatchTask, position: int, stage: int) -> None:
-    """Seed the global generators for one sample of ``task``."""
     seed_all(key_of_sample(task, position, stage))
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,27 +24,23 @@ from aioloader._workers.info import call_init, worker_thread
 _GRACE = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class ThreadWorkers(Pool):
-    """The threads of one iteration; ``init`` is the user's ``worker_init_fn``."""
+    """The threads of one iteration."""
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        reads: bool,
-        init: Callable[[int], Any] | None,
-        base_seed: int,
-    ) -> None:
-        self.reads = reads
-        self._number = number
-        self._init = init
-        self._base_seed = base_seed
+    number: int
+    _: KW_ONLY
+    reads: bool
+    init: Callable[[int], Any] | None  # the user's ``worker_init_fn``
+    base_seed: int
+
+    def __post_init__(self) -> None:
         self._tasks: queue.SimpleQueue[BatchTask | None] = queue.SimpleQueue()
         self._over: list[bool] = []  # not empty: it is over
-        self._threads = [CpuThread(f"aioloader-worker-{k}") for k in range(number)]
+        self._threads = [CpuThread(f"aioloader-worker-{k}") for k in range(self.number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
         # Runs at the interpreter's exit, too, before the threads are joined.
-        self._end = weakref.finalize(self, _end, self._over, self._tasks, number)
+        self._end = weakref.finalize(self, _end, self._over, self._tasks, self.number)
 
     def open(self, pipeline: Pipeline) -> None:
         for worker, thread in enumerate(self._threads):
@@ -66,7 +63,6 @@ class ThreadWorkers(Pool):
         return not any(thread.is_alive() for thread in self._threads)
 
     def explain(self, task: BatchTask) -> str:
-        """Describe the thread that has ``task``, since when, and its stack."""
         for ident, (held, since) in list(self._in_flight.items()):
             if held is task:
                 seconds, stack = time.monotonic() - since, stack_of(ident)
@@ -80,8 +76,8 @@ class ThreadWorkers(Pool):
         if pipeline.host.failure() is not None:
             return
         try:
-            with worker_thread(worker, self._number, self._base_seed, dataset):
-                call_init(self._init, worker)
+            with worker_thread(worker, self.number, self.base_seed, dataset):
+                call_init(self.init, worker)
                 while (task := self._tasks.get()) is not None and not self._over:
                     self._in_flight[ident] = task, time.monotonic()
                     result = pipeline.make(task)

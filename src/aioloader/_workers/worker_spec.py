@@ -43,25 +43,19 @@ _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 
 @dataclass(kw_only=True, eq=False)
 class WorkerSpec(Recipe):
-    """What every worker of a loader needs to know.
-
-    Attributes:
-        base_seed: The iteration's seed; a worker adds its number to it.
-        window: Batches that a worker with a loop makes at once.
-        in_flight: Batches in flight in total.
-        datasets: States for the copies of a map-style dataset, by worker.
-        has_generators: Whether the user's objects hold random generators, of which
-            each worker has a copy.
-    """
+    """What every worker of a loader needs to know."""
 
     num_workers: int
-    base_seed: int
+    base_seed: int  # the iteration's seed; a worker adds its number to it
     rng: Rng
-    window: int
-    in_flight: int
+    window: int  # batches that a worker with a loop makes at once
+    in_flight: int  # batches in flight in total
     worker_init_fn: Any = None
     lifespan: Any = None
+    # States for the copies of a map-style dataset, by worker.
     datasets: dict[int, Any] = field(default_factory=dict)
+    # Whether the user's objects hold random generators, of which each worker has a
+    # copy.
     has_generators: bool = False
 
     @property
@@ -109,11 +103,7 @@ class WorkerSpec(Recipe):
 
 
 # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork.
-QUIET = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
+QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _logging_levels() -> dict[str, int]:

@@ -41,59 +41,40 @@ _HELD = 4
 
 @dataclass(eq=False)
 class Queue:
-    """A queue of requests, for any free worker or for a certain one.
-
-    Attributes:
-        far: The end that is passed to workers, and used to take requests back.
-        waiting: Requests that the kernel had no room for.
-    """
+    """A queue of requests, for any free worker or for a certain one."""
 
     near: Channel
-    far: Channel
-    waiting: deque[Request] = field(default_factory=deque)
+    far: Channel  # the end that is passed to workers, and used to take requests back
+    waiting: deque[Request] = field(default_factory=deque)  # the kernel had no room
 
 
 @dataclass(eq=False)
 class Worker:
-    """The loader's view of a worker; the process may change, the number stays.
-
-    Attributes:
-        queue: Its requests: for it alone, if batches are assigned to workers.
-        pid: Its process, once known.
-        is_ready: Whether the process takes requests.
-        starts: Processes started since the last one that took a batch.
-        copy_state: A tuple of the state of its copy of a stateful map-style dataset,
-            after its latest result; None if not known.
-        has_new_copy: Whether its process has replaced a dead one and was not yet given
-            ``copy_state``.
-    """
+    """The loader's view of a worker; the process may change, the number stays."""
 
     number: int
-    queue: Queue
+    queue: Queue  # its requests: for it alone, if batches are assigned to workers
     arena: ArenaReader
-    pid: int | None = None
-    is_ready: bool = False
-    starts: int = 0
+    pid: int | None = None  # its process, once known
+    is_ready: bool = False  # whether the process takes requests
+    starts: int = 0  # processes started since the last one that took a batch
+    # A tuple of the state of its copy of a stateful map-style dataset, after its latest
+    # result; None if not known.
     copy_state: tuple[Any] | None = None
+    # Whether its process has replaced a dead one and was not yet given ``copy_state``.
     has_new_copy: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request in flight.
-
-    Attributes:
-        worker: The worker that the batch is assigned to, if batches are.
-        deaths: How many workers have died with this batch alone in hand.
-        slot: The slot of its samples, if they did not fit into the request.
-    """
+    """A request in flight."""
 
     pipeline: Pipeline
     task: BatchTask
     request: Request
-    worker: Worker
-    deaths: int = 0
-    slot: SlotRef | None = None
+    worker: Worker  # the worker that the batch is assigned to, if batches are
+    deaths: int = 0  # how many workers have died with this batch alone in hand
+    slot: SlotRef | None = None  # of its samples, if they did not fit into the request
 
 
 class Dispatcher:

@@ -106,7 +106,6 @@ class Launcher:
             self.instruct("end")
 
     def hang_up(self) -> None:
-        """Close the channel."""
         if self.control is not None:
             self.control.close()
             self.control = None

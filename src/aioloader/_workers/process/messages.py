@@ -55,30 +55,21 @@ _MOST_HEADS = 256
 
 
 class Request(NamedTuple):
-    """A request for one batch.
+    """A request for one batch."""
 
-    Attributes:
-        ticket: Identifies it in the pool; -1: the worker must forget ``iteration``.
-        iteration: Identifies its iteration.
-        epoch: Epoch number, for notes.
-        asked: The first arguments of its ``BatchTask``. Its number is the position in
-            the epoch or, for a replica, in the worker's own stream; the samples are
-            there if the loader reads them.
-        again: As in ``BatchTask``.
-        resume: For a replica whose stream is not open yet: the state to start from and
-            the seeds of its earlier batches. For the successor of a worker with a copy
-            of a stateful map-style dataset: a tuple of the copy's last state.
-        is_alone: Whether the worker must have nothing else in flight: another worker
-            has died with this batch.
-    """
-
-    ticket: int
-    iteration: int
-    epoch: int = 0
+    ticket: int  # identifies it in the pool; -1: the worker must forget ``iteration``
+    iteration: int  # identifies its iteration
+    epoch: int = 0  # epoch number, for notes
+    # The first arguments of its ``BatchTask``. Its number is the position in the epoch
+    # or, for a replica, in the worker's own stream; the samples are there if the loader
+    # reads them.
     asked: tuple[Any, ...] = ()
-    again: bool = False
+    again: bool = False  # as in ``BatchTask``
+    # For a replica whose stream is not open yet: the state to start from and the seeds
+    # of its earlier batches. For the successor of a worker with a copy of a stateful
+    # map-style dataset: a tuple of the copy's last state.
     resume: Any = None
-    is_alone: bool = False
+    is_alone: bool = False  # must be alone in flight: another worker has died with it
 
 
 class Packer(threading.local):

@@ -49,11 +49,8 @@ _SELDOM = 32
 class ProcessPool(LastingPool):
     """Worker processes for one loader; used from any thread.
 
-    Args:
-        spec: What the workers do.
-        method: How they start; its name in ``multiprocessing``.
-        servers: The loader's supervisors of the fork server, and counts of deaths.
-        locker: Page-locks the memory that workers write batches to, or None.
+    They start by a ``method`` of ``multiprocessing``; ``locker`` page-locks the memory
+    that they write batches to.
     """
 
     _launcher: "ForkLauncher | ServedLauncher"
@@ -134,11 +131,8 @@ class ProcessPool(LastingPool):
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
-                self._fail(
-                    LoaderClosedError(
-                        "the loader was interrupted; start a new iteration"
-                    )
-                )
+                text = "the loader was interrupted; start a new iteration"
+                self._fail(LoaderClosedError(text))
                 raise
 
     def _collect_results(self) -> bool:
@@ -202,12 +196,11 @@ class ProcessPool(LastingPool):
         recover(self._dispatcher, death)
         if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
             _LOG.warning("%s; it is not replaced again", died)
-            self._fail(
-                death.error(
-                    f"; {worker.starts} processes in a row have died without making a "
-                    "batch; see what they printed"
-                )
+            reason = (
+                f"; {worker.starts} processes in a row have died without making a "
+                "batch; see what they printed"
             )
+            self._fail(death.error(reason))
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
         self._servers.restarts += 1
@@ -273,7 +266,6 @@ class ProcessPool(LastingPool):
         return not self._is_over
 
     def end(self) -> None:
-        """End the workers in the background, from any thread or finalizer."""
         if self._is_ended:
             return
         with self._lock:

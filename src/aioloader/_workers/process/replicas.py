@@ -20,20 +20,13 @@ Pipeline: TypeAlias = Any  # an iteration, by identity
 
 @dataclass(eq=False)
 class _Stream:
-    """What one worker reads in one iteration.
+    """What one worker reads in one iteration."""
 
-    Attributes:
-        has_begun: Whether its process has started to read.
-        lost: The error that its next request raises.
-        read: Which of its batches have arrived.
-        state: Its last state, if it was continued after a death.
-    """
-
-    has_begun: bool = False
+    has_begun: bool = False  # whether its process has started to read
     has_ended: bool = False
-    lost: WorkerDiedError | None = None
-    read: Progress | None = None
-    state: Any = None
+    lost: WorkerDiedError | None = None  # the error that its next request raises
+    read: Progress | None = None  # which of its batches have arrived
+    state: Any = None  # its last state, if it was continued after a death
 
 
 class Replicas:

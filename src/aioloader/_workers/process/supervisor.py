@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,54 +44,38 @@ _OURS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGCHLD", signal.SIGTER
 
 
 class Note(NamedTuple):
-    """A report of a supervisor to the loader.
+    """A report of a supervisor to the loader."""
 
-    Attributes:
-        word: ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"``
-            (worker, pid), ``"died"`` (worker, exit status), ``"ended"`` (all workers),
-            ``"threads"`` (it cannot fork: unpickling has started threads) or
-            ``"failed"`` (error); the loader adds ``"orphaned"``: it has died.
-    """
-
+    # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
+    # ``"died"`` (worker, exit status), ``"ended"`` (all workers), ``"threads"`` (it
+    # cannot fork: unpickling has started threads) or ``"failed"`` (error); the loader
+    # adds ``"orphaned"``: it has died.
     word: str
     worker: int = -1
     number: int = 0
     error: RemoteError | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
-    """Fork and reap workers on the loader's instructions.
+    """Fork and reap workers on the loader's instructions."""
 
-    Args:
-        control: The channel to the loader.
-        loader: A pidfd of the loader's process.
-        spec: What the workers do, if they inherit it. Without it, sets of workers
-            follow each other, each with a file that the loader sends.
-        ends: The descriptors that all workers share, with ``spec``.
-        collects: Whether the garbage collector of the workers is on.
-    """
+    control: Channel  # to the loader
+    loader: int  # a pidfd of its process
+    # What the workers do, if they inherit it; None: each unpickles the file. Without
+    # it, sets of workers follow each other, each with a file that the loader sends.
+    spec: WorkerSpec | None = None
+    ends: Sequence[int] = ()  # the descriptors that all workers share
+    collects: bool = True  # whether the garbage collector of the workers is on
 
-    def __init__(
-        self,
-        control: Channel,
-        loader: int,
-        spec: WorkerSpec | None = None,
-        ends: Sequence[int] = (),
-        *,
-        collects: bool = True,
-    ) -> None:
-        self._control = control
-        self._loader = loader
-        self._spec = spec  # None: each worker unpickles the file
-        self._ends = ends
-        self._collects = collects
-        self._is_served = spec is None
+    def __post_init__(self) -> None:
+        self._is_served = self.spec is None
         self._file = -1
         self._surroundings: Surroundings | None = None
         self._start_method = ""
         self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
-        self._parent: Any = _parent_by(loader)
+        self._parent: Any = _parent_by(self.loader)
         os.setpgid(0, 0)  # a SIGTERM to the user's group is for the user's process
         self._handlers = _ignored_signals()
 
@@ -105,18 +90,16 @@ class Supervisor:
 
     def tell(self, note: Note) -> None:
         with contextlib.suppress(OSError):  # it is gone, or does not read
-            self._control.send_frame(pickle.dumps(note, 5))
+            self.control.send_frame(pickle.dumps(note, 5))
 
     def _wait_and_act(self) -> bool:
         """Wait for an event and handle it; return whether there may be more."""
-        ready: list[Any] = connection.wait(
-            [self._control, self._loader, *self._workers]
-        )
+        ready: list[Any] = connection.wait([self.control, self.loader, *self._workers])
         for pidfd in {*ready} & {*self._workers}:
             self._reap(pidfd)
-        if self._control not in ready:
-            return self._loader not in ready
-        received = self._control.receive_frame()
+        if self.control not in ready:
+            return self.loader not in ready
+        received = self.control.receive_frame()
         assert received is not None
         word, argument = decode(received[0])
         if word == "begin":
@@ -144,14 +127,14 @@ class Supervisor:
 
         If not, this process ends: its workers would take requests and lose them.
         """
-        self._file, *self._ends = descriptors
+        self._file, *self.ends = descriptors
         self._surroundings, self._start_method = surroundings, method
         self.tell(Note("up", number=os.getpid()))
         try:
             surroundings.enter()
             # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
-            self._spec = receive(self._file) if is_shared else None
+            self.spec = receive(self._file) if is_shared else None
             worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
@@ -163,7 +146,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End the workers: their queues are closed, so most end by themselves."""
-        if not connection.wait([self._loader], timeout=0):  # it is not alone
+        if not connection.wait([self.loader], timeout=0):  # it is not alone
             self._await_all(ASKED)
         for _, process in self._workers.values():
             process.terminate()
@@ -172,14 +155,14 @@ class Supervisor:
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
-            for descriptor in (self._file, *self._ends):
+            for descriptor in (self._file, *self.ends):
                 os.close(descriptor)
-            self._spec, self._ends = None, []
+            self.spec, self.ends = None, []
             gc.collect()
             self.tell(Note("ended"))
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
-        ends = worker_main.Ends(*descriptors, *self._ends)
+        ends = worker_main.Ends(*descriptors, *self.ends)
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
@@ -195,7 +178,7 @@ class Supervisor:
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
-        self._control.close()
+        self.control.close()
         for pidfd in self._workers:
             os.close(pidfd)
         for number, handler in self._handlers.items():
@@ -207,8 +190,8 @@ class Supervisor:
         worker_main.run(worker, ends, self._spec_of_worker)
 
     def _spec_of_worker(self) -> WorkerSpec:
-        spec = receive(self._file) if self._spec is None else self._spec
-        if self._collects:
+        spec = receive(self._file) if self.spec is None else self.spec
+        if self.collects:
             gc.enable()
         return spec
 
@@ -236,12 +219,7 @@ class Supervisor:
 
 
 def be_forked(
-    control: Channel,
-    loader: int,
-    spec: WorkerSpec,
-    ends: list[int],
-    *,
-    collects: bool,
+    control: Channel, loader: int, spec: WorkerSpec, ends: list[int], *, collects: bool
 ) -> None:
     """Run the supervisor that ``iter()`` forks from the user's process.
 
@@ -317,5 +295,4 @@ def kill_group(pid: int) -> None:
 
 
 def number_of_threads() -> int:
-    """Return the number of threads of this process."""
     return len(list(Path("/proc/self/task").iterdir()))

@@ -46,12 +46,7 @@ from aioloader._workers.process.messages import (
     Request,
     unpack,
 )
-from aioloader._workers.remote_tasks import (
-    RemoteError,
-    maker_of,
-    refused,
-    remote,
-)
+from aioloader._workers.remote_tasks import RemoteError, maker_of, refused, remote
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind

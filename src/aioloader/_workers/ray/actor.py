@@ -37,17 +37,11 @@ _SHARED_BYTES = 1 << 16
 
 
 class Begun(NamedTuple):
-    """An actor's report that its process is ready or cannot start.
-
-    Attributes:
-        host: Name of its machine.
-        error: The error of the user's init function, of entering the lifespan or of
-            unpickling, if it cannot start.
-    """
+    """An actor's report that its process is ready or cannot start."""
 
     pid: int
-    host: str
-    error: RemoteError | None = None
+    host: str  # name of its machine
+    error: RemoteError | None = None  # of user code or unpickling, if it cannot start
 
 
 class RayActor:
@@ -91,7 +85,6 @@ class RayActor:
         )
 
     def leave(self) -> None:
-        """Leave the lifespan of the dataset."""
         if self._pipeline is not None:
             self._pipeline.dismiss()
             self._pipeline.ended.wait(GRACE)

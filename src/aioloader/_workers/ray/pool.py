@@ -45,40 +45,27 @@ Done = Future[Any]
 
 @dataclass(eq=False, slots=True)
 class _Seat:
-    """A worker: Ray may have restarted its actor since it was last heard from.
-
-    Attributes:
-        begun: The report of the actor's process that it is ready; None before.
-        tickets: The batches that it has, the oldest first.
-    """
+    """A worker: Ray may have restarted its actor since it was last heard from."""
 
     number: int
     actor: Any
-    begun: Begun | None = None
+    begun: Begun | None = None  # the report of the actor's process that it is ready
+    # The batches that it has, the oldest first.
     tickets: "list[_Ticket]" = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A batch in flight.
+    """A batch in flight."""
 
-    Attributes:
-        number: Its place among all requests.
-        has_failed: Whether an actor has died with it.
-        seat: The worker that it was sent to.
-        begun: The process there.
-        since: When it was sent.
-        answer: Ray's reference to its answer; None while it waits.
-    """
-
-    number: int
+    number: int  # its place among all requests
     pipeline: Pipeline
     task: BatchTask
-    has_failed: bool = False
-    seat: _Seat | None = None
-    begun: Begun | None = None
-    since: float = 0.0
-    answer: Any = None
+    has_failed: bool = False  # whether an actor has died with it
+    seat: _Seat | None = None  # the worker that it was sent to
+    begun: Begun | None = None  # the process there
+    since: float = 0.0  # when it was sent
+    answer: Any = None  # Ray's reference to its answer; None while it waits
 
 
 class RayPool(LastingPool):
@@ -129,7 +116,6 @@ class RayPool(LastingPool):
         self._thread.post(partial(self._forget, pipeline))
 
     def explain(self, task: BatchTask) -> str:
-        """Describe the actor that has ``task``, since when, and its stack."""
         ticket = self._find(task)
         if ticket is None or ticket.seat is None or ticket.begun is None:
             return self._waits()
@@ -155,7 +141,6 @@ class RayPool(LastingPool):
         return not self._is_over
 
     def end(self) -> None:
-        """End the actors in the background, from any thread or finalizer."""
         if not self._is_over:
             self._is_over = True
             self._thread.post(self._end)
