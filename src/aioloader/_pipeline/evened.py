@@ -6,16 +6,14 @@ rank's last one, until the last rank ends.
 """
 
 import contextlib
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from aioloader._order.shared_end import SharedEnd
+from aioloader._order.shared_end import EndTalk, SharedEnd
 from aioloader._pipeline.ahead_feed import AheadFeed
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import BatchTimeoutError
 
-# What the stream's ``end_talk`` returns: the core imports no stream.
-EndTalk: TypeAlias = Any
 # Makes the consumer look again; no batch has this number.
 _NEWS: Final = -1
 
@@ -120,7 +118,7 @@ class EvenedQueue(ReadyQueue):
         super().close()
 
     def join(self) -> bool:
-        return bool(self.talk.join())
+        return self.talk.join()
 
     def joins_at_once(self) -> bool:
         return False
@@ -182,7 +180,7 @@ class EvenedFeed(AheadFeed):
         limit = super()._limit()
         if not self._queue.end.needs_others():
             return limit
-        allowed: float = self._queue.talk.timeout
+        allowed = self._queue.talk.timeout
         return allowed if limit is None else min(limit, allowed)
 
     def _time_out(self, waited: float) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from aioloader._order.rank_store import RankStore, digest, group, key_of
-from aioloader._order.shared_end import Count, Counts, SharedEnd
+from aioloader._order.shared_end import Count, Counts, EndTalk, SharedEnd
 from aioloader.errors import DatasetError
 
 # -- lists of shards ----------------------------------------------------------------
@@ -124,7 +124,7 @@ _GRACE = 10.0  # seconds for the threads to end
 _LEFT = b"left"  # wakes the thread that listens
 
 
-class StoreTalk:
+class StoreTalk(EndTalk):
     """Agrees on the end of an epoch, in rounds.
 
     In each round every rank tells how many batches it has, as soon as these are more
@@ -151,8 +151,8 @@ class StoreTalk:
         at: Sequence[int],
         name: str,
     ) -> None:
-        self.timeout: float = store.patience  # seconds that a rank waits for others
-        self.who: str = f"rank {rank} of {ranks}"  # for errors
+        self.timeout: float = store.patience
+        self.who: str = f"rank {rank} of {ranks}"
         self._store, self._rank, self._ranks = store, rank, ranks
         self._what, self._at, self._name = what, list(at), name
         self._key = ""
@@ -164,10 +164,7 @@ class StoreTalk:
         self._threads: list[threading.Thread] = []
 
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start to tell what ``end`` knows of this rank, and to update it.
-
-        ``wake`` is called after each update, in another thread, and with an error.
-        """
+        """Start to tell what ``end`` knows of this rank, and to update it."""
         if self._threads or self._is_closed:
             return
         self._end, self._wake = end, wake
