@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from aioloader.datasets._arrow import imported
+from aioloader._observe.extras import imported
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
@@ -24,10 +24,9 @@ Row = dict[str, Any]
 
 
 def _format(module: str, name: str) -> Any:
-    made = imported(
-        f"aioloader.datasets._arrow.{module}", "Parquet and Arrow files need"
-    )
-    return getattr(made, name)
+    need = "arrow", "Parquet and Arrow files need pyarrow"
+    imported("pyarrow", *need)
+    return getattr(imported(f"aioloader.datasets._arrow.{module}", *need), name)
 
 
 class ParquetDataset(StoredStream[Row]):

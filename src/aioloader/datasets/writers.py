@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
-from aioloader.datasets._arrow import imported
+from aioloader._observe.extras import imported
 from aioloader.datasets._options import check_at_least, names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
@@ -475,4 +475,4 @@ async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
 
 
 def _import_pyarrow() -> Any:
-    return imported("pyarrow", "writing Parquet needs")
+    return imported("pyarrow", "arrow", "writing Parquet needs pyarrow")

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from aioloader._observe.extras import imported
 from aioloader._order.forks import fork_safe
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.options import Options, revealed
@@ -32,7 +33,6 @@ from aioloader.datasets._stores.sources import (
     words_of,
 )
 from aioloader.datasets._stores.versions import Piece, Version
-from aioloader.errors import UNRELEASED
 
 T = TypeVar("T")
 
@@ -146,12 +146,7 @@ class HubStore(FileSystemStore):
     _hint = "; is it private, and HF_TOKEN set?"
 
     def __init__(self, url: Address, options: Options) -> None:
-        try:
-            import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
-        except ImportError as exc:
-            raise ImportError(
-                f'hf:// needs huggingface_hub: pip install "aioloader[hub]{UNRELEASED}"'
-            ) from exc
+        imported("huggingface_hub", "hub", "hf:// needs huggingface_hub")
         if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(
                 f"unknown store options of hf://: {', '.join(unknown)}; it has "
