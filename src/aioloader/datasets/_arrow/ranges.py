@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.errors import DatasetError, TruncatedReadError
 
 Span: TypeAlias = tuple[int, int]
@@ -153,10 +154,7 @@ class Ranges:
     async def aclose(self) -> None:
         """Cancel the requests; a thread that waits for bytes fails."""
         self._is_closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     async def _fetch(self, start: int, stop: int) -> memoryview:
         task = asyncio.current_task()

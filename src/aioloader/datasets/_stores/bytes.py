@@ -12,6 +12,7 @@ from collections import deque
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.failures import NoRangesError
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.stored import StoredObject
 from aioloader.datasets._stores.stores import WholeObject
 from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version
@@ -101,9 +102,7 @@ class ObjectBytes:
         """Cancel the requests in flight; no other is sent."""
         self._is_over = True
         pieces, self._pieces = self._pieces, deque()
-        for piece in pieces:
-            piece.cancel()
-        await asyncio.gather(*pieces, return_exceptions=True)
+        await cancel(pieces)
 
     async def _next_chunk(self, whole: WholeObject) -> Buffer:
         """Return the next part of the whole object, after the start."""

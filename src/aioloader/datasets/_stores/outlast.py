@@ -1,7 +1,7 @@
-"""Waits that cancellation must not interrupt."""
+"""Waits that cancellation must not interrupt, and waits for cancelled tasks."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -21,6 +21,14 @@ async def outlast(work: "asyncio.Future[Any]") -> Any:
             work.exception()  # retrieved: nobody else will
         raise cancelled
     return work.result()
+
+
+async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
+    """Cancel tasks, and wait for them to end."""
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_thread(

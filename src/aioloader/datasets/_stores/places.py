@@ -38,6 +38,7 @@ from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
@@ -324,7 +325,5 @@ async def each(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel(workers)
     return [found[number] for number in range(len(addresses))]

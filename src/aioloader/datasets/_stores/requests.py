@@ -2,7 +2,7 @@
 
 A stall is detected by a timeout for each request, because a hanging connection raises
 no error. Errors that waiting cannot cure (no such object, no permission) are raised at
-once. Nothing here knows of stores: databases are retried by it too.
+once.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.retry import RETRIED
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
 
@@ -226,9 +227,7 @@ class Tries:
                 if good or not waiting:
                     return (good or [*done])[0].result()
         finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            await cancel(requests)
 
 
 async def _tried(

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from aioloader._order.blocks import Bad, Block, join
 from aioloader._order.ranks import Deal
-from aioloader.datasets._streams.cursors import Cursor, State, cancel
+from aioloader.datasets._stores.outlast import cancel
+from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.weave import woven
 
 # Most samples that all readers here are asked for at once; most pulls' worth.

@@ -25,13 +25,12 @@ from aioloader._order.permutation import (
     pause,
 )
 from aioloader._order.raising import ends_task
-from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._stores.outlast import cancel, outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
     Replayed,
     State,
-    cancel,
     check_again,
     skip,
 )

@@ -16,13 +16,13 @@ import numpy as np
 
 from aioloader._order.blocks import Block, join, pick, weave
 from aioloader._order.mixture import Schedule
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._streams.cursors import (
     Ahead,
     Cursor,
     Reading,
     Replayed,
     State,
-    cancel,
 )
 from aioloader.datasets._streams.lane import Lane
 
