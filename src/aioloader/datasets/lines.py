@@ -12,10 +12,11 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Unpack
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._cuts import Cuts, at_line_ends
 from aioloader.datasets._engine import Feed, Kind, Steps
 from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._options import StreamOptions, check_at_least, names_options
+from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 from aioloader.errors import DatasetError
 

@@ -25,7 +25,7 @@ from aioloader._order.failures import noted
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.raising import ends_task
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of

@@ -32,15 +32,10 @@ from aioloader._order.permutation import (
     keyed_order,
     paced,
 )
+from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._engine import ByteFormat, Make
-from aioloader.datasets._options import (
-    OrderOptions,
-    StreamOptions,
-    check_at_least,
-    check_is,
-    names_options,
-)
+from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,

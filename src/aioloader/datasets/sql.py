@@ -7,7 +7,6 @@ against 238.
 """
 
 import asyncio
-import operator
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,8 @@ from typing import (
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._options import check_at_least, names_options
+from aioloader.datasets._checks import check_at_least, position_of
+from aioloader.datasets._options import names_options
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
@@ -212,12 +212,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         return f"{self._relation.label} of {self._address.label!r}"
 
     def _key(self, index: SupportsIndex) -> Any:
-        position = operator.index(index)
-        if not -len(self._keys) <= position < len(self._keys):
-            raise IndexError(
-                f"index {position} is out of range for {len(self._keys):,} samples"
-            )
-        key = self._keys[position]
+        key = self._keys[position_of(index, len(self._keys))]
         return int(key) if isinstance(key, np.integer) else key
 
     async def _list(self) -> Keys:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._options import check_at_least, check_is, check_token
+from aioloader.datasets._checks import check_at_least, check_is, check_token, check_word
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
@@ -268,16 +268,9 @@ class Stream(Iterated[Sample_co]):
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")
-        if strategy not in {"concat", "best_fit"}:
-            raise ValueError(
-                f"strategy must be 'concat' or 'best_fit', got {strategy!r}"
-            )
-        if overlong not in {"split", "truncate", "drop"}:
-            raise ValueError(
-                f"overlong must be 'split', 'truncate' or 'drop', got {overlong!r}"
-            )
-        if last not in {"drop", "pad"}:
-            raise ValueError(f"last must be 'drop' or 'pad', got {last!r}")
+        check_word(strategy, Strategy, "strategy")
+        check_word(overlong, Overlong, "overlong")
+        check_word(last, Last, "last")
         for_best_fit = {"overlong": overlong, "window": window, "seed": seed}
         if strategy == "concat" and (overlong, window, seed) != ("split", 1000, 0):
             raise ValueError(

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader._observe.extras import imported
+from aioloader.datasets._checks import check_word
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
-from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
+from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ArrowDataset(StoredStream[Row]):
         missing_end: MissingEnd = "error",
         **options: Unpack[StreamOptions],
     ) -> None:
-        check_missing_end(missing_end)
+        check_word(missing_end, MissingEnd, "missing_end")
         made_by = partial(
             _format("ipc", "ArrowFormat"),
             missing_end=missing_end,

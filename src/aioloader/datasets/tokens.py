@@ -25,7 +25,8 @@ from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
 from aioloader.datasets._arrow.copies import Copies, read_local
-from aioloader.datasets._options import check_at_least, check_is, names_options
+from aioloader.datasets._checks import check_at_least, check_is, position_of
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
@@ -252,10 +253,7 @@ class TokenDataset(Dataset[Any]):
 
     def _start(self, index: SupportsIndex) -> int:
         """Return the first token of a sample."""
-        position, count = operator.index(index), len(self)
-        if not -count <= position < count:
-            raise IndexError(f"index {position} is out of range for {count:,} samples")
-        return (position if position >= 0 else position + count) * self.length
+        return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
         """Return the samples of windows, each with the next token at its end.

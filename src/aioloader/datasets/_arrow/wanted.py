@@ -15,6 +15,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
+from aioloader.datasets._checks import check_is
 from aioloader.errors import DatasetError
 
 # Recent schemas; most files have one of them.
@@ -52,9 +53,7 @@ class Wanted:
         filters: Any = None,
     ) -> None:
         self._columns = _names_in(columns)
-        if not isinstance(nulls, Mapping | None):
-            kind = type(nulls).__name__
-            raise TypeError(f"nulls must be a dict of column to value, got {kind}")
+        check_is(nulls, Mapping | None, "nulls", "a dict of column to value")
         if schema is not None:
             _check_schema(schema, self._columns)
             self._columns = self._columns or schema.names
@@ -230,8 +229,7 @@ def _names_in(columns: Any) -> list[str] | None:
 
 
 def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
-    if not isinstance(schema, pa.Schema):
-        raise TypeError(f"schema must be a pyarrow.Schema, got {type(schema).__name__}")
+    check_is(schema, pa.Schema, "schema", "a pyarrow.Schema")
     missing = [name for name in names or () if name not in schema.names]
     if missing:
         raise ValueError(f"columns= names {missing}, not in schema= {schema.names}")

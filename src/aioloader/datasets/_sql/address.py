@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
-from aioloader.datasets._options import check_is
+from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import (
     DatasetError,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._sql.address import Address, retried
 from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.postgres import Postgres

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from aioloader.datasets._options import check_is
+from aioloader.datasets._checks import check_is
 
 _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.retry import RETRIED
+from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
@@ -61,9 +62,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "deadline", "base_delay", "max_delay"):
-            if not isinstance(value := getattr(self, name), int | float):
-                kind = type(value).__name__
-                raise TypeError(f"{name} must be a number of seconds, got {kind}")
+            check_is(getattr(self, name), int | float, name, "a number of seconds")
         if self.timeout <= 0 or self.deadline <= 0:
             raise ValueError(
                 f"timeout and deadline must be above 0, got {self.timeout} and "
@@ -80,11 +79,8 @@ USUAL = Requests()
 
 
 def policy_of(requests: Requests | None) -> Requests:
-    if not isinstance(requests, Requests | None):
-        raise TypeError(
-            "requests must be aioloader.datasets.Requests(timeout=..., deadline=...), "
-            f"got {type(requests).__name__}"
-        )
+    words = "aioloader.datasets.Requests(timeout=..., deadline=...)"
+    check_is(requests, Requests | None, "requests", words)
     return requests or USUAL
 
 

@@ -19,7 +19,7 @@ from aioloader._order.blocks import Bad, Block, spread
 from aioloader._order.rank_store import RankStore
 from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._streams.agreement import Agreement, StoreTalk
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State

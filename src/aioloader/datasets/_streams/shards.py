@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -206,16 +206,6 @@ class StoredFormat(ShardFormat):
     @abc.abstractmethod
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
-
-
-def check_missing_end(given: object) -> None:
-    """Check an argument.
-
-    Raises:
-        ValueError: If it is not one of the words.
-    """
-    if given not in get_args(MissingEnd):
-        raise ValueError(f"missing_end must be 'error' or 'warn', got {given!r}")
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._options import differing
+from aioloader.datasets._checks import differing
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import StateMismatchError

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from aioloader.datasets._options import differing
+from aioloader.datasets._checks import differing
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1

@@ -1,0 +1,53 @@
+"""Checks of arguments that many datasets share, and words for what differs."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any, SupportsIndex, get_args
+
+
+def check_at_least(value: int, least: int, name: str) -> int:
+    """Return an integer; raise a TypeError or a ValueError unless it is enough."""
+    check_is(value, SupportsIndex, name, "an integer")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return number
+
+
+def check_token(value: Any, name: str) -> int:
+    """Return a token; raise a TypeError or a ValueError if it is no int64."""
+    token = check_at_least(value, -(1 << 63), name)
+    if token >= 1 << 63:
+        raise ValueError(f"{name} must be below 2**63, as an int64 is, got {token:,}")
+    return token
+
+
+def differing(what: str, old: Any, new: Any) -> str:
+    """Return ``what``, with the entries that differ in brackets if it is a mapping."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return what
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return f"{what} ({', '.join(names)})"
+
+
+def check_is(value: object, kind: Any, name: str, words: str) -> None:
+    """Raise a TypeError with ``words`` for the kind, unless ``value`` is of it."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
+
+
+def check_word(value: object, words: Any, name: str) -> None:
+    """Raise a ValueError unless ``value`` is one of the words of a ``Literal``."""
+    known = get_args(words)
+    if value not in known:
+        *others, last = map(repr, known)
+        shown = f"{', '.join(others)} or {last}"
+        raise ValueError(f"{name} must be {shown}, got {value!r}")
+
+
+def position_of(index: SupportsIndex, count: int) -> int:
+    """Return an index of ``count`` samples, counted from the front."""
+    position = operator.index(index)
+    if not -count <= position < count:
+        raise IndexError(f"index {position} is out of range for {count:,} samples")
+    return position if position >= 0 else position + count
