@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import NoRangesError, file_failure
+from aioloader.datasets._stores.failures import NoRangesError, file_failure, truncated
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
-from aioloader.errors import TruncatedReadError
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.places import Places
@@ -184,11 +183,6 @@ def read_local(
 
 def _checked(data: bytes, expected: int, location: str) -> bytes:
     if len(data) != expected:
-        raise TruncatedReadError(
-            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was rewritten "
-            "meanwhile",
-            location=location,
-            expected=expected,
-            received=len(data),
-        )
+        what = "; it was rewritten meanwhile"
+        raise truncated(location, expected, len(data), what)
     return data

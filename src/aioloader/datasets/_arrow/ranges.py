@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader.datasets._stores.failures import truncated
 from aioloader.datasets._stores.outlast import cancel
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.errors import DatasetError
 
 Span: TypeAlias = tuple[int, int]
 
@@ -171,13 +172,8 @@ class Ranges:
     def _whole(self, start: int, stop: int, body: Buffer) -> memoryview:
         data = memoryview(body).cast("B")
         if len(data) != stop - start:
-            raise TruncatedReadError(
-                f"{self._location!r} gave {len(data):,} of {stop - start:,} bytes from "
-                f"byte {start:,} on",
-                location=self._location,
-                expected=stop - start,
-                received=len(data),
-            )
+            what = f" from byte {start:,} on"
+            raise truncated(self._location, stop - start, len(data), what)
         return data
 
     # -- in the thread --------------------------------------------------------------

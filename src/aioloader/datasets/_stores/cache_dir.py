@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from typing_extensions import Buffer
@@ -285,17 +285,28 @@ def _alone(path: str) -> Iterator[int]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # Without locks (Windows, some file systems) two scans do no harm.
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl  # noqa: PLC0415
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file, "LOCK_EX")  # without locks two scans do no harm
         yield file
     finally:
         # Closing it is not enough: a process forked meanwhile has it open, too.
-        with contextlib.suppress(ImportError, OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+        lock(file, "LOCK_UN")
         os.close(file)
+
+
+def lock(file: int | BinaryIO, *flags: str) -> bool:
+    """Lock or unlock a file; return whether no other has locked it.
+
+    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
+    """
+    # Windows has no such module, and some file systems have no locks.
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # noqa: PLC0415
+
+        try:
+            fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _is_left_over(name: str, age: float) -> bool:

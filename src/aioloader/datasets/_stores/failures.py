@@ -147,12 +147,11 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
 
 
 def truncated(
-    location: str, expected: int, received: int, start: int | None = None
+    location: str, expected: int, received: int, what: str = " announced"
 ) -> TruncatedReadError:
-    """Return the error for a read of another length than announced."""
-    what = "announced" if start is None else f"from byte {start:,} on"
+    """Return the error for a read of another length than expected."""
     return TruncatedReadError(
-        f"{location!r} gave {received:,} of {expected:,} bytes {what}",
+        f"{location!r} gave {received:,} of {expected:,} bytes{what}",
         location=location,
         expected=expected,
         received=received,

@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.bytes import SMALLEST
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import file_failure, truncated
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import (
     NOTHING,
@@ -21,7 +21,6 @@ from aioloader.datasets._stores.versions import (
     changed,
     version_of_file,
 )
-from aioloader.errors import TruncatedReadError
 
 T = TypeVar("T")
 
@@ -131,12 +130,7 @@ class FileBytes:
         if now != self.version:
             raise changed(self._path, self.version, now)
         if wanted and not length:
-            raise TruncatedReadError(
-                f"{self._path!r} gave {self._at:,} of {size:,} bytes",
-                location=self._path,
-                expected=size,
-                received=self._at,
-            )
+            raise truncated(self._path, size, self._at, "")
         return self._buffer[:length]
 
 

@@ -22,10 +22,15 @@ from anyio.to_thread import run_sync
 from aioloader._observe.extras import imported
 from aioloader._order.forks import fork_safe
 from aioloader.datasets._stores.addresses import Address
-from aioloader.datasets._stores.options import Options, revealed
+from aioloader.datasets._stores.options import Options
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.redact import Sealed, redact_url, secret_options
+from aioloader.datasets._stores.redact import (
+    Sealed,
+    redact_url,
+    revealed,
+    secret_options,
+)
 from aioloader.datasets._stores.sources import (
     Sized,
     Store,
@@ -131,8 +136,7 @@ class FileSystemStore(Store):
 
     def _at(self, key: str) -> tuple[Any, str]:
         """Return the file system, and the path of a key in it."""
-        system = self._system
-        system = system.value if isinstance(system, Sealed) else system
+        system = revealed(self._system)
         return system, f"{system.root_marker}{key}"
 
     async def aclose(self, _seconds: float | None = None) -> None:

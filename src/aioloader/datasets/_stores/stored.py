@@ -200,7 +200,8 @@ class StoredObject:
             raise RefusedError(changed(self.location, version, piece.version))
         expected = max(0, min(stop, piece.version.size) - start)
         if (received := len(memoryview(piece.data))) != expected:
-            raise truncated(self.location, expected, received, start)
+            what = f" from byte {start:,} on"
+            raise truncated(self.location, expected, received, what)
         return piece
 
 

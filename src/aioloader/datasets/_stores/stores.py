@@ -27,7 +27,6 @@ from aioloader.datasets._stores.options import (
     Options,
     check_no_options,
     open_store,
-    revealed,
 )
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
@@ -35,6 +34,7 @@ from aioloader.datasets._stores.redact import (
     Sealed,
     carries_secret,
     redact_url,
+    revealed,
     secret_options,
 )
 from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
@@ -139,7 +139,7 @@ class ObstoreStore(Store):
         """Return the store, if there is one in this process."""
         _RUNTIME.claim()
         if (given := self._given) is not None:
-            return given.value if isinstance(given, Sealed) else given
+            return revealed(given)
         made = self._made
         return made[1].value if made is not None and made[0] == os.getpid() else None
 

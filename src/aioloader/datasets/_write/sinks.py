@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from aioloader.datasets._stores.addresses import is_local, path_of
+from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.flights import (
     Flights,
@@ -191,22 +192,6 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def lock(file: BinaryIO, *flags: str) -> bool:
-    """Lock or unlock a file; return whether no other has locked it.
-
-    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
-    """
-    # Windows has no such module, and some file systems have no locks.
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl  # noqa: PLC0415
-
-        try:
-            fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
-        except BlockingIOError:
-            return False
-    return True
 
 
 def is_at(file: BinaryIO, path: Path) -> bool:
