@@ -121,9 +121,6 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
             raise file_failure(path, outcome) from outcome
         return outcome
 
-    async def _release(self) -> None:
-        await self._readers.here().aclose()
-
     def _locate(self, path: str) -> str:
         # A million `Path` objects would cost more than the reads.
         return path if self.root is None else os.path.join(self.root, path)  # noqa: PTH118

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._checks import check_at_least
@@ -96,32 +96,9 @@ class TextDataset(ByteStream[str]):
         return {**super().describe(), "encoding": self._encoding}
 
 
-class Decoder(Protocol):
-    """Decodes lines into samples."""
-
-    def one(self, line: bytes) -> list[Any]:
-        """Return the sample of a line without its end; nothing if it is empty.
-
-        Raises:
-            ValueError: If the line is damaged.
-        """
-
-    def is_plain(self, piece: bytes | memoryview) -> bool:
-        """Return whether ``many`` need not look closer at lines of these bytes."""
-
-    def many(
-        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
-    ) -> list[Any] | None:
-        """Return the samples of all lines, faster; None if ``one`` must decide.
-
-        Args:
-            lines: With their ends: a line feed, with or without a carriage return.
-            longest: Length of the longest one.
-            is_plain: Result for all bytes of the lines.
-        """
-
-
 class _TextDecoder:
+    """Decodes lines of text; its methods are those of ``JSONDecoder``."""
+
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
 
@@ -148,6 +125,9 @@ class _TextDecoder:
             return [without_end(line).decode(encoding) for line in lines]
         except ValueError:
             return None
+
+
+Decoder: TypeAlias = JSONDecoder | _TextDecoder
 
 
 def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:
