@@ -1,8 +1,10 @@
-"""Checks of arguments that many datasets share, and words for what differs."""
+"""Checks that many datasets share: of arguments, and of what a writer resumes."""
 
 import operator
 from collections.abc import Mapping
 from typing import Any, SupportsIndex, get_args
+
+from aioloader.errors import StateMismatchError
 
 
 def check_at_least(value: int, least: int, name: str) -> int:
@@ -22,12 +24,21 @@ def check_token(value: Any, name: str) -> int:
     return token
 
 
-def differing(what: str, old: Any, new: Any) -> str:
-    """Return ``what``, with the entries that differ in brackets if it is a mapping."""
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return what
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return f"{what} ({', '.join(names)})"
+def check_same(
+    where: str, begun: Mapping[str, Any], now: Mapping[str, Any], hint: str
+) -> None:
+    """Raise a StateMismatchError if a writer has begun something else than ``now``.
+
+    Of mappings it names the entries that differ.
+    """
+    for what, old in begun.items():
+        if old == (new := now[what]):
+            continue
+        text = f"{where} was started with another {what}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+            text += f" ({', '.join(names)})"
+        raise StateMismatchError(f"{text}; {hint}", expected=old, found=new)
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:

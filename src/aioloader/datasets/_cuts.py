@@ -7,11 +7,11 @@ about the same size, and depend only on the shards' sizes, so each rank finds th
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heapreplace
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.failures import NoRangesError
@@ -38,9 +38,13 @@ class CannotCutError(Exception):
     """Internal: why a shard cannot be cut, and what to do."""
 
 
-# Returns where all but the first of ``count`` even parts of a shard start, in order, or
-# raises a CannotCutError; given are the places, its address, its size and the count.
-Cuts: TypeAlias = Callable[[Places, Address, int, int], Awaitable[Sequence[int]]]
+class Cuts(Protocol):
+    """Finds where the shards of one format can be cut, or raises a CannotCutError."""
+
+    async def __call__(
+        self, places: Places, address: Address, size: int, count: int
+    ) -> Sequence[int]:
+        """Return where all but the first of ``count`` even parts start, in order."""
 
 
 async def cut_shards(

@@ -15,7 +15,6 @@ The reader unpacks, and limits blocks in number, bytes and time.
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import functools
 import gc
 import inspect
@@ -25,13 +24,12 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from typing_extensions import Buffer
 
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._reader import Made, Reader
-from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
@@ -430,14 +428,9 @@ class ByteFormat(StoredFormat):
         self, addresses: Any, places: Places, make: Make, cuts: Cuts | None = None
     ) -> None:
         self._addresses = addresses
-        self.places = places
+        self.places: Places = places
         self._kind = kind_of(make)
         self._cuts = cuts
-
-    def cached(self, cache: CacheDir) -> Self:
-        clone = copy.copy(self)
-        clone.places = self.places.cached(cache)
-        return clone
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None

@@ -62,7 +62,7 @@ class ArrowFormat(TableFormat):
         address, first, stop = shard
         if not stop:
             raise ValueError(
-                f"{self._opener.label(address)!r} is a stream, which is one shard and "
+                f"{self.places.label(address)!r} is a stream, which is one shard and "
                 "cannot be cut for more readers; write it as an Arrow file"
             )
         batches = stop - first
@@ -120,7 +120,7 @@ class ArrowFormat(TableFormat):
     ) -> bytes:
         """Return the first message of a stream, which holds the schema."""
         size = version.size
-        head, _ = await self._opener.part(address, 0, min(size, 8), version)
+        head, _ = await self.places.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
             raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
@@ -134,7 +134,7 @@ class ArrowFormat(TableFormat):
             # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
-                return (await self._opener.part(address, 0, stop, version))[0]
+                return (await self.places.part(address, 0, stop, version))[0]
         text = f"{location!r} is not an Arrow file or stream"
         if size < 8 or (first == _CONTINUED and stop > size):
             text += f", or was cut short at {size:,} bytes"

@@ -87,7 +87,7 @@ class ParquetFormat(TableFormat):
         """Return about how many bytes a row group has; None: opening it waits."""
         address, number, *more = shard
         end = self._kept.get(address)
-        if more or end is None or self._opener.path(address) is None:
+        if more or end is None or self.places.path(address) is None:
             return None
         metadata, leaves = end.facts.metadata, end.facts.leaves
         if not end.facts.is_sound or not leaves or len(leaves) > _FEW:

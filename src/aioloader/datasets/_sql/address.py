@@ -101,7 +101,8 @@ class Address:
 
     @property
     def _parameters(self) -> dict[str, str]:
-        return revealed(self._sealed)
+        parameters: dict[str, str] = revealed(self._sealed)
+        return parameters
 
     @property
     def path(self) -> str:

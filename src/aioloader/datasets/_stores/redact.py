@@ -71,7 +71,7 @@ class SecretURL(_Hidden, str):
     __slots__ = ()
 
 
-def revealed(value: "T | Sealed[T]") -> T:
+def revealed(value: Any) -> Any:
     """Return a value that may be hidden; do not keep it in an attribute."""
     return value.value if isinstance(value, Sealed) else value
 

@@ -72,25 +72,21 @@ def store_of(store: Any, options: Options) -> Store:
     return file_systems.FileSystemStore(store)
 
 
-class _Runtime:
-    """The process in which obstore's runtime, one per process, was started."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-
-    def claim(self) -> None:
-        """Mark the runtime as used here."""
-        pid = os.getpid()
-        if self._pid not in {0, pid}:
-            raise RuntimeError(
-                f"obstore was used in process {self._pid} before process {pid} was "
-                f"forked from it, and does not survive a fork; start workers without "
-                f"fork, or read nothing and list nothing (pass keys=) before it"
-            )
-        self._pid = pid
+# The process in which obstore's runtime, one per process, was started.
+_STARTED_IN: list[int] = []
 
 
-_RUNTIME = _Runtime()
+def _claim_runtime() -> None:
+    """Check that obstore's runtime was not started before a fork."""
+    pid = os.getpid()
+    if not _STARTED_IN:
+        _STARTED_IN.append(pid)
+    if [pid] != _STARTED_IN:
+        raise RuntimeError(
+            f"obstore was used in process {_STARTED_IN[0]} before process {pid} was "
+            "forked from it, and does not survive a fork; start workers without fork, "
+            "or read nothing and list nothing (pass keys=) before it"
+        )
 
 
 class ObstoreStore(Store):
@@ -137,9 +133,10 @@ class ObstoreStore(Store):
 
     def _opened(self) -> "ObjectStore | None":
         """Return the store, if there is one in this process."""
-        _RUNTIME.claim()
+        _claim_runtime()
         if (given := self._given) is not None:
-            return revealed(given)
+            store: ObjectStore = revealed(given)
+            return store
         made = self._made
         return made[1].value if made is not None and made[0] == os.getpid() else None
 

@@ -5,6 +5,7 @@ among readers, state) is built on these two base classes alone.
 """
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -201,11 +202,15 @@ class ShardFormat(abc.ABC):
 
 
 class StoredFormat(ShardFormat):
-    """A format of shards in a store."""
+    """A format of shards in a store, opened by its ``places``."""
 
-    @abc.abstractmethod
+    places: Any
+
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
+        clone = copy.copy(self)
+        clone.places = self.places.cached(cache)
+        return clone
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:

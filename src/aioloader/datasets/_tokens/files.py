@@ -20,10 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._checks import differing
+from aioloader.datasets._checks import check_same
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.versions import Version
-from aioloader.errors import StateMismatchError
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
@@ -151,17 +150,10 @@ class Sidecar:
             StateMismatchError: If it wrote something else.
         """
         found = self.loaded(text, location)
-        mine = json.loads(self.dump())
-        for what in ("format", "dtype", "eos", "metadata"):
-            old, new = getattr(found, what), mine[what]
-            if old != new:
-                raise StateMismatchError(
-                    f"{location!r} was started with another "
-                    f"{differing(what, old, new)}; remove it, with its hidden "
-                    "'.partial' files, or write to another path",
-                    expected=old,
-                    found=new,
-                )
+        begun = asdict(found)
+        del begun["documents"], begun["tokens"]
+        hint = "remove it, with its hidden '.partial' files, or write to another path"
+        check_same(repr(location), begun, json.loads(self.dump()), hint)
         return found
 
 

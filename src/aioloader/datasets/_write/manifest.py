@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from aioloader.datasets._checks import differing
+from aioloader.datasets._checks import check_same
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1
@@ -116,14 +116,6 @@ class Manifest:
                 expected=_VERSION,
                 found=version,
             )
-        mine = json.loads(self.dump())
-        for what, old in theirs.items():
-            if old != mine[what]:
-                raise StateMismatchError(
-                    f"{where} was started with another "
-                    f"{differing(what, old, mine[what])}; write to another place, "
-                    f"or under another name",
-                    expected=old,
-                    found=mine[what],
-                )
+        hint = "write to another place, or under another name"
+        check_same(where, theirs, json.loads(self.dump()), hint)
         return replace(self, shards=shards, schema=schema)
