@@ -35,11 +35,7 @@ class JSONDecoder:
     """
 
     def one(self, line: bytes) -> list[Any]:
-        """Return the value of a line; nothing if it is empty.
-
-        Raises:
-            ValueError: If it is not JSON.
-        """
+        """Return the value of a line; nothing if it is empty; or raise a ValueError."""
         if not line.strip():
             return []
         fast = _orjson_loads()

@@ -33,9 +33,7 @@ _SIDES = ("<u1", "<u2", "<u4", "<u8")
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
     """Return the decoder of a column.
 
-    Raises:
-        ValueError: If the encoding is unknown, or unsafe and not allowed.
-        ImportError: If it has images and Pillow is not installed.
+    A ValueError if the encoding is unknown, or unsafe and not allowed.
     """
     name, _, config = encoding.partition(":")
     if name == "ndarray":

@@ -124,7 +124,6 @@ class _BatchesAsync(_Batches):
     """The same, if one of them is async; all are read at the same time."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Return the samples at ``indices``."""
         samples: list[Any] = [None] * len(indices)
 
         async def read(dataset: Any, places: list[int], own: list[int]) -> None:

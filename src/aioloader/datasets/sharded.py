@@ -192,8 +192,7 @@ class ShardedStream(Stream[Sample_co]):
     async def _agreed(self, reading: Reading, known: Summary | None) -> "_Listing":
         """Return the shards that all ranks have.
 
-        Raises:
-            DatasetError: If other ranks have found other shards.
+        A DatasetError if other ranks have found other shards.
         """
         assert reading.agreement is not None
 

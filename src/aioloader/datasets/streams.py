@@ -319,13 +319,10 @@ class Stream(Iterated[Sample_co]):
 
 
 class _Step(Stream[Any]):
-    """A stream made of another one by a step.
+    """A stream made of another one by a step, whose cursor is of the class ``step``.
 
-    Args:
-        upstream: The other one.
-        step: The class of its cursor.
-        described: The step's parameters that determine the samples.
-        more: Other parameters, and those that are described by their names.
+    ``described`` are the step's parameters that determine the samples; ``more`` are
+    others, and those that are described by their names.
     """
 
     def __init__(
@@ -342,17 +339,14 @@ class _Step(Stream[Any]):
         return self.sources[0]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return the step's cursor over that of the previous step."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
         parameters = {**self._described, **self._more}
         return self._step(upstream, state, reading, **parameters)
 
     def total(self) -> int | None:
-        """Return the length of an epoch, if known."""
         return self.upstream.total() if self._step.is_one_to_one else None
 
     def is_endless(self) -> bool:
-        """Tell whether it never ends."""
         return self._step is not Taken and super().is_endless()
 
     def carried(self, state: State, passed: int, share: Share) -> State | None:
@@ -362,7 +356,6 @@ class _Step(Stream[Any]):
         return None if up is None else {"up": up}
 
     def describe(self) -> State:
-        """Return the step's parameters, and the previous stream."""
         of = self.upstream.describe()
         return {"kind": self._step.kind, **self._described, "of": of}
 
@@ -375,8 +368,6 @@ class _Repeat(_Step):
     """A repeated stream."""
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over one pass after the other."""
-
         async def open_pass(number: int, up: State) -> Cursor:
             later = number << 32  # each pass is a separate epoch
             epoch, begun = reading.epoch + later, reading.begun + later
@@ -387,7 +378,6 @@ class _Repeat(_Step):
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
     def is_endless(self) -> bool:
-        """Tell whether it never ends."""
         return self._described["times"] is None or super().is_endless()
 
     def carried(self, _state: State, _passed: int, _share: Share) -> None:
@@ -403,7 +393,6 @@ class _EpochLength(_Step):
     _tail: Tail = "uneven"
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's part of the epoch."""
         # To the source all epochs are one, so a pass is never shuffled again midway.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
@@ -425,7 +414,6 @@ class _EpochLength(_Step):
         return {"up": state.get("up", {}), "again": again}
 
     def total(self) -> int:
-        """Return the length of an epoch."""
         count: int = self._described["count"]
         return count
 
@@ -434,7 +422,6 @@ class _EpochLength(_Step):
         return False
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
-        """Return the stream whose ranks have equal parts, unless that is "uneven"."""
         return self._clone(_tail=tail, leaves_out=is_skipped)
 
     def __repr__(self) -> str:

@@ -29,11 +29,7 @@ _BUDGET = 16 << 20
 
 
 class Copies:
-    """Opens addresses, with copies of files that cannot be read by ranges.
-
-    Args:
-        places: Opens the original addresses.
-    """
+    """Opens addresses, with copies of files that cannot be read by ranges."""
 
     def __init__(self, places: "Places") -> None:
         self._places = places

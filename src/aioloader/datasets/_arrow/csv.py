@@ -181,7 +181,6 @@ class CSVFormat(TableFormat):
         self._types |= {one.name: one.type for one in wanted.get("schema") or ()}
 
     def describe(self) -> dict[str, Any]:
-        """Return how lines are parsed, and which parts are read."""
         types = {name: str(one) for name, one in sorted(self._types.items())}
         names = {"column_names": self._column_names, "column_types": types}
         return {**super().describe(), **self._dialect.describe(), **names}

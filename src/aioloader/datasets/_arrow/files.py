@@ -75,15 +75,8 @@ class TableFormat(StoredFormat):
     """Tables in files, each with one or more shards.
 
     A format says what is known of a file (``_read_end``), and how a part of it is
-    decoded (``_decoding``).
-
-    Args:
-        addresses: Patterns of the files' addresses.
-        places: Opens them.
-        wanted: As for ``Wanted``: ``columns``, ``nulls``, ``schema``, ``filters``.
-
-    Raises:
-        ValueError: If ``wanted`` is wrong.
+    decoded (``_decoding``). ``addresses`` are patterns; the other arguments are those
+    of ``Wanted``, whose errors it raises.
     """
 
     def __init__(self, addresses: Any, places: Any, **wanted: Any) -> None:
@@ -105,7 +98,6 @@ class TableFormat(StoredFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Part]:
-        """Return the shards of all files, in order."""
         self.places.enter()
         stack.push_async_callback(self.places.aclose)
         addresses = await self.places.expand(self._addresses)
@@ -173,23 +165,18 @@ class TableFormat(StoredFormat):
         return shards
 
     async def sizes(self, shards: Sequence[Part], *, must: bool) -> list[int] | None:  # noqa: ARG002  (they were read with the ends of the files)
-        """Return the length of each shard: in rows, or in bytes."""
         return shards.sizes if isinstance(shards, Listed) else None
 
     def summary(self, shards: Sequence[Part]) -> Summary:
-        """Return the number of shards, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
-        """Return which columns are read, and the replacements of NULLs in them."""
         return self._wanted.describe()
 
     def count(self, shards: Sequence[Part]) -> int:
-        """Return how many shards may have wanted rows."""
         return sum(shard[-1] != SKIPPED for shard in shards)
 
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
-        """Return ``count`` shards that have the same rows in the same order."""
         whole = [shard for shard in shards if shard[-1] != SKIPPED]
         if not whole:
             return ([*shards] * count)[: max(count, len(shards))]
@@ -255,7 +242,6 @@ class TableFormat(StoredFormat):
     # -- reading --------------------------------------------------------------------
 
     def open(self, shard: Part, position: Position, budget: int) -> TableReader:
-        """Return a reader of a shard."""
         address, *part = shard
         opening = partial(self._open, address, part, position)
         label = self.places.label(address)

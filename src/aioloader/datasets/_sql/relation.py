@@ -34,14 +34,6 @@ class Relation:
         key_column: The key as an expression.
     """
 
-    text: str
-    key: str
-    columns: tuple[str, ...] | None
-    parameters: tuple[Any, ...]
-    is_query: bool
-    label: str
-    key_column: str
-
     def __init__(
         self,
         text: str,
@@ -110,8 +102,7 @@ class Relation:
     ) -> Sequence[str]:
         """Return the columns to deliver; ``hidden`` ones only if they are wanted.
 
-        Raises:
-            ValueError: If one does not exist, or two have the same name.
+        A ValueError if one does not exist, or two have the same name.
         """
         shown = ", ".join(found)
         if len(set(found)) < len(found):

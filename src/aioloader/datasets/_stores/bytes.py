@@ -27,11 +27,7 @@ START_DIVISOR = 8
 
 
 class ObjectBytes:
-    """An object's bytes, by ranged requests, or in one if the server has no ranges.
-
-    Attributes:
-        version: The object's version; None until it is known.
-    """
+    """An object's bytes, by ranged requests, or in one if the server has no ranges."""
 
     def __init__(
         self,
@@ -41,7 +37,7 @@ class ObjectBytes:
         known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None
+        self.version: Version | None = None  # until it is known
         self._object, self._known = object, known
         self._whole: WholeObject | None = None
         self._stop = sys.maxsize if stop is None else stop

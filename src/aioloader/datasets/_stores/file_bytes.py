@@ -32,12 +32,7 @@ _CACHED_PIECE = 1 << 17
 
 
 class FileBytes:
-    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
-
-    Attributes:
-        version: The file's version; None until it is open.
-        at_once: Bytes that are best read in one thread call.
-    """
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer."""
 
     def __init__(
         self,
@@ -47,10 +42,10 @@ class FileBytes:
         known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None
+        self.version: Version | None = None  # until it is open
         self._path, self._known = path, known
         self._at, self._stop = start, sys.maxsize if stop is None else stop
-        # Besides the buffer, the parsed data needs room.
+        # Bytes best read in one thread call; parsed data needs room besides the buffer.
         self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")

@@ -80,11 +80,9 @@ class FileSystemStore(Store):
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
     ) -> Piece:
-        """Return a range of a file."""
         return await self._run(self._get, key, start, stop)
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return all files in a folder and its subfolders."""
         found = await self._run(self._find, prefix)
         found = [pair for pair in found if after is None or pair[0] > after]
         for at in range(0, len(found), _PAGE):

@@ -65,14 +65,10 @@ class Listed(list[Any]):
 
 
 class Places:
-    """Opens addresses; pickled without open stores.
+    """Opens addresses, relative to a store if given; pickled without open stores.
 
-    Args:
-        store: What ``addresses`` are relative to.
-        options: Options of the store that they name.
-        requests: The policy of requests; default: the usual one.
-        cache: Keeps what is read from a store.
-        addresses: What will be opened; of paths alone no store and no client is made.
+    ``options`` are those of the stores that addresses name. ``addresses`` will be
+    opened: of paths alone no store and no client is made.
     """
 
     def __init__(

@@ -85,11 +85,7 @@ def policy_of(requests: Requests | None) -> Requests:
 
 
 class RefusedError(Exception):
-    """Wraps an error that waiting cannot cure, so that it is not retried.
-
-    Attributes:
-        error: The error to raise.
-    """
+    """Wraps an error that waiting cannot cure, so that it is not retried."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)

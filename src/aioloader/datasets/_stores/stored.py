@@ -70,11 +70,7 @@ class Client:
 
 
 class StoredObject:
-    """One object of a store.
-
-    Attributes:
-        block: Length of the aligned blocks to fetch it by, or 0.
-    """
+    """One object of a store, fetched by aligned blocks if there is a cache."""
 
     def __init__(
         self,

@@ -176,7 +176,6 @@ class ObstoreStore(Store):
         await self._flights.here().drain(seconds)
 
     async def aclose(self, seconds: float | None = None) -> None:
-        """Drain, then close; the store stays usable."""
         await self.drain(seconds)
         self.close()
 
@@ -200,7 +199,6 @@ class ObstoreStore(Store):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a range, at a version if it can be a condition."""
         obstore, follow, store = import_obstore(), self.follow, await self.opened()
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
@@ -224,7 +222,6 @@ class ObstoreStore(Store):
         return version_of(await self.follow(obstore.head_async(store, key)))
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return keys and sizes, page by page."""
         # obstore adds a web server's path to what it lists, but not to what it reads.
         root = _path_of_web(self.label)
         stream = import_obstore().list(

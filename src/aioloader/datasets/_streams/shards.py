@@ -216,14 +216,8 @@ class StoredFormat(ShardFormat):
 def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: their count and names.
 
-    They may be moved together: names count from their last common directory, without
-    queries, which hold signatures, and without accounts.
-
-    Args:
-        addresses: Those of the shards, in order.
-
-    Returns:
-        ``"count"``, and ``"names"``, a digest.
+    They may be moved together: names, of which it has a digest, count from their last
+    common directory, without queries, which hold signatures, and without accounts.
     """
     plain = [name_of(address) for address in addresses]
     # In parts, so that other threads get their turn.

@@ -85,11 +85,8 @@ class Step(Replayed):
     def _made_nothing(self, since: int | None) -> int | None:
         """Note that samples were read and none was made of them, since a pass.
 
-        Return that pass, at first the present one.
-
-        Raises:
-            ValueError: After several whole passes. Without it nothing would ever end,
-                and other ranks would wait for this one.
+        Return that pass, at first the present one. Several whole passes are an error:
+        without it nothing would ever end, and other ranks would wait for this one.
         """
         now = self.passes()
         if now is None or since is None:

@@ -37,11 +37,7 @@ Read = Callable[[Address, int, int], bytes]
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Return an integer type.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return an integer type; a ValueError if it is none."""
     found: np.dtype[Any] | None = None
     with contextlib.suppress(TypeError):
         found = np.dtype(dtype)
@@ -63,11 +59,7 @@ def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
-    """Return Megatron's number of a type.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Return Megatron's number of a type; a ValueError if it has none."""
     if dtype.name not in _CODES:
         raise ValueError(f"Megatron has {', '.join(_CODES)}, got {dtype.name}")
     return _CODES[dtype.name]
@@ -78,21 +70,12 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a writer says of a file of tokens, finished or not.
+    """What a writer says of a file of tokens, finished or not."""
 
-    Attributes:
-        format: ``"flat"`` or ``"megatron"``.
-        dtype: Name of the type; little-endian.
-        eos: The token that ends each document, or None.
-        metadata: The user's description of the documents' origin.
-        documents: Number of documents.
-        tokens: Number of tokens.
-    """
-
-    format: str
-    dtype: str
-    eos: int | None
-    metadata: Mapping[str, Any]
+    format: str  # "flat" or "megatron"
+    dtype: str  # its name; little-endian
+    eos: int | None  # the token that ends each document
+    metadata: Mapping[str, Any]  # the user's description of the documents' origin
     documents: int = 0
     tokens: int = 0
 
@@ -103,11 +86,7 @@ class Sidecar:
 
     @classmethod
     def loaded(cls, text: bytes, location: str) -> "Sidecar":
-        """Return what JSON says.
-
-        Raises:
-            ValueError: If it is of something else.
-        """
+        """Return what JSON says; a ValueError if it is of something else."""
         try:
             content = json.loads(text)
             is_known = content.pop("version") == _SIDECAR_VERSION
@@ -125,11 +104,7 @@ class Sidecar:
     def beside(
         cls, path: Address, version: Version, look: Look, read: Read
     ) -> "Sidecar | None":
-        """Return that of a finished file, if it has one.
-
-        Raises:
-            ValueError: If it is of something else.
-        """
+        """Return that of a finished file, if it has one, as ``loaded`` does."""
         location = _added(path, ".json")
         told = _looked(look, location)
         if told is None:
@@ -146,8 +121,7 @@ class Sidecar:
     def resumed(self, text: bytes, location: str) -> "Sidecar":
         """Return how far an earlier writer of the same tokens got.
 
-        Raises:
-            StateMismatchError: If it wrote something else.
+        A StateMismatchError if it wrote something else.
         """
         found = self.loaded(text, location)
         begun = asdict(found)
@@ -161,21 +135,13 @@ class Sidecar:
 
 
 class Index(NamedTuple):
-    """The head of an ``.idx``; offsets are in bytes.
-
-    Attributes:
-        address: Where it is.
-        version: Its version.
-        dtype: The type of the tokens.
-        sequences: Number of sequences.
-        entries: Number of documents, and one.
-    """
+    """The head of an ``.idx``; offsets are in bytes."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
     sequences: int
-    entries: int
+    entries: int  # number of documents, and one
 
     @property
     def pointers_at(self) -> int:
@@ -193,8 +159,7 @@ class Index(NamedTuple):
     def found(cls, address: Address, version: Version, read: Read) -> "Index":
         """Return what the head says.
 
-        Raises:
-            ValueError: If the file is of another kind or version, or is cut.
+        A ValueError if the file is of another kind or version, or is cut.
         """
         size = version.size
         head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
@@ -219,14 +184,9 @@ class Index(NamedTuple):
         return made
 
     def check(self, read: Read, size: int) -> None:
-        """Check that first and last sequence and document fit the ``.bin``.
+        """Check that first and last sequence and document fit the size of the ``.bin``.
 
-        Args:
-            read: Reads the index.
-            size: Length of the ``.bin``, in bytes.
-
-        Raises:
-            ValueError: If not.
+        ``read`` reads the index.
         """
         at, stop = self.firsts_at - 8, 0
         if self.sequences:
@@ -252,12 +212,7 @@ class Index(NamedTuple):
 
 
 class Documents:
-    """Where the documents of an ``.idx`` start; looked up, never read whole.
-
-    Args:
-        buffer: The index, mapped.
-        index: Its head.
-    """
+    """Where the documents of a mapped ``.idx`` start; looked up, never read whole."""
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
@@ -283,10 +238,7 @@ class Documents:
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
     """Yield the bytes of an index, whose documents are one sequence each.
 
-    Args:
-        dtype: The type of the tokens.
-        documents: Number of documents.
-        sizes: Their sizes, as int32; read twice.
+    Their sizes, as int32, are read twice.
     """
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
@@ -308,21 +260,13 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known of a file of tokens before any is read.
-
-    Attributes:
-        address: Where the tokens are.
-        version: The version of that file.
-        dtype: Their type.
-        eos: The token that ends a document, if it is known.
-        index: What says where documents start; None: ``eos``, or nothing does.
-    """
+    """What is known of a file of tokens before any is read."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
-    eos: int | None
-    index: Index | None
+    eos: int | None  # the token that ends a document, if it is known
+    index: Index | None  # where documents start; None: ``eos`` says it, or nothing
 
     @property
     def tokens(self) -> int:
@@ -335,9 +279,8 @@ class TokenFile:
     ) -> "TokenFile":
         """Return the file of a path, which may be Megatron's without its ending.
 
-        Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If the type is not known, or files do not fit together.
+        A FileNotFoundError if there is none; a ValueError if the type is not known, or
+        files do not fit together.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)
