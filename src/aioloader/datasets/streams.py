@@ -335,7 +335,6 @@ class _Step(Stream[Any]):
 
     @property
     def upstream(self) -> Stream[Any]:
-        """The other one."""
         return self.sources[0]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
@@ -457,7 +456,6 @@ class Mixture(Stream[Any]):
         self._schedule = Schedule(self._names, weights, until)
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
-        """Return each source and its state."""
         states = state.get("up") or [{} for _ in self.sources]
         return zip(self.sources, states, strict=True)
 

@@ -341,7 +341,6 @@ class _StoredTokens(TokenDataset, HasLifespan):
     __getitems__: ClassVar[None] = None  # type: ignore[assignment]
 
     async def __getitem__(self, index: SupportsIndex) -> dict[str, Array]:
-        """Read one sample, by one ranged request."""
         start, file, length = self._start(index), self._file, self.length
         if file.index is not None and self._documents is None:
             await self._fetch_index(file.index)
@@ -398,7 +397,6 @@ class _StoredTokens(TokenDataset, HasLifespan):
             self._documents = await asyncio.to_thread(opened)
 
     def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:

@@ -111,7 +111,6 @@ class Copies:
                     return (await in_thread(read_local, copy[0], start, stop, None))[0]
 
     def cached(self, cache: CacheDir) -> Self:
-        """Return the same, read through a cache."""
         return type(self)(self._places.cached(cache))
 
     async def aclose(self) -> None:

@@ -70,7 +70,6 @@ class Dialect:
             raise TypeError(f"null_values must be a list, got {self.null_values!r}")
 
     def describe(self) -> dict[str, Any]:
-        """Return all settings, JSON-serialisable."""
         nulls = None if self.null_values is None else list(self.null_values)
         return {**asdict(self), "null_values": nulls}
 

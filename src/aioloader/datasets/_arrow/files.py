@@ -315,6 +315,11 @@ class TableFormat(StoredFormat):
         return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
 
 
+def damaged_footer(place: str, location: str, error: Exception) -> DatasetError:
+    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+    return DatasetError(text, location=location)
+
+
 def check_footer(length: int, room: int, size: int, location: str) -> None:
     """Check that a file of ``size`` bytes has ``room`` for its footer."""
     if not 0 < length <= room:

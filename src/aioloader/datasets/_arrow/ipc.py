@@ -21,6 +21,7 @@ from aioloader.datasets._arrow.files import (
     Part,
     TableFormat,
     check_footer,
+    damaged_footer,
 )
 from aioloader.datasets._arrow.ranges import Span
 from aioloader.datasets._arrow.reader import Item, edges
@@ -100,10 +101,7 @@ class ArrowFormat(TableFormat):
                 schema, count = checked(reader.schema), reader.num_record_batches
             dictionaries, batches = _blocks(footer[:-_END], version.size, count)
         except Exception as error:
-            text = (
-                f"{location!r} has a footer that cannot be read: {error}; it is damaged"
-            )
-            raise DatasetError(text, location=location) from error
+            raise damaged_footer(repr(location), location, error) from error
         # Small batches are one shard: its first number, one past its last; and bytes.
         parts: list[tuple[Part, int]] = []
         for number, (start, stop) in enumerate(batches):

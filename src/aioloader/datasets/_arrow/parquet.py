@@ -20,6 +20,7 @@ from aioloader.datasets._arrow.files import (
     Part,
     TableFormat,
     check_footer,
+    damaged_footer,
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.reader import (
@@ -110,7 +111,7 @@ class ParquetFormat(TableFormat):
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
             schema = checked(metadata.schema.to_arrow_schema())
         except Exception as error:
-            raise _damaged(repr(location), location, error) from error
+            raise damaged_footer(repr(location), location, error) from error
         groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
         parts = [((at,), group.num_rows) for at, group in enumerate(groups)]
         skipped: set[int] = set()
@@ -190,11 +191,6 @@ def _within(least: int, value: int, most: int) -> int:
     return max(least, min(value, most))
 
 
-def _damaged(place: str, location: str, error: Exception) -> DatasetError:
-    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
-    return DatasetError(text, location=location)
-
-
 def _footer_length(tail: bytes, size: int, location: str) -> int:
     """Return how many bytes at a file's end are its footer, with length and magic."""
     end = tail[-_END:]
@@ -229,7 +225,7 @@ def _spans(
             if f"{schema.column(at).path}.".startswith(prefixes)
         ]
     if not footer.is_sound and (error := _why_unsound(end, number, names)):
-        raise _damaged(place, end.location, error) from error
+        raise damaged_footer(place, end.location, error) from error
     group = footer.metadata.row_group(number)
     spans: list[Span] = []
     decoded = 0

@@ -123,7 +123,6 @@ class TableReader(Reader):
         self.start(mine())
 
     async def open(self) -> None:
-        """Open the shard before the first step."""
         if self._opened is None:
             self._opened = opened = await self._opening(self._window)
             if opened.may_wait:

@@ -85,7 +85,6 @@ class Rows(Sequence[dict[str, Any]]):
         self._length = sum(stop - start for _, start, stop in self.parts)
 
     def _of(self, parts: Sequence[Part]) -> "Rows":
-        """Return other rows of the same columns."""
         rows = Rows.__new__(Rows)
         rows.__setstate__((self.names, self.kinds, parts))
         return rows
@@ -135,7 +134,6 @@ class Rows(Sequence[dict[str, Any]]):
         return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return the rows, one by one."""
         names = self.names
         for columns, first, last in self.parts:
             for start in range(first, last, _AT_ONCE):

@@ -27,22 +27,7 @@ class Wanted:
 
     A listing starts a table with ``start``, unifies the other files by ``add``, and
     ends with ``settle``; a file that is read later must still fit: ``checked``. Errors
-    name the file, by its ``location``.
-
-    Args:
-        columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
-            the first file.
-        nulls: Column to the value that replaces NULL.
-        schema: Names and types of columns; None: those common to all files.
-        filters: The rows to read, as in ``pyarrow.parquet``; None: all.
-
-    Attributes:
-        names: The columns to read, with those of the filter.
-        given: ``schema``.
-        filters: The condition, or None.
-
-    Raises:
-        ValueError: If there are no names, or duplicates, or arguments contradict.
+    name the file, by its ``location``. Arguments are those of ``ParquetDataset``.
     """
 
     def __init__(
@@ -64,7 +49,7 @@ class Wanted:
         self.filters = None if filters is None else Filters(filters)
         self._nulls = dict(nulls or {})
         self.given = schema
-        self.names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()  # the columns to read, with the filter's
         self._delivered: list[str] = []
         self._is_partial = False
         self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
@@ -81,7 +66,6 @@ class Wanted:
         return self._schema
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments, JSON-serialisable."""
         given = self.given
         return {
             "columns": self._columns,

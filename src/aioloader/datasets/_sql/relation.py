@@ -21,17 +21,8 @@ _PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 class Relation:
     """A table or query, the key to order and divide by, and the wanted columns.
 
-    Args:
-        text: Name of a table (``name``, ``schema.name``, quoted if it has a dot) or a
-            query, with placeholders for ``parameters``.
-        key: The key's column.
-        columns: The columns wanted, in order; None: all.
-        parameters: Values of the placeholders.
-
-    Attributes:
-        is_query: Whether the text is a query.
-        label: The name in errors.
-        key_column: The key as an expression.
+    A table is ``name`` or ``schema.name``, quoted if it has a dot; a query has
+    placeholders for ``parameters``. Without ``columns`` all are wanted.
     """
 
     def __init__(
@@ -64,7 +55,7 @@ class Relation:
             raise ValueError(f"columns must not repeat, got {', '.join(names)}")
         for name in names:
             quoted(name)
-        self.key_column = column(key)
+        self.key_column = column(key)  # as an expression
         # The bracket is on a separate line, because a query may end in a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
         self._from = f"{rows} AS q"
@@ -120,7 +111,6 @@ def is_list(given: Any) -> bool:
 
 
 def quoted(name: str) -> str:
-    """Return a quoted SQL name."""
     if not name or "\0" in name:
         raise ValueError(f"names must be without NUL and not empty, got {name!r}")
     escaped = name.replace('"', '""')

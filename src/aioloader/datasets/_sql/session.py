@@ -139,7 +139,6 @@ class Session(abc.ABC):
     def _divided(
         self, connection: "Connection", partitions: int | Sequence[Key]
     ) -> list[Span]:
-        """Plan, and return the ranges."""
         self._plan(connection)
         if isinstance(partitions, int):
             cuts = self._cuts(connection, partitions) if partitions > 1 else []
@@ -271,7 +270,6 @@ class SQLReader(Reader):
             return []
 
     async def _batch(self) -> Made:
-        """Read the batch after the last key."""
         session, last = self._session, self._last_read
         if self._open is None:
             connection = await session.join()

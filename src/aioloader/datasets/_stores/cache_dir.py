@@ -58,28 +58,14 @@ class CacheDir:
 
     All methods block: call them in threads. An object may be pickled, and used by many
     threads and by forked processes. The bytes of a key must never change. Keys are kept
-    as hashes only, because they may be signed URLs.
+    as hashes only, because they may be signed URLs. The directory is created if
+    missing; other files in it are left alone.
 
-    The limit may be exceeded by 1/32 per process, and by entries being put. If storing
-    fails (disk full, no permission), there is one warning, and storing pauses for a
-    minute. Leftovers of killed writers are removed by the next scan that finds them a
-    minute old.
-
-    Args:
-        directory: Created if missing; other files in it are left alone.
-        max_bytes: Limit of the lengths of all files, each 52 bytes longer than its
-            data; at least 1.
-
-    Raises:
-        ValueError: If ``max_bytes`` is less than 1.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as directory:
-        ...     cache = CacheDir(directory, max_bytes=10_000_000)
-        ...     cache.put("train/000.tar", b"contents")
-        ...     cache.get("train/000.tar")
-        b'contents'
+    The limit is of the lengths of all files, each 52 bytes longer than its data. It may
+    be exceeded by 1/32 per process, and by entries being put. If storing fails (disk
+    full, no permission), there is one warning, and storing pauses for a minute.
+    Leftovers of killed writers are removed by the next scan that finds them a minute
+    old.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:

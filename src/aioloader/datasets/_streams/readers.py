@@ -285,7 +285,6 @@ class Readers:
                 raise error
 
     def states(self) -> list[State]:
-        """Return the state of each reader."""
         # Each has delivered this many samples on all ranks in step, or one more.
         position = self.at * self._deal.ranks + self._shift
         given, last = divmod(position, self._deal.readers)

@@ -80,7 +80,6 @@ class Sidecar:
     tokens: int = 0
 
     def dump(self) -> bytes:
-        """Return it as JSON."""
         content = {"version": _SIDECAR_VERSION, **asdict(self)}
         return (json.dumps(content, indent=1) + "\n").encode()
 
@@ -270,7 +269,6 @@ class TokenFile:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.version.size // self.dtype.itemsize
 
     @classmethod

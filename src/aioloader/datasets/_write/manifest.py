@@ -40,7 +40,6 @@ class Manifest:
 
     @property
     def file(self) -> str:
-        """Name of the manifest file."""
         return f"{self.name}-shards.json"
 
     @property
@@ -54,7 +53,6 @@ class Manifest:
         return replace(self, shards=(*self.shards, entry), schema=schema)
 
     def dump(self) -> bytes:
-        """Return it as JSON."""
         content = {
             "version": _VERSION,
             "format": self.ending,

@@ -221,7 +221,6 @@ class StoreSink:
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
 
     async def read(self, file: str) -> bytes | None:
-        """Return a small object, or None."""
         return (await self._version(file))[0]
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
@@ -236,7 +235,6 @@ class StoreSink:
         return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
 
     async def put(self, file: str, data: bytes) -> None:
-        """Write a small object, replacing the existing one."""
         put = import_obstore().put_async
         await self._request("write", file, lambda store: put(store, file, data))
 

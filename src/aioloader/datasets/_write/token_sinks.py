@@ -168,7 +168,6 @@ class ObjectSink:
         return True
 
     async def append(self, data: bytes, sizes: bytes, _sidecar: bytes) -> None:
-        """Add tokens and sizes of documents."""
         assert self._sizes is not None
         await self._sink.write(self._name, data)
         await in_thread(self._sizes.write, sizes)
