@@ -1,6 +1,5 @@
 """Streams of shards: order, slots and shares, common to all formats."""
 
-import asyncio
 import operator
 import re
 import zlib
@@ -44,6 +43,7 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
+from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
@@ -210,10 +210,8 @@ class ShardedStream(Stream[Sample_co]):
         shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
-        if len(shards) > _MANY:  # in a thread, because many take a while
-            summary = await asyncio.to_thread(made_by.summary, shards)
-        else:
-            summary = made_by.summary(shards)
+        is_quick = len(shards) <= _MANY
+        summary = await off_loop(made_by.summary, shards, is_quick=is_quick)
         # The deal depends on lengths; with a state, if it did when that was saved.
         sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
@@ -236,8 +234,7 @@ class ShardedStream(Stream[Sample_co]):
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            quick = is_quick(count)
-            found = _dealt(*args) if quick else await asyncio.to_thread(_dealt, *args)
+            found = await off_loop(_dealt, *args, is_quick=is_quick(count))
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]

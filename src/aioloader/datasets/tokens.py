@@ -30,7 +30,7 @@ from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import in_thread, off_loop
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
@@ -347,10 +347,8 @@ class _StoredTokens(TokenDataset, HasLifespan):
         begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
         data = await self._copies.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
-        if length > _LIGHT:
-            (sample,) = await asyncio.to_thread(self._samples, windows, [start])
-        else:
-            (sample,) = self._samples(windows, [start])
+        is_quick = length <= _LIGHT
+        (sample,) = await off_loop(self._samples, windows, [start], is_quick=is_quick)
         return sample
 
     def _find(

@@ -31,6 +31,7 @@ from aioloader.datasets._arrow.reader import (
     edges,
 )
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -146,9 +147,7 @@ class ParquetFormat(TableFormat):
         names = wanted.present(end.schema)
         is_quick = footer.is_sound and len(footer.leaves or names) <= _FEW
         args = end, number, names, self._unit(part)
-        spans, decoded = (
-            _spans(*args) if is_quick else await asyncio.to_thread(_spans, *args)
-        )
+        spans, decoded = await off_loop(_spans, *args, is_quick=is_quick)
         rows = metadata.row_group(number).num_rows
         batch_rows = _within(1, _BATCH // max(1, decoded // max(1, rows)), _ROWS)
         # Whether the whole encoded row group may be in memory; if it may not, each

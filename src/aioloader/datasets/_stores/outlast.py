@@ -31,6 +31,11 @@ async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def off_loop(function: Callable[..., T], *args: Any, is_quick: bool) -> T:
+    """Run a function in a thread, or here if that costs less than a thread."""
+    return function(*args) if is_quick else await asyncio.to_thread(function, *args)
+
+
 async def in_thread(
     function: Callable[..., T], *args: Any, executor: Executor | None = None
 ) -> T:

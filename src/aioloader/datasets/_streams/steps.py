@@ -25,7 +25,7 @@ from aioloader._order.permutation import (
     pause,
 )
 from aioloader._order.raising import ends_task
-from aioloader.datasets._stores.outlast import cancel, outlast
+from aioloader.datasets._stores.outlast import cancel, off_loop, outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
@@ -457,10 +457,8 @@ class Shuffled(Windowed):
     is_one_to_one = True
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        if is_quick(good):
-            return self._permuted(parts, good)
-        # in a thread, while the previous window is passed on
-        return await asyncio.to_thread(self._permuted, parts, good)
+        # If in a thread, then while the previous window is passed on.
+        return await off_loop(self._permuted, parts, good, is_quick=is_quick(good))
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))
