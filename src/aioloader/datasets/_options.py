@@ -8,14 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ParamSpec,
-    TypedDict,
-    TypeVar,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args
 
 from aioloader.datasets._stores.requests import Requests
 

@@ -30,13 +30,7 @@ from aioloader._order.blocks import (
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.raising import carried
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    Replayed,
-    State,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream

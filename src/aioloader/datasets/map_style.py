@@ -15,11 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from aioloader._order.awaitables import (
-    close_coroutines,
-    holds_awaitables,
-    resolved,
-)
+from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._order.blocks import Block
 from aioloader._order.failures import noted
 from aioloader._order.permutation import ShuffledIndices, keyed_order

@@ -25,12 +25,7 @@ from typing import (
 )
 
 from aioloader._observe.records import LISTED
-from aioloader._order.permutation import (
-    ShuffledIndices,
-    is_quick,
-    keyed_order,
-    paced,
-)
+from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._engine import ByteFormat, Make
@@ -48,12 +43,7 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
-from aioloader.datasets._streams.shards import (
-    Shard,
-    ShardFormat,
-    StoredFormat,
-    Summary,
-)
+from aioloader.datasets._streams.shards import Shard, ShardFormat, StoredFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError

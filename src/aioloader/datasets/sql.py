@@ -10,15 +10,7 @@ import asyncio
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Self,
-    SupportsIndex,
-    TypeAlias,
-    TypedDict,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset

@@ -31,12 +31,7 @@ from aioloader.datasets._stores.redact import (
     revealed,
     secret_options,
 )
-from aioloader.datasets._stores.sources import (
-    Sized,
-    Store,
-    failure_of_source,
-    words_of,
-)
+from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, words_of
 from aioloader.datasets._stores.versions import Piece, Version
 
 T = TypeVar("T")

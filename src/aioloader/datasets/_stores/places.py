@@ -44,12 +44,7 @@ from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
 from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
 from aioloader.datasets._stores.stores import store_of
-from aioloader.datasets._stores.versions import (
-    NOTHING,
-    Known,
-    Version,
-    version_of_file,
-)
+from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
 T = TypeVar("T")
 # A shard's bytes, in order.

@@ -9,14 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aioloader._order.blocks import (
-    Bad,
-    Block,
-    failed,
-    join,
-    pick,
-    unreadable,
-)
+from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
 from aioloader._order.permutation import (
     ShuffledIndices,
     is_quick,

@@ -17,13 +17,7 @@ import numpy as np
 from aioloader._order.blocks import Block, join, pick, weave
 from aioloader._order.mixture import Schedule
 from aioloader.datasets._stores.outlast import cancel, off_loop
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    Replayed,
-    State,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.lane import Lane
 
 # The input that each of the next samples comes from: an array.

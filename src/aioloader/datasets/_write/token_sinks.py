@@ -17,12 +17,7 @@ from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.stores import ObstoreStore
-from aioloader.datasets._write.sinks import (
-    StoreSink,
-    is_at,
-    sync_folder,
-    threaded,
-)
+from aioloader.datasets._write.sinks import StoreSink, is_at, sync_folder, threaded
 from aioloader.errors import StateMismatchError
 
 # Makes the bytes of an index from the file of sizes.
