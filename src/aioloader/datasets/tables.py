@@ -253,8 +253,7 @@ class SQLDataset(ShardedStream[Row]):
             numeric=numeric,
             infinity=infinity,
         )
-        self._shown = repr(made_by)
         super().__init__(made_by, **order)
 
     def __repr__(self) -> str:
-        return self._shown.replace("SQLFormat", "SQLDataset")
+        return repr(self.made_by).replace("SQLFormat", "SQLDataset")
