@@ -75,6 +75,12 @@ class Feed(io.RawIOBase):
         has_ended: Whether there are no more pieces.
     """
 
+    want: int
+    left: int
+    view: memoryview
+    used: int
+    has_ended: bool
+
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
         self.url = url
         self.name: str = url

@@ -35,12 +35,17 @@ class Reader(ShardReader):
     """
 
     is_ahead = False  # whether the next step runs while the blocks of one are passed on
+    location: str
+    mark: Any
+    skip: int
+    taken: int  # samples of the current block that were passed on or dropped
+    passed: int  # and of all blocks
+    is_over: bool  # no other step will follow; one that runs should end
 
     def __init__(self, location: str, mark: Any, skip: int = 0) -> None:
         self.location, self.mark, self.skip = location, mark, skip
-        self.taken = 0  # samples of the current block that were passed on or dropped
-        self.passed = 0  # and of all blocks
-        self.is_over = False  # no other step will follow; one that runs should end
+        self.taken = self.passed = 0
+        self.is_over = False
         # What makes the samples is closed in the thread that runs it: the reader's own,
         # or any of the loop's.
         self.generator: Generator[Any, Any, Any] | None = None

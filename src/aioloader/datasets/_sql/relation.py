@@ -25,6 +25,14 @@ class Relation:
     placeholders for ``parameters``. Without ``columns`` all are wanted.
     """
 
+    text: str
+    key: str
+    columns: tuple[str, ...] | None
+    parameters: tuple[Any, ...]
+    is_query: bool
+    label: str
+    key_column: str  # as an expression
+
     def __init__(
         self,
         text: str,
@@ -55,7 +63,7 @@ class Relation:
             raise ValueError(f"columns must not repeat, got {', '.join(names)}")
         for name in names:
             quoted(name)
-        self.key_column = column(key)  # as an expression
+        self.key_column = column(key)
         # The bracket is on a separate line, because a query may end in a comment.
         rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
         self._from = f"{rows} AS q"

@@ -85,6 +85,9 @@ class KeyCheck:
 class Session(abc.ABC):
     """One iteration."""
 
+    address: "Address"
+    relation: Relation
+    deadline: float
     _sign: str  # of a numbered parameter
 
     def __init__(
