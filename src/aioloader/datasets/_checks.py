@@ -25,20 +25,21 @@ def check_token(value: Any, name: str) -> int:
 
 
 def check_same(
-    where: str, begun: Mapping[str, Any], now: Mapping[str, Any], hint: str
+    begun: Mapping[str, Any], now: Mapping[str, Any], text: str, where: str
 ) -> None:
     """Raise a StateMismatchError if a writer has begun something else than ``now``.
 
-    Of mappings it names the entries that differ.
+    Its ``text`` says ``{where}``, and ``{what}`` differs: of mappings, which entries.
     """
-    for what, old in begun.items():
-        if old == (new := now[what]):
+    for name, old in begun.items():
+        if old == (new := now[name]):
             continue
-        text = f"{where} was started with another {what}"
+        what = name
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-            text += f" ({', '.join(names)})"
-        raise StateMismatchError(f"{text}; {hint}", expected=old, found=new)
+            what += f" ({', '.join(names)})"
+        said = text.format(where=where, what=what)
+        raise StateMismatchError(said, expected=old, found=new)
 
 
 def check_is(value: object, kind: Any, name: str, words: str) -> None:

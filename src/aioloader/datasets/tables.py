@@ -25,9 +25,10 @@ Row = dict[str, Any]
 
 
 def _format(module: str, name: str) -> Any:
-    need = "arrow", "Parquet and Arrow files need pyarrow"
-    imported("pyarrow", *need)
-    return getattr(imported(f"aioloader.datasets._arrow.{module}", *need), name)
+    why = "Parquet and Arrow files need pyarrow"
+    imported("pyarrow", "arrow", why)
+    made = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
+    return getattr(made, name)
 
 
 class ParquetDataset(StoredStream[Row]):

@@ -29,6 +29,10 @@ _HEAD = struct.Struct("<9sQBQQ")
 # Those of floats, 6 and 7, hold no tokens.
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _SIDECAR_VERSION = 1
+_OTHER = (
+    "{where} was started with another {what}; remove it, with its hidden '.partial' "
+    "files, or write to another path"
+)
 # Sequences of an index that is written at a time.
 _AT_ONCE = 1 << 18
 # Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
@@ -125,8 +129,7 @@ class Sidecar:
         found = self.loaded(text, location)
         begun = asdict(found)
         del begun["documents"], begun["tokens"]
-        hint = "remove it, with its hidden '.partial' files, or write to another path"
-        check_same(repr(location), begun, json.loads(self.dump()), hint)
+        check_same(begun, json.loads(self.dump()), _OTHER, repr(location))
         return found
 
 

@@ -14,6 +14,10 @@ from aioloader.datasets._checks import check_same
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1
+_OTHER = (
+    "{where} was started with another {what}; write to another place, or under "
+    "another name"
+)
 
 
 class Entry(NamedTuple):
@@ -114,6 +118,5 @@ class Manifest:
                 expected=_VERSION,
                 found=version,
             )
-        hint = "write to another place, or under another name"
-        check_same(where, theirs, json.loads(self.dump()), hint)
+        check_same(theirs, json.loads(self.dump()), _OTHER, where)
         return replace(self, shards=shards, schema=schema)
