@@ -176,7 +176,10 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
 
     async def aclose(self) -> None:
         """Close this loop's connections; the dataset stays usable."""
-        await self._release()
+        await self._readers.here().aclose()
+
+    async def _release(self) -> None:
+        await self.aclose()
 
     # -- how ----------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ _LET_GO_SECONDS = 1.0
 
 def import_obstore() -> ModuleType:
     """Import obstore, or raise an ImportError that says how to install it."""
-    imported("obstore.store", "objects", "object stores and HTTP need obstore")
+    if sys.modules.get("obstore.store") is None:  # each request asks for it
+        imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
 
 
