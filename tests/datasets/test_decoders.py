@@ -163,7 +163,7 @@ def test_samples_that_are_no_dicts() -> None:
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[pictures\] @ git'):
         Decoder("pil")
     assert Decoder()({"cls": b"1"}) == {"cls": 1}

@@ -40,7 +40,6 @@ from aioloader.datasets import (
     objects,
     writers,
 )
-from aioloader.datasets._stores import cache_dir
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.errors import StateMismatchError
 from aioloader.testing import check_parser, check_shard_format
@@ -228,7 +227,7 @@ def test_what_is_wrong_with_a_parser_is_named(mistake: str, words: str) -> None:
 # -- the examples in the docstrings run -----------------------------------------------
 
 
-MODULES = [cache_dir, decoders, files, named, objects, writers]
+MODULES = [decoders, files, named, objects, writers]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -85,7 +85,8 @@ def test_lines_whatever_the_pieces(
     lines: list[bytes], cuts: list[int], is_closed: bool, limit: int, at_once: bool
 ) -> None:
     data = b"\n".join(lines) + (b"\n" if is_closed else b"")
-    make = functools.partial(samples, Raw(at_once=at_once), 100)
+    raw: Any = Raw(at_once=at_once)
+    make = functools.partial(samples, raw, 100)
     bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
     found: list[bytes] = []

@@ -42,6 +42,27 @@ def messages() -> list[Message]:
     return found
 
 
+def given() -> list[str]:
+    """Return what the package has its helpers say: checks, and imports of extras."""
+    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    words = {
+        name: [ast.unparse(word) for word in kind.slice.elts]
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and (name := node.target.id)
+        and isinstance(kind := node.value, ast.Subscript)
+        and ast.unparse(kind.value) == "Literal"
+        and isinstance(kind.slice, ast.Tuple)
+    }
+    return [
+        text
+        for path, tree in trees.items()
+        for text in _Collector(path.name, tree, words).given
+    ]
+
+
 def headings() -> list[str]:
     """Return the messages that the pages have as headings, in their order."""
     text = "\n".join(page.read_text() for page in sorted(PAGES.glob("*.md")))
@@ -49,8 +70,12 @@ def headings() -> list[str]:
 
 
 class _Collector(ast.NodeVisitor):
-    def __init__(self, name: str, tree: ast.Module) -> None:
+    def __init__(
+        self, name: str, tree: ast.Module, words: dict[str, list[str]] | None = None
+    ) -> None:
         self._name = name
+        self._words = words or {}  # of each ``Literal``
+        self.given: list[str] = []
         self._scopes: list[ast.AST] = [tree]
         self._names: list[str] = []
         self.found: list[Message] = []
@@ -71,6 +96,7 @@ class _Collector(ast.NodeVisitor):
         """Collect what makes an exception."""
         self.generic_visit(node)
         error = ast.unparse(node.func).rpartition(".")[2]
+        self.given += self._helped(error, node.args)
         is_warning = error == "warn"
         if not node.args or not (is_warning or _is_error(error)):
             return
@@ -79,6 +105,24 @@ class _Collector(ast.NodeVisitor):
             said = re.sub(r"\s+", " ", text).strip()
             said = "" if _is_bare(said) else said
             self.found.append(Message(where, error, said))
+
+    def _helped(self, name: str, args: list[ast.expr]) -> list[str]:
+        """Return what a helper says of its arguments."""
+        match name, args:
+            case "imported", [_, extra, why]:
+                end = f'pip install "aioloader[{self._texts(extra)[0]}]{HOLE}"'
+                return [f"{one}: {end}" for one in self._texts(why)]
+            case "check_is", [_, _, what, words]:
+                one = (self._texts(what) or [HOLE])[0]
+                return [f"{one} must be {kind}, got …" for kind in self._texts(words)]
+            case "check_word", [_, ast.Name(id=kind), what] if kind in self._words:
+                *others, last = self._words[kind]
+                shown = f"{', '.join(others)} or {last}"
+                return [f"{one} must be {shown}, got …" for one in self._texts(what)]
+            case "truncated", [_, _, _, what]:
+                begun = f"{HOLE} gave {HOLE} of {HOLE} bytes"
+                return [begun + one for one in self._texts(what)]
+        return []
 
     def _texts(self, node: ast.expr) -> list[str]:  # noqa: PLR0911
         """Return all that an expression may say, holes marked; nothing: unknown."""
@@ -135,6 +179,7 @@ def _is_bare(text: str) -> bool:
 
 # What no user sees, by place.
 INTERNAL = {
+    "_observe/extras.py:imported": "its callers say what needs which package",
     "_transport/channel.py:": "caught by both ends of the channel",
     "_workers/process/messages.py:": "the batch is pickled instead",
     "_workers/process/launcher.py:Launcher": "caught by the pool",
@@ -198,6 +243,10 @@ ELSEWHERE = {
         "… cannot be pickled, so it cannot be sent to worker processes: a … object",
         "what the workers need cannot be pickled: …",
     ),
+    "datasets/_checks.py:check_same": (
+        "datasets/_write/manifest.py",
+        "… was started with another …; write to another place, or under another name",
+    ),
     "datasets/_stores/options.py:open_store": (
         "datasets/_stores/options.py",
         "the store does not know the option …: …",
@@ -210,6 +259,13 @@ ELSEWHERE = {
     "_collate/collate.py:_rule_for": (
         "",
         _NOT_COLLATED,
+    ),
+    "a file of tokens": (
+        "datasets/_tokens/files.py",
+        (
+            "… was started with another …; remove it, with its hidden '.partial' "
+            "files, or write to another path"
+        ),
     ),
     # Not raised there: a note, and what a function returns.
     "note": (
@@ -270,7 +326,7 @@ def missing() -> list[Message]:
 
 def stale() -> list[str]:
     """Return the headings that no message begins with."""
-    texts = {message.text for message in messages()}
+    texts = {*(message.text for message in messages()), *given()}
     elsewhere = {one for _, *stems in ELSEWHERE.values() for one in stems}
     return [
         heading

@@ -5,14 +5,13 @@ weakly. Metrics of an epoch are added up over epochs, because counters must neve
 decrease; batches of an epoch after its last collection are missed.
 """
 
-import importlib
 import threading
 import weakref
 from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader.errors import UNRELEASED
+from aioloader._observe.extras import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +121,8 @@ class PrometheusCollector:
     """
 
     def __init__(self, **loaders: Any) -> None:
-        _require("prometheus_client", "metrics-prometheus")
+        why = "metrics need prometheus_client"
+        imported("prometheus_client", "metrics-prometheus", why)
         self._watched = [_Watched(name, one) for name, one in loaders.items()]
 
     def describe(self) -> "Iterator[Metric]":
@@ -167,7 +167,8 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     Raises:
         ImportError: If opentelemetry-api is not installed.
     """
-    _require("opentelemetry.metrics", "metrics-opentelemetry")
+    why = "metrics need opentelemetry"
+    imported("opentelemetry.metrics", "metrics-opentelemetry", why)
     watched = [_Watched(name, one) for name, one in loaders.items()]
     for figure, words in _HELP.items():
         kind = "counter" if figure in _COUNTERS else "gauge"
@@ -185,16 +186,6 @@ def _observe(
         for value, labels in one.take(name):
             labelled = {"loader": one.name, **labels}.items()
             yield Observation(value, {f"aioloader.{key}": of for key, of in labelled})
-
-
-def _require(module: str, extra: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ImportError(
-            f'metrics need {package}: pip install "aioloader[{extra}]{UNRELEASED}"'
-        ) from error
 
 
 class _Watched:

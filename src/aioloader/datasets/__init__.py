@@ -37,41 +37,31 @@ if TYPE_CHECKING:
     from aioloader.datasets.tokens import TokenDataset, TokenWriter
     from aioloader.datasets.writers import ParquetWriter, TarWriter, write_parquet
 
-_LATER = {
-    "ArrowDataset": "aioloader.datasets.tables",
-    "ByteStream": "aioloader.datasets.sharded",
-    "CSVDataset": "aioloader.datasets.tables",
-    "ClassFolders": "aioloader.datasets.named",
-    "Decoder": "aioloader.datasets.decoders",
-    "FileDataset": "aioloader.datasets.files",
-    "JSONLinesDataset": "aioloader.datasets.lines",
-    "MDSDataset": "aioloader.datasets.mds",
-    "ObjectDataset": "aioloader.datasets.objects",
-    "Parser": "aioloader.datasets._streams.shards",
-    "ParquetDataset": "aioloader.datasets.tables",
-    "ParquetWriter": "aioloader.datasets.writers",
-    "Piece": "aioloader.datasets._stores.versions",
-    "Requests": "aioloader.datasets._stores.requests",
-    "SQLDataset": "aioloader.datasets.tables",
-    "SQLRows": "aioloader.datasets.sql",
-    "ShardFormat": "aioloader.datasets._streams.shards",
-    "ShardReader": "aioloader.datasets._streams.shards",
-    "ShardedStream": "aioloader.datasets.sharded",
-    "Source": "aioloader.datasets._stores.sources",
-    "Stream": "aioloader.datasets.streams",
-    "TarDataset": "aioloader.datasets.tar",
-    "TarWriter": "aioloader.datasets.writers",
-    "TextDataset": "aioloader.datasets.lines",
-    "TokenDataset": "aioloader.datasets.tokens",
-    "TokenWriter": "aioloader.datasets.tokens",
-    "Version": "aioloader.datasets._stores.versions",
-    "from_arrow": "aioloader.datasets.arrow",
-    "from_async_iterable": "aioloader.datasets.iterables",
-    "from_dataset": "aioloader.datasets.map_style",
-    "from_iterable": "aioloader.datasets.iterables",
-    "mix": "aioloader.datasets.mixing",
-    "write_parquet": "aioloader.datasets.writers",
+# The names of each module.
+_HOLDERS = {
+    "_stores.requests": ("Requests",),
+    "_stores.sources": ("Source",),
+    "_stores.versions": ("Piece", "Version"),
+    "_streams.shards": ("Parser", "ShardFormat", "ShardReader"),
+    "arrow": ("from_arrow",),
+    "decoders": ("Decoder",),
+    "files": ("FileDataset",),
+    "iterables": ("from_async_iterable", "from_iterable"),
+    "lines": ("JSONLinesDataset", "TextDataset"),
+    "map_style": ("from_dataset",),
+    "mds": ("MDSDataset",),
+    "mixing": ("mix",),
+    "named": ("ClassFolders",),
+    "objects": ("ObjectDataset",),
+    "sharded": ("ByteStream", "ShardedStream"),
+    "sql": ("SQLRows",),
+    "streams": ("Stream",),
+    "tables": ("ArrowDataset", "CSVDataset", "ParquetDataset", "SQLDataset"),
+    "tar": ("TarDataset",),
+    "tokens": ("TokenDataset", "TokenWriter"),
+    "writers": ("ParquetWriter", "TarWriter", "write_parquet"),
 }
+_LATER = {name: module for module, names in _HOLDERS.items() for name in names}
 
 __all__ = [
     "ArrowDataset",
@@ -113,7 +103,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LATER[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     globals()[name] = value
     return value
 

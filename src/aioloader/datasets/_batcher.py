@@ -49,9 +49,8 @@ class ReadBatcher:
     def read(self, path: str) -> "asyncio.Future[Outcome]":
         """Request the contents of one file.
 
-        Returns:
-            A future of the bytes or of the exception raised; a value either way, so
-            that an abandoned read logs nothing.
+        The result is the bytes or the exception raised; a value either way, so that an
+        abandoned read logs nothing.
         """
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._waiting.append((path, future))

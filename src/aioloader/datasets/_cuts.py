@@ -52,8 +52,7 @@ async def cut_shards(
 ) -> list[Part]:
     """Return ``count`` parts of all shards, in order; shards stay whole if possible.
 
-    Raises:
-        ValueError: If not enough parts can be cut.
+    A ValueError if not enough parts can be cut.
     """
     versions = await each(partial(_version, places), shards)
     numbers = shares([version.size for version in versions], count)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader.errors import UNRELEASED
+from aioloader._observe.extras import imported
 
 # The extensions of torchvision's ImageFolder, and others that Pillow reads.
 FOLDER_EXTENSIONS = frozenset({
@@ -75,14 +75,7 @@ class Picture:
 
 def pillow() -> Any:
     """Return Pillow's Image module, or raise an error that says how to install it."""
-    try:
-        from PIL import Image  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            "decoding images needs Pillow: "
-            f'pip install "aioloader[pictures]{UNRELEASED}"'
-        ) from exc
-    return Image
+    return imported("PIL.Image", "pictures", "decoding images needs Pillow")
 
 
 @functools.cache

@@ -15,7 +15,6 @@ The reader unpacks, and limits blocks in number, bytes and time.
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import functools
 import gc
 import inspect
@@ -25,13 +24,12 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, BinaryIO, NamedTuple, Self, TypeAlias, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from typing_extensions import Buffer
 
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._reader import Made, Reader
-from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
@@ -157,19 +155,13 @@ Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 
 
 class Kind(NamedTuple):
-    """How the shards of one format become samples.
+    """How the shards of one format become samples."""
 
-    Attributes:
-        steps: Makes the generator.
-        is_quick: Whether a small piece needs less time than a thread costs.
-        waits: Whether the generator takes the pieces itself, and waits for them.
-        copies: Whether it mostly copies bytes: all but the first block of a file are
-            then cheaper in a thread, in larger pieces.
-    """
-
-    steps: Callable[[Feed], Steps]
-    is_quick: bool = False
-    waits: bool = False
+    steps: Callable[[Feed], Steps]  # makes the generator
+    is_quick: bool = False  # whether a small piece needs less time than a thread costs
+    waits: bool = False  # whether the generator takes the pieces itself, and waits
+    # Whether it mostly copies bytes: all but the first block of a file are then cheaper
+    # in a thread, in larger pieces.
     copies: bool = False
 
 
@@ -233,20 +225,13 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
 
 
 class ByteReader(Reader):
-    """Samples of one shard of bytes, in order.
+    """Samples of one shard of bytes, in order; of a part, if it is not compressed.
 
     They are made in threads, a block at a time; by a quick generator without a thread,
     as long as a file's bytes are in the page cache. A position is the start of a block
     and the number of samples passed on since. A failed sample counts too: it is
     reported once. A compressed shard can only start at its beginning; samples read
     before are read again, and dropped.
-
-    Args:
-        places: Opens it.
-        part: The shard, or a part of one, if it is not compressed.
-        kind: Makes samples of the bytes.
-        position: Where to start.
-        budget: Bytes to read ahead.
     """
 
     def __init__(
@@ -417,27 +402,19 @@ class ByteReader(Reader):
 
 
 class ByteFormat(StoredFormat):
-    """Shards of bytes.
+    """Shards of bytes at some ``addresses``, which are patterns.
 
-    Args:
-        addresses: Patterns of the shards' addresses.
-        places: Opens addresses.
-        make: Makes samples of the bytes.
-        cuts: Finds where a shard can be cut; None: nowhere.
+    ``make`` makes samples of the bytes; ``cuts`` finds where a shard can be cut; None:
+    nowhere.
     """
 
     def __init__(
         self, addresses: Any, places: Places, make: Make, cuts: Cuts | None = None
     ) -> None:
         self._addresses = addresses
-        self.places = places
+        self.places: Places = places
         self._kind = kind_of(make)
         self._cuts = cuts
-
-    def cached(self, cache: CacheDir) -> Self:
-        clone = copy.copy(self)
-        clone.places = self.places.cached(cache)
-        return clone
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
@@ -446,11 +423,6 @@ class ByteFormat(StoredFormat):
         return await self.places.expand(self._addresses)
 
     async def cut(self, shards: Sequence[Any], count: int) -> Sequence[Any]:
-        """Return ``count`` parts of the shards, if they can be cut.
-
-        Raises:
-            ValueError: If only some of them can be.
-        """
         if self._cuts is None:
             return shards
         return await cut_shards(self.places, shards, count, self._cuts)
@@ -461,7 +433,6 @@ class ByteFormat(StoredFormat):
         return await self.places.sizes(shards, must=must)
 
     def summary(self, shards: Sequence[Any]) -> Summary:
-        """Return the number of shards, their names, and their cuts."""
         if not isinstance(shards[0], Part):
             return summary_of(shards)
         names = summary_of(part.address for part in shards)

@@ -28,14 +28,14 @@ _DEPTH = 500
 
 
 class JSONDecoder:
-    """Decodes lines of JSON."""
+    """Decodes lines of JSON: one without its end, or many with their ends.
+
+    ``is_plain`` of many lines is the result for all their bytes, ``longest`` the length
+    of the longest one.
+    """
 
     def one(self, line: bytes) -> list[Any]:
-        """Return the value of a line; nothing if it is empty.
-
-        Raises:
-            ValueError: If it is not JSON.
-        """
+        """Return the value of a line; nothing if it is empty; or raise a ValueError."""
         if not line.strip():
             return []
         fast = _orjson_loads()
@@ -58,7 +58,10 @@ class JSONDecoder:
     def many(
         self, lines: Sequence[bytes], longest: int, *, is_plain: bool
     ) -> list[Any] | None:
-        """Return the values of lines; None without orjson, or if one may differ."""
+        """Return the values of lines, faster; None if ``one`` must decide.
+
+        Without orjson it must, and if a value may differ.
+        """
         fast, is_long = _orjson_loads(), longest > 2 * _DEPTH
         if fast is None:
             return None

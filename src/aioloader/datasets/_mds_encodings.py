@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from aioloader.errors import UNRELEASED
+from aioloader._observe.extras import imported
 
 Decode = Callable[[bytes], Any]
 _SCALARS = (
@@ -33,9 +33,7 @@ _SIDES = ("<u1", "<u2", "<u4", "<u8")
 def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
     """Return the decoder of a column.
 
-    Raises:
-        ValueError: If the encoding is unknown, or unsafe and not allowed.
-        ImportError: If it has images and Pillow is not installed.
+    A ValueError if the encoding is unknown, or unsafe and not allowed.
     """
     name, _, config = encoding.partition(":")
     if name == "ndarray":
@@ -109,14 +107,8 @@ def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
 
 
 def _picture_decoder(name: str, count_at: int | None) -> Decode:
-    try:
-        from PIL import Image  # noqa: PLC0415  (where there are images)
-    except ImportError as exc:
-        raise ImportError(
-            "columns of images need Pillow: "
-            f'pip install "aioloader[pictures]{UNRELEASED}"'
-        ) from exc
-    decode = partial(_raw_picture if name == "pil" else _picture, Image)
+    image = imported("PIL.Image", "pictures", "columns of images need Pillow")
+    decode = partial(_raw_picture if name == "pil" else _picture, image)
     return decode if count_at is None else partial(_list, decode, count_at)
 
 

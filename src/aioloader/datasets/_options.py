@@ -7,17 +7,8 @@ keywords one by one hold the defaults. A test checks that both have the same nam
 import difflib
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ParamSpec,
-    SupportsIndex,
-    TypedDict,
-    TypeVar,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_args
 
 from aioloader.datasets._stores.requests import Requests
 
@@ -62,37 +53,6 @@ class StoreOptions(TypedDict, total=False):
 
 class StreamOptions(StoreOptions, OrderOptions, total=False):
     """Keywords of every stream whose shards are in a store or on disk."""
-
-
-def check_at_least(value: int, least: int, name: str) -> int:
-    """Return an integer; raise a TypeError or a ValueError unless it is enough."""
-    check_is(value, SupportsIndex, name, "an integer")
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return number
-
-
-def check_token(value: Any, name: str) -> int:
-    """Return a token; raise a TypeError or a ValueError if it is no int64."""
-    token = check_at_least(value, -(1 << 63), name)
-    if token >= 1 << 63:
-        raise ValueError(f"{name} must be below 2**63, as an int64 is, got {token:,}")
-    return token
-
-
-def differing(what: str, old: Any, new: Any) -> str:
-    """Return ``what``, with the entries that differ in brackets if it is a mapping."""
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return what
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return f"{what} ({', '.join(names)})"
-
-
-def check_is(value: object, kind: Any, name: str, words: str) -> None:
-    """Raise a TypeError with ``words`` for the kind, unless ``value`` is of it."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {words}, got {type(value).__name__}")
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:

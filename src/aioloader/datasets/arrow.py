@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
-from aioloader.datasets._arrow import imported
+from aioloader._observe.extras import imported
 from aioloader.datasets._options import OrderOptions, names_options
 from aioloader.datasets.streams import Stream
 
@@ -43,8 +43,9 @@ def from_arrow(
         TypeError: If ``source`` is not Arrow data, or can be read only once.
         ValueError: If an argument is wrong.
     """
-    pa = imported("pyarrow", "from_arrow needs")
-    made = imported("aioloader.datasets._arrow.memory", "from_arrow needs")
+    pa = imported("pyarrow", "arrow", "from_arrow needs pyarrow")
+    memory = "aioloader.datasets._arrow.memory"
+    made = imported(memory, "arrow", "from_arrow needs pyarrow")
     stream: Stream[dict[str, Any]]
     wanted = made.Wanted(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):

@@ -16,7 +16,8 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 from torch.utils.data import Dataset
 
 from aioloader.datasets._batcher import Outcome, ReadBatcher
-from aioloader.datasets._options import check_at_least, check_is, names_options
+from aioloader.datasets._checks import check_at_least, check_is
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
@@ -119,9 +120,6 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
         if isinstance(outcome, Exception):
             raise file_failure(path, outcome) from outcome
         return outcome
-
-    async def _release(self) -> None:
-        await self._readers.here().aclose()
 
     def _locate(self, path: str) -> str:
         # A million `Path` objects would cost more than the reads.

@@ -30,13 +30,7 @@ from aioloader._order.blocks import (
 )
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.raising import carried
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    Replayed,
-    State,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
@@ -94,7 +88,6 @@ class _Iterable(Stream[Any]):
         self._source, self._is_async = source, is_async
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's samples."""
         return _Cursor(self._source, reading, state, is_async=self._is_async)
 
     def reread(self) -> list[str]:
@@ -113,7 +106,6 @@ class _Iterable(Stream[Any]):
         return Ahead.FREE if isinstance(self._source, Sequence) else Ahead.QUICK
 
     def describe(self) -> State:
-        """Return the name of the source."""
         return {"kind": "iterable", "function": name_of(self._source)}
 
     def __repr__(self) -> str:

@@ -9,13 +9,14 @@ import codecs
 from collections.abc import Iterator, Sequence
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._cuts import Cuts, at_line_ends
 from aioloader.datasets._engine import Feed, Kind, Steps
 from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._options import StreamOptions, check_at_least, names_options
+from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 from aioloader.errors import DatasetError
 
@@ -95,32 +96,9 @@ class TextDataset(ByteStream[str]):
         return {**super().describe(), "encoding": self._encoding}
 
 
-class Decoder(Protocol):
-    """Decodes lines into samples."""
-
-    def one(self, line: bytes) -> list[Any]:
-        """Return the sample of a line without its end; nothing if it is empty.
-
-        Raises:
-            ValueError: If the line is damaged.
-        """
-
-    def is_plain(self, piece: bytes | memoryview) -> bool:
-        """Return whether ``many`` need not look closer at lines of these bytes."""
-
-    def many(
-        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
-    ) -> list[Any] | None:
-        """Return the samples of all lines, faster; None if ``one`` must decide.
-
-        Args:
-            lines: With their ends: a line feed, with or without a carriage return.
-            longest: Length of the longest one.
-            is_plain: Result for all bytes of the lines.
-        """
-
-
 class _TextDecoder:
+    """Decodes lines of text; its methods are those of ``JSONDecoder``."""
+
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
 
@@ -147,6 +125,9 @@ class _TextDecoder:
             return [without_end(line).decode(encoding) for line in lines]
         except ValueError:
             return None
+
+
+Decoder: TypeAlias = JSONDecoder | _TextDecoder
 
 
 def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:

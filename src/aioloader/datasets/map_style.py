@@ -15,17 +15,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from aioloader._order.awaitables import (
-    close_coroutines,
-    holds_awaitables,
-    resolved,
-)
+from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._order.blocks import Block
 from aioloader._order.failures import noted
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.raising import ends_task
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of
@@ -81,7 +77,6 @@ class _MapStyle(Stream[Any]):
         self._concurrency = concurrency
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's samples."""
         dataset, share, listed = self._dataset, reading.share, reading.listed
         if id(dataset) not in listed:
             listed[id(dataset)] = await self._enter(reading)
@@ -112,15 +107,12 @@ class _MapStyle(Stream[Any]):
         return _Indices(state, reading.share, order, length, self._tail)
 
     def total(self) -> int:
-        """Return the length of an epoch: that of the dataset."""
         return len(self._dataset)
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
-        """Return the stream whose ranks have equal parts, unless that is "uneven"."""
         return self._clone(_tail=tail)
 
     def describe(self) -> State:
-        """Return the dataset's name and length, and how it is permuted."""
         return {
             "kind": "dataset",
             "function": name_of(self._dataset),

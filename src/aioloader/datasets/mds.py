@@ -72,22 +72,13 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
 
 class MDSShard(NamedTuple):
-    """A shard, or the part of one from ``start`` to ``stop``.
-
-    Attributes:
-        address: The file's address.
-        samples: Number of samples in the whole shard.
-        size: Its length, decompressed, in bytes.
-        columns: Its columns.
-        start: Where the part starts; 0 for a whole shard.
-        stop: Where it ends.
-    """
+    """A shard, or the part of one from ``start`` to ``stop``."""
 
     address: Address
-    samples: int
-    size: int
+    samples: int  # of the whole shard
+    size: int  # length, decompressed, in bytes
     columns: tuple[Encoded, ...]
-    start: int
+    start: int  # 0 for a whole shard
     stop: int
 
 
@@ -192,11 +183,7 @@ def _decoders(
 
 
 def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
-    """Read one entry of an index.
-
-    Raises:
-        ValueError: If it is of another format or version.
-    """
+    """Read one entry of an index, if it is of a known format and version."""
     if entry["format"] != "mds" or entry["version"] != 2:
         found = f"format {entry['format']!r}, version {entry['version']!r}"
         raise ValueError(f"a shard has {found}; only 'mds', version 2, is supported")

@@ -1,13 +1,13 @@
 """``mix``: several streams, or several map-style datasets, as one, by weights."""
 
 import asyncio
-import inspect
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, overload
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from aioloader._order.awaitables import resolved
 from aioloader._order.mixture import MixedIndices, Schedule, Until, Weights
 from aioloader.datasets.streams import Mixture, Stream
 from aioloader.protocols import batch_getter, reads_async
@@ -99,7 +99,6 @@ class _Batches(ConcatDataset[Any]):
     """Datasets in a row; those that can, read their part of a batch at once."""
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return the samples at ``indices``."""
         samples: list[Any] = [None] * len(indices)
         for dataset, places, own in self._parts(indices):
             get = batch_getter(dataset)
@@ -124,21 +123,14 @@ class _BatchesAsync(_Batches):
     """The same, if one of them is async; all are read at the same time."""
 
     async def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Return the samples at ``indices``."""
         samples: list[Any] = [None] * len(indices)
 
         async def read(dataset: Any, places: list[int], own: list[int]) -> None:
             get = batch_getter(dataset)
-            if get is None:
-                found = await asyncio.gather(*(_resolved(dataset[one]) for one in own))
-            else:
-                found = await _resolved(get(own))
+            made = [dataset[one] for one in own] if get is None else get(own)
+            found = await resolved(made)
             for place, sample in zip(places, found, strict=True):
                 samples[place] = sample
 
         await asyncio.gather(*(read(*part) for part in self._parts(indices)))
         return samples
-
-
-async def _resolved(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import HasLifespan
 
@@ -84,11 +84,8 @@ class Named(HasLifespan):
         return []
 
 
-class ReadDataset(Named):
+class ReadDataset(LoopDataset, Named):
     """Named bytes, read by one reader for each event loop.
-
-    As an async context manager it releases the loop's reader at the last exit; a loader
-    does this.
 
     Args:
         make_reader: Makes a reader, which counts its ``users``.
@@ -98,24 +95,6 @@ class ReadDataset(Named):
     def __init__(self, make_reader: Callable[[], Any], names: Iterable[str]) -> None:
         self._readers = PerLoop(make_reader)
         self._names = names if isinstance(names, NameTable) else NameTable(names)
-
-    def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
-        return self
-
-    async def __aenter__(self) -> Self:
-        self._readers.here().users += 1
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        reader = self._readers.here()
-        reader.users -= 1
-        if not reader.users:
-            await self._release()
-
-    @abc.abstractmethod
-    async def _release(self) -> None:
-        """Release what the reader of this loop holds."""
 
 
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):

@@ -1,6 +1,5 @@
 """Streams of shards: order, slots and shares, common to all formats."""
 
-import asyncio
 import operator
 import re
 import zlib
@@ -26,21 +25,11 @@ from typing import (
 )
 
 from aioloader._observe.records import LISTED
-from aioloader._order.permutation import (
-    ShuffledIndices,
-    is_quick,
-    keyed_order,
-    paced,
-)
+from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
+from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._cuts import Cuts
 from aioloader.datasets._engine import ByteFormat, Make
-from aioloader.datasets._options import (
-    OrderOptions,
-    StreamOptions,
-    check_at_least,
-    check_is,
-    names_options,
-)
+from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
@@ -49,16 +38,12 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
+from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
-from aioloader.datasets._streams.shards import (
-    Shard,
-    ShardFormat,
-    StoredFormat,
-    Summary,
-)
+from aioloader.datasets._streams.shards import Shard, ShardFormat, StoredFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
@@ -197,8 +182,7 @@ class ShardedStream(Stream[Sample_co]):
     async def _agreed(self, reading: Reading, known: Summary | None) -> "_Listing":
         """Return the shards that all ranks have.
 
-        Raises:
-            DatasetError: If other ranks have found other shards.
+        A DatasetError if other ranks have found other shards.
         """
         assert reading.agreement is not None
 
@@ -216,10 +200,8 @@ class ShardedStream(Stream[Sample_co]):
         shards = await made_by.shards(reading.stack, known)
         if made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
-        if len(shards) > _MANY:  # in a thread, because many take a while
-            summary = await asyncio.to_thread(made_by.summary, shards)
-        else:
-            summary = made_by.summary(shards)
+        is_quick = len(shards) <= _MANY
+        summary = await off_loop(made_by.summary, shards, is_quick=is_quick)
         # The deal depends on lengths; with a state, if it did when that was saved.
         sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
@@ -242,8 +224,7 @@ class ShardedStream(Stream[Sample_co]):
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            quick = is_quick(count)
-            found = _dealt(*args) if quick else await asyncio.to_thread(_dealt, *args)
+            found = await off_loop(_dealt, *args, is_quick=is_quick(count))
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]

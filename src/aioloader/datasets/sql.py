@@ -7,25 +7,16 @@ against 238.
 """
 
 import asyncio
-import operator
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Self,
-    SupportsIndex,
-    TypeAlias,
-    TypedDict,
-    Unpack,
-)
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._options import check_at_least, names_options
+from aioloader.datasets._checks import check_at_least, position_of
+from aioloader.datasets._options import names_options
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
@@ -38,10 +29,9 @@ from aioloader.datasets._sql.lookup import (
 )
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
 from aioloader.datasets._sql.relation import Relation
-from aioloader.datasets._stores.per_loop import PerLoop
+from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import ObjectNotFoundError
-from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
     import asyncpg
@@ -59,7 +49,7 @@ class _RowsOptions(TypedDict, total=False):
     infinity: Infinity
 
 
-class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
+class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
     """Reads rows of a table by key, by ``async def __getitem__``, one query per batch.
 
     A row is a dict of column name to Python value. Several event loops may read one
@@ -85,9 +75,6 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         ValueError: If an argument is wrong.
         DatasetError: If the keys cannot be listed, or are not unique.
     """
-
-    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
-    __iter__: ClassVar[None] = None
 
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
@@ -118,7 +105,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         if not self._address.is_sqlite:
             import_asyncpg()
         self._options = Values(numeric, infinity), connections, deadline
-        self._lookups: PerLoop[Lookup] = PerLoop(self._new_lookup)
+        self._readers: PerLoop[Lookup] = PerLoop(self._new_lookup)
         if keys is not None:
             self._keys: Keys = compact(keys)
         else:  # in a separate thread: the caller's may have a running loop
@@ -175,7 +162,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         """
         keys = [self._key(index) for index in indices]
         self._check_loop()
-        found = await self._lookups.here().find(list(dict.fromkeys(keys)))
+        found = await self._readers.here().find(list(dict.fromkeys(keys)))
         try:
             return [dict(found[key]) for key in keys]
         except KeyError:
@@ -187,23 +174,12 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             location=self._address.label,
         )
 
-    def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
-        return self
-
-    async def __aenter__(self) -> Self:
-        self._lookups.here().users += 1
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        lookup = self._lookups.here()
-        lookup.users -= 1
-        if lookup.users == 0:
-            await self.aclose()
-
     async def aclose(self) -> None:
         """Close this loop's connections; the dataset stays usable."""
-        await self._lookups.here().aclose()
+        await self._readers.here().aclose()
+
+    async def _release(self) -> None:
+        await self.aclose()
 
     # -- how ----------------------------------------------------------------------
 
@@ -212,12 +188,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
         return f"{self._relation.label} of {self._address.label!r}"
 
     def _key(self, index: SupportsIndex) -> Any:
-        position = operator.index(index)
-        if not -len(self._keys) <= position < len(self._keys):
-            raise IndexError(
-                f"index {position} is out of range for {len(self._keys):,} samples"
-            )
-        key = self._keys[position]
+        key = self._keys[position_of(index, len(self._keys))]
         return int(key) if isinstance(key, np.integer) else key
 
     async def _list(self) -> Keys:
@@ -251,11 +222,11 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], HasLifespan):
             raise pickle.PicklingError(
                 "SQLRows of an asyncpg pool belongs to its process; pass a URL instead"
             )
-        return {**self.__dict__, "_lookups": None}
+        return {**self.__dict__, "_readers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lookups = PerLoop(self._new_lookup)
+        self._readers = PerLoop(self._new_lookup)
         if not self._address.is_sqlite:
             import_asyncpg()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._options import check_at_least, check_is, check_token
+from aioloader.datasets._checks import check_at_least, check_is, check_token, check_word
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
@@ -268,16 +268,9 @@ class Stream(Iterated[Sample_co]):
         """
         length = check_at_least(length, 1, "length")
         window = check_at_least(window, 1, "window")
-        if strategy not in {"concat", "best_fit"}:
-            raise ValueError(
-                f"strategy must be 'concat' or 'best_fit', got {strategy!r}"
-            )
-        if overlong not in {"split", "truncate", "drop"}:
-            raise ValueError(
-                f"overlong must be 'split', 'truncate' or 'drop', got {overlong!r}"
-            )
-        if last not in {"drop", "pad"}:
-            raise ValueError(f"last must be 'drop' or 'pad', got {last!r}")
+        check_word(strategy, Strategy, "strategy")
+        check_word(overlong, Overlong, "overlong")
+        check_word(last, Last, "last")
         for_best_fit = {"overlong": overlong, "window": window, "seed": seed}
         if strategy == "concat" and (overlong, window, seed) != ("split", 1000, 0):
             raise ValueError(
@@ -326,13 +319,10 @@ class Stream(Iterated[Sample_co]):
 
 
 class _Step(Stream[Any]):
-    """A stream made of another one by a step.
+    """A stream made of another one by a step, whose cursor is of the class ``step``.
 
-    Args:
-        upstream: The other one.
-        step: The class of its cursor.
-        described: The step's parameters that determine the samples.
-        more: Other parameters, and those that are described by their names.
+    ``described`` are the step's parameters that determine the samples; ``more`` are
+    others, and those that are described by their names.
     """
 
     def __init__(
@@ -345,21 +335,17 @@ class _Step(Stream[Any]):
 
     @property
     def upstream(self) -> Stream[Any]:
-        """The other one."""
         return self.sources[0]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return the step's cursor over that of the previous step."""
         upstream = await self.upstream.open(reading, state.get("up", {}))
         parameters = {**self._described, **self._more}
         return self._step(upstream, state, reading, **parameters)
 
     def total(self) -> int | None:
-        """Return the length of an epoch, if known."""
         return self.upstream.total() if self._step.is_one_to_one else None
 
     def is_endless(self) -> bool:
-        """Tell whether it never ends."""
         return self._step is not Taken and super().is_endless()
 
     def carried(self, state: State, passed: int, share: Share) -> State | None:
@@ -369,7 +355,6 @@ class _Step(Stream[Any]):
         return None if up is None else {"up": up}
 
     def describe(self) -> State:
-        """Return the step's parameters, and the previous stream."""
         of = self.upstream.describe()
         return {"kind": self._step.kind, **self._described, "of": of}
 
@@ -382,8 +367,6 @@ class _Repeat(_Step):
     """A repeated stream."""
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over one pass after the other."""
-
         async def open_pass(number: int, up: State) -> Cursor:
             later = number << 32  # each pass is a separate epoch
             epoch, begun = reading.epoch + later, reading.begun + later
@@ -394,7 +377,6 @@ class _Repeat(_Step):
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
 
     def is_endless(self) -> bool:
-        """Tell whether it never ends."""
         return self._described["times"] is None or super().is_endless()
 
     def carried(self, _state: State, _passed: int, _share: Share) -> None:
@@ -410,7 +392,6 @@ class _EpochLength(_Step):
     _tail: Tail = "uneven"
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's part of the epoch."""
         # To the source all epochs are one, so a pass is never shuffled again midway.
         whole = replace(reading, epoch=reading.begun)
         upstream = await self.upstream.open(whole, state.get("up", {}))
@@ -432,7 +413,6 @@ class _EpochLength(_Step):
         return {"up": state.get("up", {}), "again": again}
 
     def total(self) -> int:
-        """Return the length of an epoch."""
         count: int = self._described["count"]
         return count
 
@@ -441,7 +421,6 @@ class _EpochLength(_Step):
         return False
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
-        """Return the stream whose ranks have equal parts, unless that is "uneven"."""
         return self._clone(_tail=tail, leaves_out=is_skipped)
 
     def __repr__(self) -> str:
@@ -477,7 +456,6 @@ class Mixture(Stream[Any]):
         self._schedule = Schedule(self._names, weights, until)
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
-        """Return each source and its state."""
         states = state.get("up") or [{} for _ in self.sources]
         return zip(self.sources, states, strict=True)
 

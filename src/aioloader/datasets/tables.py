@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from aioloader.datasets._arrow import imported
+from aioloader._observe.extras import imported
+from aioloader.datasets._checks import check_word
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.postgres_values import Infinity, Numeric
-from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
+from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ Row = dict[str, Any]
 
 
 def _format(module: str, name: str) -> Any:
-    made = imported(
-        f"aioloader.datasets._arrow.{module}", "Parquet and Arrow files need"
-    )
+    why = "Parquet and Arrow files need pyarrow"
+    imported("pyarrow", "arrow", why)
+    made = imported(f"aioloader.datasets._arrow.{module}", "arrow", why)
     return getattr(made, name)
 
 
@@ -115,7 +116,7 @@ class ArrowDataset(StoredStream[Row]):
         missing_end: MissingEnd = "error",
         **options: Unpack[StreamOptions],
     ) -> None:
-        check_missing_end(missing_end)
+        check_word(missing_end, MissingEnd, "missing_end")
         made_by = partial(
             _format("ipc", "ArrowFormat"),
             missing_end=missing_end,
@@ -253,8 +254,7 @@ class SQLDataset(ShardedStream[Row]):
             numeric=numeric,
             infinity=infinity,
         )
-        self._shown = repr(made_by)
         super().__init__(made_by, **order)
 
     def __repr__(self) -> str:
-        return self._shown.replace("SQLFormat", "SQLDataset")
+        return repr(self.made_by).replace("SQLFormat", "SQLDataset")

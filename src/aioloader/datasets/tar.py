@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader._order.blocks import Bad
+from aioloader.datasets._checks import check_at_least, check_word
 from aioloader.datasets._cuts import CannotCutError, Cuts, nearest, read_whole
 from aioloader.datasets._engine import Feed, Kind
-from aioloader.datasets._options import StreamOptions, check_at_least, names_options
+from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._streams.shards import MissingEnd, check_missing_end
+from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets._tar import samples
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -108,7 +109,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         **options: Unpack[StreamOptions],
     ) -> None:
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-        check_missing_end(missing_end)
+        check_word(missing_end, MissingEnd, "missing_end")
         steps = partial(samples, max_sample_bytes, missing_end)
         kind = Kind(steps, is_quick=True, copies=True)
         super().__init__(addresses, kind, **options)

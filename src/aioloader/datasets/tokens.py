@@ -25,11 +25,12 @@ from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
 from aioloader.datasets._arrow.copies import Copies, read_local
-from aioloader.datasets._options import check_at_least, check_is, names_options
+from aioloader.datasets._checks import check_at_least, check_is, position_of
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader.datasets._stores.outlast import in_thread, off_loop
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
@@ -252,10 +253,7 @@ class TokenDataset(Dataset[Any]):
 
     def _start(self, index: SupportsIndex) -> int:
         """Return the first token of a sample."""
-        position, count = operator.index(index), len(self)
-        if not -count <= position < count:
-            raise IndexError(f"index {position} is out of range for {count:,} samples")
-        return (position if position >= 0 else position + count) * self.length
+        return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
         """Return the samples of windows, each with the next token at its end.
@@ -343,17 +341,14 @@ class _StoredTokens(TokenDataset, HasLifespan):
     __getitems__: ClassVar[None] = None  # type: ignore[assignment]
 
     async def __getitem__(self, index: SupportsIndex) -> dict[str, Array]:
-        """Read one sample, by one ranged request."""
         start, file, length = self._start(index), self._file, self.length
         if file.index is not None and self._documents is None:
             await self._fetch_index(file.index)
         begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
         data = await self._copies.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
-        if length > _LIGHT:
-            (sample,) = await asyncio.to_thread(self._samples, windows, [start])
-        else:
-            (sample,) = self._samples(windows, [start])
+        is_quick = length <= _LIGHT
+        (sample,) = await off_loop(self._samples, windows, [start], is_quick=is_quick)
         return sample
 
     def _find(
@@ -400,7 +395,6 @@ class _StoredTokens(TokenDataset, HasLifespan):
             self._documents = await asyncio.to_thread(opened)
 
     def lifespan(self) -> Self:
-        """Return itself, the context that a loader enters on each reading loop."""
         return self
 
     async def __aenter__(self) -> Self:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
-from aioloader.datasets._arrow import imported
-from aioloader.datasets._options import check_at_least, names_options
+from aioloader._observe.extras import imported
+from aioloader.datasets._checks import check_at_least, check_is
+from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._write.manifest import Manifest
@@ -371,9 +372,7 @@ class ParquetWriter(ShardWriter):
 
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         number = self.next_sample
-        if not isinstance(sample, Mapping):
-            kind = type(sample).__name__
-            raise TypeError(f"row {number:,} must be a dict of columns, got {kind}")
+        check_is(sample, Mapping, f"row {number:,}", "a dict of columns")
         if self._given is not None and not sample.keys() <= self._columns:
             unknown = ", ".join(sorted(sample.keys() - self._columns))
             raise ValueError(
@@ -475,4 +474,4 @@ async def _each(rows: Rows) -> AsyncGenerator[Mapping[str, Any], None]:
 
 
 def _import_pyarrow() -> Any:
-    return imported("pyarrow", "writing Parquet needs")
+    return imported("pyarrow", "arrow", "writing Parquet needs pyarrow")

@@ -4,7 +4,6 @@ It is only a description: actors are placed with the first request of an iterati
 also manages the connection to the cluster, and ends a cluster that it has started.
 """
 
-import importlib
 import math
 import os
 import socket
@@ -13,10 +12,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from aioloader._observe.extras import imported
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.cpu import CpuThread
-from aioloader.errors import UNRELEASED
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
@@ -217,9 +216,4 @@ def import_ray() -> Any:
     Raises:
         ImportError: If it is not installed; says how to get it.
     """
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(
-            f'RayWorkers needs Ray: pip install "aioloader[ray]{UNRELEASED}"'
-        ) from error
+    return imported("ray", "ray", "RayWorkers needs Ray")

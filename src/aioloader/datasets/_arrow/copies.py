@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import NoRangesError, file_failure
+from aioloader.datasets._stores.failures import NoRangesError, file_failure, truncated
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.versions import Known, Version, version_of_file
-from aioloader.errors import TruncatedReadError
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.places import Places
@@ -30,11 +29,7 @@ _BUDGET = 16 << 20
 
 
 class Copies:
-    """Opens addresses, with copies of files that cannot be read by ranges.
-
-    Args:
-        places: Opens the original addresses.
-    """
+    """Opens addresses, with copies of files that cannot be read by ranges."""
 
     def __init__(self, places: "Places") -> None:
         self._places = places
@@ -116,7 +111,6 @@ class Copies:
                     return (await in_thread(read_local, copy[0], start, stop, None))[0]
 
     def cached(self, cache: CacheDir) -> Self:
-        """Return the same, read through a cache."""
         return type(self)(self._places.cached(cache))
 
     async def aclose(self) -> None:
@@ -184,11 +178,6 @@ def read_local(
 
 def _checked(data: bytes, expected: int, location: str) -> bytes:
     if len(data) != expected:
-        raise TruncatedReadError(
-            f"{location!r} gave {len(data):,} of {expected:,} bytes; it was rewritten "
-            "meanwhile",
-            location=location,
-            expected=expected,
-            received=len(data),
-        )
+        what = "; it was rewritten meanwhile"
+        raise truncated(location, expected, len(data), what)
     return data

@@ -70,7 +70,6 @@ class Dialect:
             raise TypeError(f"null_values must be a list, got {self.null_values!r}")
 
     def describe(self) -> dict[str, Any]:
-        """Return all settings, JSON-serialisable."""
         nulls = None if self.null_values is None else list(self.null_values)
         return {**asdict(self), "null_values": nulls}
 
@@ -181,7 +180,6 @@ class CSVFormat(TableFormat):
         self._types |= {one.name: one.type for one in wanted.get("schema") or ()}
 
     def describe(self) -> dict[str, Any]:
-        """Return how lines are parsed, and which parts are read."""
         types = {name: str(one) for name, one in sorted(self._types.items())}
         names = {"column_names": self._column_names, "column_types": types}
         return {**super().describe(), **self._dialect.describe(), **names}
@@ -200,7 +198,7 @@ class CSVFormat(TableFormat):
         end = self._kept.get(address)
         if end is None or self._is_whole(address):
             raise ValueError(
-                f"{self._opener.label(address)!r} is compressed, or may have newlines "
+                f"{self.places.label(address)!r} is compressed, or may have newlines "
                 "in values, so it is one shard and cannot be cut for more readers; "
                 "write more files, or plain ones"
             )
@@ -210,20 +208,20 @@ class CSVFormat(TableFormat):
 
     def _is_whole(self, address: str) -> bool:
         """Return whether a file can only be read from its beginning."""
-        is_packed = _packing(self._opener.label(address)) is not None
+        is_packed = _packing(self.places.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
 
     # -- beginnings of files --------------------------------------------------------
 
     async def _read_end(self, address: str, location: str) -> End:
-        packing, version = _packing(location), await self._opener.version(address)
+        packing, version = _packing(location), await self.places.version(address)
         size = version.size
         if packing and not size:
             text = f"{location!r} is empty, and not what a compressed file begins with"
             raise TruncatedReadError(text, location=location, received=0)
         least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
         while found is None:
-            data, _ = await self._opener.part(address, 0, min(size, least), version)
+            data, _ = await self.places.part(address, 0, min(size, least), version)
             head_of = partial(self._head_of, is_all=len(data) >= size)
             found = await asyncio.to_thread(head_of, data, packing, location)
             least *= 16

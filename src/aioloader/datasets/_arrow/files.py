@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -23,7 +23,6 @@ from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
@@ -76,20 +75,13 @@ class TableFormat(StoredFormat):
     """Tables in files, each with one or more shards.
 
     A format says what is known of a file (``_read_end``), and how a part of it is
-    decoded (``_decoding``).
-
-    Args:
-        addresses: Patterns of the files' addresses.
-        places: Opens them.
-        wanted: As for ``Wanted``: ``columns``, ``nulls``, ``schema``, ``filters``.
-
-    Raises:
-        ValueError: If ``wanted`` is wrong.
+    decoded (``_decoding``). ``addresses`` are patterns; the other arguments are those
+    of ``Wanted``, whose errors it raises.
     """
 
     def __init__(self, addresses: Any, places: Any, **wanted: Any) -> None:
         self._addresses = addresses
-        self._opener = Copies(places)
+        self.places: Copies = Copies(places)
         self._wanted = Wanted(**wanted)
         self._partitions = Partitions()
         self._forget()
@@ -101,25 +93,18 @@ class TableFormat(StoredFormat):
         self._versions: dict[str, Version] = {}
         self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
 
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same format, with files read through a cache."""
-        clone = copy.copy(self)
-        clone._opener = self._opener.cached(cache)  # noqa: SLF001
-        return clone
-
     # -- shards ---------------------------------------------------------------------
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Part]:
-        """Return the shards of all files, in order."""
-        self._opener.enter()
-        stack.push_async_callback(self._opener.aclose)
-        addresses = await self._opener.expand(self._addresses)
+        self.places.enter()
+        stack.push_async_callback(self.places.aclose)
+        addresses = await self.places.expand(self._addresses)
         if not await self._are_unchanged(addresses):
             self._forget()
             self._listed = [*addresses]
-        names = map(self._opener.name, addresses)
+        names = map(self.places.name, addresses)
         given = self._wanted.given or ()
         self._partitions = await asyncio.to_thread(Partitions, names, given)
         # The first file decides which columns are read; all decide their types.
@@ -137,7 +122,7 @@ class TableFormat(StoredFormat):
         """
         if [*addresses] != self._listed:
             return False
-        versions = await each(self._opener.version, [*self._versions])
+        versions = await each(self.places.version, [*self._versions])
         return all(
             now.is_marked and now.is_of(known)
             for now, known in zip(versions, self._versions.values(), strict=True)
@@ -180,23 +165,18 @@ class TableFormat(StoredFormat):
         return shards
 
     async def sizes(self, shards: Sequence[Part], *, must: bool) -> list[int] | None:  # noqa: ARG002  (they were read with the ends of the files)
-        """Return the length of each shard: in rows, or in bytes."""
         return shards.sizes if isinstance(shards, Listed) else None
 
     def summary(self, shards: Sequence[Part]) -> Summary:
-        """Return the number of shards, and a checksum of their files' names."""
         return summary_of(address for address, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
-        """Return which columns are read, and the replacements of NULLs in them."""
         return self._wanted.describe()
 
     def count(self, shards: Sequence[Part]) -> int:
-        """Return how many shards may have wanted rows."""
         return sum(shard[-1] != SKIPPED for shard in shards)
 
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
-        """Return ``count`` shards that have the same rows in the same order."""
         whole = [shard for shard in shards if shard[-1] != SKIPPED]
         if not whole:
             return ([*shards] * count)[: max(count, len(shards))]
@@ -216,7 +196,7 @@ class TableFormat(StoredFormat):
     async def _known_end(self, address: str) -> End:
         end = self._kept.get(address)
         if end is None:
-            end = await self._read_end(address, self._opener.label(address))
+            end = await self._read_end(address, self.places.label(address))
             first = self._versions.setdefault(address, end.version)
             Known(first).check(end.location, end.version)
             self._kept[address] = end
@@ -234,10 +214,10 @@ class TableFormat(StoredFormat):
         self, address: str, length_of: Callable[[bytes, int, str], int]
     ) -> tuple[bytes, Version]:
         """Return the end of a file, as long as it says, and the file's version."""
-        tail, version = await self._opener.part(address, -_TAIL)
-        length = length_of(tail, version.size, self._opener.label(address))
+        tail, version = await self.places.part(address, -_TAIL)
+        length = length_of(tail, version.size, self.places.label(address))
         if length > len(tail):
-            tail, _ = await self._opener.part(address, -length, 0, version)
+            tail, _ = await self.places.part(address, -length, 0, version)
         return tail[len(tail) - length :], version
 
     def _shared(self, schema: pa.Schema) -> pa.Schema:
@@ -251,21 +231,20 @@ class TableFormat(StoredFormat):
         """Return the columns of a file, and those in its name."""
         if not self._partitions:
             return schema
-        return self._partitions.added(schema, self._opener.name(address))
+        return self._partitions.added(schema, self.places.name(address))
 
     def _condition(self, address: str, own: pa.Schema) -> Any:
         """Return what a file's name says of all its rows, or None."""
         if not self._partitions:
             return None
-        return self._partitions.condition(self._opener.name(address), own)
+        return self._partitions.condition(self.places.name(address), own)
 
     # -- reading --------------------------------------------------------------------
 
     def open(self, shard: Part, position: Position, budget: int) -> TableReader:
-        """Return a reader of a shard."""
         address, *part = shard
         opening = partial(self._open, address, part, position)
-        label = self._opener.label(address)
+        label = self.places.label(address)
         return TableReader(opening, label, self._unit(part), position, budget)
 
     @abstractmethod
@@ -294,11 +273,11 @@ class TableFormat(StoredFormat):
         # A later listing replaces it.
         wanted = self._wanted = self._wanted.checked(columns, end.location)
         how = await self._decoding(end, wanted, part, position, window)
-        opener, ranges = self._opener, None
-        path = opener.path(address)
+        ranges = None
+        path = self.places.path(address)
         if path is None:
             ranges = Ranges(
-                partial(opener.read, address, version=end.version),
+                partial(self.places.read, address, version=end.version),
                 end.version.size,
                 plan(how.spans, how.most, in_order=how.in_order),
                 budget=window,
@@ -316,14 +295,14 @@ class TableFormat(StoredFormat):
             with contextlib.closing(file):
                 yield from how.items(file)
 
-        in_name = Partitions.of(opener.name(address)) if self._partitions else None
+        in_name = Partitions.of(self.places.name(address)) if self._partitions else None
         return Opened(
             items=items,
             rows_of=partial(wanted.rows_of, location=end.location, in_name=in_name),
             rows=how.rows,
             ranges=ranges,
             version=end.version,
-            check=partial(opener.check, address, end.version),
+            check=partial(self.places.check, address, end.version),
             may_wait=ranges is not None,
         )
 
@@ -334,6 +313,11 @@ class TableFormat(StoredFormat):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shown_addresses(sealed(self._addresses))})"
+
+
+def damaged_footer(place: str, location: str, error: Exception) -> DatasetError:
+    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+    return DatasetError(text, location=location)
 
 
 def check_footer(length: int, room: int, size: int, location: str) -> None:

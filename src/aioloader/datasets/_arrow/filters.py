@@ -26,10 +26,8 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 class Partitions:
     """The columns in the names of files.
 
-    Args:
-        names: The names of all files.
-        given: Types that the user has chosen. Others are as in pyarrow: int32 where all
-            values are such numbers, or else text.
+    Those that are ``given`` have types that the user has chosen. Others are as in
+    pyarrow: int32 where all values are such numbers, or else text.
     """
 
     def __init__(
@@ -97,12 +95,8 @@ def _type_of(values: "set[Any]") -> pa.DataType:
 class Filters:
     """A condition that rows meet.
 
-    Args:
-        filters: An expression of pyarrow, or ``[[(column, op, value), ...], ...]``:
-            any of the lists, all tuples of a list.
-
-    Raises:
-        ValueError: If it is neither.
+    It is an expression of pyarrow, or ``[[(column, op, value), ...], ...]``: any of the
+    lists, all tuples of a list. Anything else is a ValueError.
     """
 
     def __init__(self, filters: Any) -> None:
@@ -175,16 +169,10 @@ class Filters:
     def row_groups(
         self, size: int, tail: bytes, schema: pa.Schema, known: pc.Expression | None
     ) -> set[int] | None:
-        """Return the row groups of a Parquet file that may have matching rows.
+        """Return the row groups of a Parquet file that may have wanted rows; None: all.
 
-        Args:
-            size: Length of the file, in bytes.
-            tail: Its footer, to the end.
-            schema: Its columns, with those in its name.
-            known: What is true of all its rows.
-
-        Returns:
-            Their numbers; None if all may.
+        Given are its size, its footer (to the end), its columns with those in its name,
+        and what is ``known`` of all its rows.
         """
         from pyarrow import dataset  # noqa: PLC0415  (slow to import)
 

@@ -21,6 +21,7 @@ from aioloader.datasets._arrow.files import (
     Part,
     TableFormat,
     check_footer,
+    damaged_footer,
 )
 from aioloader.datasets._arrow.ranges import Span
 from aioloader.datasets._arrow.reader import Item, edges
@@ -62,7 +63,7 @@ class ArrowFormat(TableFormat):
         address, first, stop = shard
         if not stop:
             raise ValueError(
-                f"{self._opener.label(address)!r} is a stream, which is one shard and "
+                f"{self.places.label(address)!r} is a stream, which is one shard and "
                 "cannot be cut for more readers; write it as an Arrow file"
             )
         batches = stop - first
@@ -100,10 +101,7 @@ class ArrowFormat(TableFormat):
                 schema, count = checked(reader.schema), reader.num_record_batches
             dictionaries, batches = _blocks(footer[:-_END], version.size, count)
         except Exception as error:
-            text = (
-                f"{location!r} has a footer that cannot be read: {error}; it is damaged"
-            )
-            raise DatasetError(text, location=location) from error
+            raise damaged_footer(repr(location), location, error) from error
         # Small batches are one shard: its first number, one past its last; and bytes.
         parts: list[tuple[Part, int]] = []
         for number, (start, stop) in enumerate(batches):
@@ -120,7 +118,7 @@ class ArrowFormat(TableFormat):
     ) -> bytes:
         """Return the first message of a stream, which holds the schema."""
         size = version.size
-        head, _ = await self._opener.part(address, 0, min(size, 8), version)
+        head, _ = await self.places.part(address, 0, min(size, 8), version)
         if head.startswith(_MAGIC):
             raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
@@ -134,7 +132,7 @@ class ArrowFormat(TableFormat):
             # Streams from before Arrow 0.15 start with the length.
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
-                return (await self._opener.part(address, 0, stop, version))[0]
+                return (await self.places.part(address, 0, stop, version))[0]
         text = f"{location!r} is not an Arrow file or stream"
         if size < 8 or (first == _CONTINUED and stop > size):
             text += f", or was cut short at {size:,} bytes"

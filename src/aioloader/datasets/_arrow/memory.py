@@ -49,7 +49,6 @@ class ArrowShards(ShardedStream[Row]):
     """A table or a dataset."""
 
     def describe(self) -> State:
-        """Return the source and how it is read."""
         return {**super().describe(), "kind": "from_arrow"}
 
     def __repr__(self) -> str:
@@ -72,23 +71,18 @@ class MemoryFormat(ShardFormat):
         return [(start, min(start + _SHARD, rows)) for start in starts]
 
     async def cut(self, _shards: Sequence[Range], count: int) -> list[Range]:
-        """Return ``count`` ranges of nearly the same length."""
         return [*pairwise(edges(self._table.num_rows, count))]
 
     async def sizes(self, shards: Sequence[Range], *, must: bool) -> Sequence[int]:  # noqa: ARG002  (all are known)
-        """Return the number of rows of each range."""
         return [stop - start for start, stop in shards]
 
     def summary(self, shards: Sequence[Range]) -> Summary:
-        """Return the number of ranges and of rows."""
         return {"count": len(shards), "rows": self._table.num_rows}
 
     def describe(self) -> dict[str, Any]:
-        """Return which parts of the table are read."""
         return self._wanted.describe()
 
     def open(self, shard: Range, position: Position, budget: int) -> ShardReader:
-        """Return a reader of a range."""
         start, stop = shard
         part = self._table.slice(start, stop - start)
 
@@ -122,7 +116,6 @@ class FragmentFormat(ShardFormat):
         return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
-        """Return ``count`` parts of the fragments."""
         counts = (b - a for a, b in pairwise(edges(count, len(shards))))
         return [
             (fragment, number, parts)
@@ -145,11 +138,9 @@ class FragmentFormat(ShardFormat):
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
-        """Return which parts of the dataset are read."""
         return self._wanted.describe()
 
     def open(self, shard: "Piece", position: Position, budget: int) -> ShardReader:
-        """Return a reader of a fragment, or of a part of it."""
         location = _name(shard[0])
 
         async def opening(_window: int) -> Opened:
@@ -206,7 +197,6 @@ class ArrowStream(Stream[Row]):
         self._splits = [*splits]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
-        """Return a cursor over this reader's rows."""
         share, make = reading.share, self._source
         if self._splits:
             self._check_splits(share.readers, state)
@@ -236,7 +226,6 @@ class ArrowStream(Stream[Row]):
             )
 
     def describe(self) -> State:
-        """Return the source and how it is read."""
         function = "" if self._splits else name_of(self._source)
         splits = {"splits": len(self._splits)} if self._splits else {}
         described = self._wanted.describe()
@@ -272,11 +261,9 @@ class StreamCursor(Replayed):
         self._rows = TableReader(self._opening, label, "", at, _BUDGET)
 
     async def _close(self) -> None:
-        """Close the source."""
         await self._rows.aclose()
 
     async def _make(self, limit: int) -> Block:
-        """Return the next rows of this reader."""
         while True:
             block = await self._rows.pull(limit * self._readers)
             if not len(block):

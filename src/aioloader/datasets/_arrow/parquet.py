@@ -20,6 +20,7 @@ from aioloader.datasets._arrow.files import (
     Part,
     TableFormat,
     check_footer,
+    damaged_footer,
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.reader import (
@@ -30,6 +31,7 @@ from aioloader.datasets._arrow.reader import (
     edges,
 )
 from aioloader.datasets._arrow.wanted import Wanted, checked
+from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -87,7 +89,7 @@ class ParquetFormat(TableFormat):
         """Return about how many bytes a row group has; None: opening it waits."""
         address, number, *more = shard
         end = self._kept.get(address)
-        if more or end is None or self._opener.path(address) is None:
+        if more or end is None or self.places.path(address) is None:
             return None
         metadata, leaves = end.facts.metadata, end.facts.leaves
         if not end.facts.is_sound or not leaves or len(leaves) > _FEW:
@@ -110,7 +112,7 @@ class ParquetFormat(TableFormat):
             metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
             schema = checked(metadata.schema.to_arrow_schema())
         except Exception as error:
-            raise _damaged(repr(location), location, error) from error
+            raise damaged_footer(repr(location), location, error) from error
         groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
         parts = [((at,), group.num_rows) for at, group in enumerate(groups)]
         skipped: set[int] = set()
@@ -145,9 +147,7 @@ class ParquetFormat(TableFormat):
         names = wanted.present(end.schema)
         is_quick = footer.is_sound and len(footer.leaves or names) <= _FEW
         args = end, number, names, self._unit(part)
-        spans, decoded = (
-            _spans(*args) if is_quick else await asyncio.to_thread(_spans, *args)
-        )
+        spans, decoded = await off_loop(_spans, *args, is_quick=is_quick)
         rows = metadata.row_group(number).num_rows
         batch_rows = _within(1, _BATCH // max(1, decoded // max(1, rows)), _ROWS)
         # Whether the whole encoded row group may be in memory; if it may not, each
@@ -190,11 +190,6 @@ def _within(least: int, value: int, most: int) -> int:
     return max(least, min(value, most))
 
 
-def _damaged(place: str, location: str, error: Exception) -> DatasetError:
-    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
-    return DatasetError(text, location=location)
-
-
 def _footer_length(tail: bytes, size: int, location: str) -> int:
     """Return how many bytes at a file's end are its footer, with length and magic."""
     end = tail[-_END:]
@@ -229,7 +224,7 @@ def _spans(
             if f"{schema.column(at).path}.".startswith(prefixes)
         ]
     if not footer.is_sound and (error := _why_unsound(end, number, names)):
-        raise _damaged(place, end.location, error) from error
+        raise damaged_footer(place, end.location, error) from error
     group = footer.metadata.row_group(number)
     spans: list[Span] = []
     decoded = 0

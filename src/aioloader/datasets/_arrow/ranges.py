@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.datasets._stores.failures import truncated
+from aioloader.datasets._stores.outlast import cancel
+from aioloader.errors import DatasetError
 
 Span: TypeAlias = tuple[int, int]
 
@@ -153,10 +155,7 @@ class Ranges:
     async def aclose(self) -> None:
         """Cancel the requests; a thread that waits for bytes fails."""
         self._is_closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     async def _fetch(self, start: int, stop: int) -> memoryview:
         task = asyncio.current_task()
@@ -173,13 +172,8 @@ class Ranges:
     def _whole(self, start: int, stop: int, body: Buffer) -> memoryview:
         data = memoryview(body).cast("B")
         if len(data) != stop - start:
-            raise TruncatedReadError(
-                f"{self._location!r} gave {len(data):,} of {stop - start:,} bytes from "
-                f"byte {start:,} on",
-                location=self._location,
-                expected=stop - start,
-                received=len(data),
-            )
+            what = f" from byte {start:,} on"
+            raise truncated(self._location, stop - start, len(data), what)
         return data
 
     # -- in the thread --------------------------------------------------------------

@@ -78,15 +78,10 @@ def between(
 
 
 class TableReader(Reader):
-    """A shard's rows, in order.
+    """A shard's rows, in order; in errors it is a ``unit`` of a file, if not all of it.
 
-    Args:
-        opening: Opens the shard, given the bytes that may be requested ahead.
-        location: The file, redacted, for errors.
-        unit: Part of the file, such as ``"row group 3"``; empty: all.
-        position: Where to start.
-        budget: Most bytes to hold: two steps of decoded batches, and the rest for
-            bytes not yet decoded.
+    ``opening`` opens it, given the bytes that may be requested ahead. The budget is for
+    two steps of decoded batches, and the rest for bytes not yet decoded.
     """
 
     is_ahead = True
@@ -112,11 +107,9 @@ class TableReader(Reader):
     # -- on the loop ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start reading."""
         self.start()
 
     async def make(self) -> Made:
-        """Decode the next step."""
         return (await _advance([self], self._step_bytes))[self]
 
     def join(self, step: "asyncio.Task[dict[TableReader, Made]]") -> None:
@@ -130,7 +123,6 @@ class TableReader(Reader):
         self.start(mine())
 
     async def open(self) -> None:
-        """Open the shard before the first step."""
         if self._opened is None:
             self._opened = opened = await self._opening(self._window)
             if opened.may_wait:
@@ -139,12 +131,10 @@ class TableReader(Reader):
                 opened.ranges.begin()
 
     async def interrupt(self) -> None:
-        """Cancel requests."""
         if self._opened is not None and self._opened.ranges is not None:
             await self._opened.ranges.aclose()
 
     def version(self) -> tuple[str, Version] | None:
-        """Return the address and version of the file; None before it is open."""
         version = None if self._opened is None else self._opened.version
         return None if version is None else (self.location, version)
 
@@ -158,7 +148,6 @@ class TableReader(Reader):
         return None if self._is_small else self._window + 2 * self._step_bytes
 
     def is_draining(self) -> bool:
-        """Return whether all was requested."""
         ranges = None if self._opened is None else self._opened.ranges
         return self.is_over or (ranges is not None and ranges.is_draining())
 

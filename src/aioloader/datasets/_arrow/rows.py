@@ -85,7 +85,6 @@ class Rows(Sequence[dict[str, Any]]):
         self._length = sum(stop - start for _, start, stop in self.parts)
 
     def _of(self, parts: Sequence[Part]) -> "Rows":
-        """Return other rows of the same columns."""
         rows = Rows.__new__(Rows)
         rows.__setstate__((self.names, self.kinds, parts))
         return rows
@@ -135,7 +134,6 @@ class Rows(Sequence[dict[str, Any]]):
         return self._of(parts or [self.parts[0]._replace(stop=0, start=0)])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return the rows, one by one."""
         names = self.names
         for columns, first, last in self.parts:
             for start in range(first, last, _AT_ONCE):
@@ -152,11 +150,7 @@ class Rows(Sequence[dict[str, Any]]):
         return [value for cut in cuts for value in values_of(cut)]
 
     def pick(self, indices: "Sequence[int] | npt.NDArray[np.int64]") -> "Rows":
-        """Return the rows at ``indices``, in that order, copied.
-
-        Raises:
-            IndexError: If an index is not in ``range(len(self))``.
-        """
+        """Return the rows at ``indices``, in that order, copied."""
         chosen = np.asarray(indices, np.int64)
         if len(chosen) and (chosen.min() < 0 or chosen.max() >= self._length):
             raise IndexError(f"indices must be in range({self._length})")
@@ -180,13 +174,9 @@ class Rows(Sequence[dict[str, Any]]):
         return self._of(parts)
 
     def woven(self, others: Sequence[Any]) -> "Rows | None":
-        """Return the rows interleaved with ``others``: all first rows, all second ones.
+        """Return the rows interleaved with ``others`` of the same length, copied.
 
-        Args:
-            others: Blocks of the same length.
-
-        Returns:
-            The rows, copied; None if their columns differ.
+        The first row of each comes first. None if their columns differ.
         """
         joined, lanes = self.joined(others), 1 + len(others)
         if joined is None:

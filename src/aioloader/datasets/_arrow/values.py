@@ -180,11 +180,7 @@ def _valid(array: pa.Array) -> Flags:
 
 
 def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
-    """Return the batch of a column given in parts.
-
-    Raises:
-        TypeError: If there is a NULL in a tensor.
-    """
+    """Return the batch of a column in parts; a NULL in a tensor is a TypeError."""
     if all(isinstance(column, np.ndarray) for column in columns):
         return tensor_of(columns)
     return _collate(arrow_of(join_columns(columns, kind), kind), where)

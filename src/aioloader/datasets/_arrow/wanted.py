@@ -15,6 +15,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
+from aioloader.datasets._checks import check_is
 from aioloader.errors import DatasetError
 
 # Recent schemas; most files have one of them.
@@ -26,22 +27,7 @@ class Wanted:
 
     A listing starts a table with ``start``, unifies the other files by ``add``, and
     ends with ``settle``; a file that is read later must still fit: ``checked``. Errors
-    name the file, by its ``location``.
-
-    Args:
-        columns: Names, in the order of the rows' keys; None: those of ``schema``, or of
-            the first file.
-        nulls: Column to the value that replaces NULL.
-        schema: Names and types of columns; None: those common to all files.
-        filters: The rows to read, as in ``pyarrow.parquet``; None: all.
-
-    Attributes:
-        names: The columns to read, with those of the filter.
-        given: ``schema``.
-        filters: The condition, or None.
-
-    Raises:
-        ValueError: If there are no names, or duplicates, or arguments contradict.
+    name the file, by its ``location``. Arguments are those of ``ParquetDataset``.
     """
 
     def __init__(
@@ -52,9 +38,7 @@ class Wanted:
         filters: Any = None,
     ) -> None:
         self._columns = _names_in(columns)
-        if not isinstance(nulls, Mapping | None):
-            kind = type(nulls).__name__
-            raise TypeError(f"nulls must be a dict of column to value, got {kind}")
+        check_is(nulls, Mapping | None, "nulls", "a dict of column to value")
         if schema is not None:
             _check_schema(schema, self._columns)
             self._columns = self._columns or schema.names
@@ -65,7 +49,7 @@ class Wanted:
         self.filters = None if filters is None else Filters(filters)
         self._nulls = dict(nulls or {})
         self.given = schema
-        self.names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()  # the columns to read, with the filter's
         self._delivered: list[str] = []
         self._is_partial = False
         self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
@@ -82,7 +66,6 @@ class Wanted:
         return self._schema
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments, JSON-serialisable."""
         given = self.given
         return {
             "columns": self._columns,
@@ -230,8 +213,7 @@ def _names_in(columns: Any) -> list[str] | None:
 
 
 def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
-    if not isinstance(schema, pa.Schema):
-        raise TypeError(f"schema must be a pyarrow.Schema, got {type(schema).__name__}")
+    check_is(schema, pa.Schema, "schema", "a pyarrow.Schema")
     missing = [name for name in names or () if name not in schema.names]
     if missing:
         raise ValueError(f"columns= names {missing}, not in schema= {schema.names}")

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
-from aioloader.datasets._options import check_is
-from aioloader.datasets._stores.redact import Sealed
+from aioloader.datasets._checks import check_is
+from aioloader.datasets._stores.redact import Sealed, revealed
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -78,7 +78,7 @@ class Address:
     """
 
     def __init__(self, url: Any) -> None:
-        url = url.value if isinstance(url, Sealed) else url
+        url = revealed(url)
         check_is(url, str, "url", "sqlite:///path or postgresql://host/name")
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in {"sqlite", "postgresql", "postgres"}:
@@ -101,8 +101,8 @@ class Address:
 
     @property
     def _parameters(self) -> dict[str, str]:
-        kept = self._sealed
-        return kept.value if isinstance(kept, Sealed) else kept
+        parameters: dict[str, str] = revealed(self._sealed)
+        return parameters
 
     @property
     def path(self) -> str:

@@ -11,12 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aioloader._observe.extras import imported
 from aioloader.datasets._sql.address import sqlstate_of
 from aioloader.datasets._stores.outlast import in_thread, outlast
-from aioloader.errors import UNRELEASED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,13 +31,8 @@ T = TypeVar("T")
 def driver_of(address: "Address") -> Any:
     """Import the driver for an address; an ImportError says how to install it."""
     name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
-    try:
-        import_module("pyarrow.compute")
-        return import_module(f"{name}.dbapi")
-    except ImportError as exc:
-        raise ImportError(
-            f'databases need ADBC: pip install "aioloader[sql]{UNRELEASED}"'
-        ) from exc
+    imported("pyarrow.compute", "sql", "databases need ADBC")
+    return imported(f"{name}.dbapi", "sql", "databases need ADBC")
 
 
 class Connection:

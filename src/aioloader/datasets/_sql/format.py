@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._sql.address import Address, retried
 from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.postgres import Postgres
@@ -72,9 +72,8 @@ class SQLFormat(ShardFormat):
     ) -> list[SQLShard]:
         """Take a snapshot, and return its ranges; those of ``known`` are reused.
 
-        Raises:
-            DatasetError: If the database cannot be reached, or read.
-            ValueError: If the key is unsuitable, or a column does not exist.
+        A DatasetError if the database cannot be read, a ValueError if the key is
+        unsuitable, or a column does not exist.
         """
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres

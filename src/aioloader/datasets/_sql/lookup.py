@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from aioloader._observe.extras import imported
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
 from aioloader.datasets._sql.relation import column
-from aioloader.errors import UNRELEASED
 
 if TYPE_CHECKING:
     import asyncpg
@@ -258,13 +257,7 @@ class PostgresLookup(Lookup):
 
 def import_asyncpg() -> Any:
     """Import asyncpg; an ImportError says how to install it."""
-    try:
-        return import_module("asyncpg")
-    except ImportError as exc:
-        raise ImportError(
-            "SQLRows of PostgreSQL needs asyncpg: "
-            f'pip install "aioloader[sql]{UNRELEASED}"'
-        ) from exc
+    return imported("asyncpg", "sql", "SQLRows of PostgreSQL needs asyncpg")
 
 
 def _check_unique(keys: Keys, name: str) -> None:

@@ -98,7 +98,6 @@ class Postgres(Session):
         self._decimals: list[str] = []  # columns of exact numbers, read as text
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the relation in it."""
         leader = await self._lead()
         # The first reader's connection is opened meanwhile: that takes as long.
         spare = asyncio.create_task(self._spare())
@@ -108,18 +107,15 @@ class Postgres(Session):
             await outlast(asyncio.gather(spare, return_exceptions=True))
 
     async def join(self) -> Connection:
-        """Return a connection that reads the snapshot; a new one if it is lost."""
         return self._idle.pop() if self._idle else await self._new()
 
     async def leave(self, connection: Connection, *, is_sound: bool) -> None:
-        """Return a connection; if ``is_sound``, it may be reused."""
         if is_sound and self._leader is not None:
             self._idle.append(connection)
         else:
             await connection.aclose()
 
     async def aclose(self) -> None:
-        """Disconnect."""
         leader, self._leader = self._leader, None
         idle, self._idle = self._idle, []
         await close_all([*idle, leader] if leader else idle)
@@ -167,7 +163,6 @@ class Postgres(Session):
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
-        """Yield the rows of a range."""
         check, rest = KeyCheck(self.relation.key, last), span.since(last)
         connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
@@ -258,8 +253,7 @@ class Postgres(Session):
 def _started(connection: Connection, snapshot: str = "") -> str:
     """Start a transaction in a snapshot, by default a new one, which is exported.
 
-    Returns:
-        Its name; empty if it is lost.
+    Return its name; an empty one if it is lost.
     """
     connection.fetch(_BEGIN)
     try:

@@ -7,8 +7,9 @@ names the row's key, or NULL if the user chooses that.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from aioloader.datasets._checks import check_word
 from aioloader.datasets._sql.relation import Relation, column, quoted
 from aioloader.errors import DatasetError
 
@@ -47,12 +48,8 @@ class Values:
     infinity: Infinity = "error"
 
     def __post_init__(self) -> None:
-        if self.numeric not in get_args(Numeric):
-            text = f"numeric must be 'decimal' or 'float', got {self.numeric!r}"
-            raise ValueError(text)
-        if self.infinity not in get_args(Infinity):
-            text = f"infinity must be 'error' or 'null', got {self.infinity!r}"
-            raise ValueError(text)
+        check_word(self.numeric, Numeric, "numeric")
+        check_word(self.infinity, Infinity, "infinity")
 
     def selection(self, columns: Mapping[str, tuple[str, str]]) -> str:
         """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from aioloader.datasets._options import check_is
+from aioloader.datasets._checks import check_is
 
 _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
@@ -21,17 +21,8 @@ _PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 class Relation:
     """A table or query, the key to order and divide by, and the wanted columns.
 
-    Args:
-        text: Name of a table (``name``, ``schema.name``, quoted if it has a dot) or a
-            query, with placeholders for ``parameters``.
-        key: The key's column.
-        columns: The columns wanted, in order; None: all.
-        parameters: Values of the placeholders.
-
-    Attributes:
-        is_query: Whether the text is a query.
-        label: The name in errors.
-        key_column: The key as an expression.
+    A table is ``name`` or ``schema.name``, quoted if it has a dot; a query has
+    placeholders for ``parameters``. Without ``columns`` all are wanted.
     """
 
     text: str
@@ -40,7 +31,7 @@ class Relation:
     parameters: tuple[Any, ...]
     is_query: bool
     label: str
-    key_column: str
+    key_column: str  # as an expression
 
     def __init__(
         self,
@@ -110,8 +101,7 @@ class Relation:
     ) -> Sequence[str]:
         """Return the columns to deliver; ``hidden`` ones only if they are wanted.
 
-        Raises:
-            ValueError: If one does not exist, or two have the same name.
+        A ValueError if one does not exist, or two have the same name.
         """
         shown = ", ".join(found)
         if len(set(found)) < len(found):
@@ -129,7 +119,6 @@ def is_list(given: Any) -> bool:
 
 
 def quoted(name: str) -> str:
-    """Return a quoted SQL name."""
     if not name or "\0" in name:
         raise ValueError(f"names must be without NUL and not empty, got {name!r}")
     escaped = name.replace('"', '""')

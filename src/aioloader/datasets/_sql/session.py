@@ -55,22 +55,15 @@ class KeyCheck:
     """Checks that keys are unique, and drops the row that was already read.
 
     It works on whole columns: about a nanosecond per row.
-
-    Attributes:
-        last: Key of the last row read; None: none was.
-        is_again: Whether the query started at that row, which may be deleted.
     """
 
     def __init__(self, name: str, last: Key | None) -> None:
-        self._name, self.last = name, last
+        self._name, self.last = name, last  # key of the last row read
+        # Whether the query started at that row, which may be deleted.
         self.is_again = last is not None
 
     def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the new rows of a batch that is not empty.
-
-        Raises:
-            ValueError: If a key comes twice, or is NULL.
-        """
+        """Return the new rows of a batch, if no key comes twice or is NULL."""
         from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
 
         keys = batch.column(self._name)
@@ -90,26 +83,18 @@ class KeyCheck:
 
 
 class Session(abc.ABC):
-    """One iteration.
-
-    Attributes:
-        address: The database.
-        relation: The table or query.
-        deadline: Seconds in which a lost connection must be restored.
-        names: The columns to deliver, after ``begin``.
-    """
+    """One iteration."""
 
     address: "Address"
     relation: Relation
     deadline: float
-    # The sign of a numbered parameter.
-    _sign: str
+    _sign: str  # of a numbered parameter
 
     def __init__(
         self, address: "Address", relation: Relation, values: "Values", deadline: float
     ) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
-        self.names: Sequence[str] = ()
+        self.names: Sequence[str] = ()  # the columns to deliver
         self._values = values
         self._key = relation.key_column
         self._key_type = ""  # as in SQL
@@ -119,8 +104,7 @@ class Session(abc.ABC):
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
         """Take a snapshot, and divide the relation in it.
 
-        Raises:
-            ValueError: If the key is unsuitable, or a column does not exist.
+        A ValueError if the key is unsuitable, or a column does not exist.
         """
 
     @abc.abstractmethod
@@ -158,7 +142,6 @@ class Session(abc.ABC):
     def _divided(
         self, connection: "Connection", partitions: int | Sequence[Key]
     ) -> list[Span]:
-        """Plan, and return the ranges."""
         self._plan(connection)
         if isinstance(partitions, int):
             cuts = self._cuts(connection, partitions) if partitions > 1 else []
@@ -232,16 +215,11 @@ class Session(abc.ABC):
 
 
 class SQLReader(Reader):
-    """Reads one range a batch ahead, across lost connections.
+    """Reads one range a batch ahead, across lost connections, after the ``last`` key.
 
-    A batch is read in a connection's thread while the previous one is consumed. The
-    mark of a block is the column of its keys.
-
-    Args:
-        session: The iteration.
-        span: The range; None: nothing.
-        last: Key of the last row delivered; None: none was.
-        budget: Most bytes to hold; a batch is a quarter, but at least 64 KiB.
+    A batch is read in a connection's thread while the previous one is consumed; it is
+    a quarter of the budget, but at least 64 KiB. The mark of a block is the column of
+    its keys.
     """
 
     is_ahead = True
@@ -259,28 +237,23 @@ class SQLReader(Reader):
         self._open: tuple[Connection, Scan] | None = None
 
     def begin(self) -> None:
-        """Start reading ahead."""
         self.start()
 
     async def pull(self, limit: int) -> "Block":
-        """Return the next rows, from 1 to ``limit``; an empty block at the end."""
         block = await super().pull(limit)
         self._pulled = len(block)
         return block
 
     def position(self) -> "Position":
-        """Return the key of the last row returned, if any."""
         if self.mark is not None:
             return self.positions()(self._pulled)
         return {} if self._start is None else {"key": self._start}
 
     def positions(self) -> "Callable[[int], Position]":
-        """Return what maps a number of rows of the last pull to their key."""
         keys, before = self.mark, self.taken - self._pulled
         return lambda count: {"key": encoded(keys[before + count - 1].as_py())}
 
     def is_draining(self) -> bool:
-        """Return whether all was read."""
         return self.is_over
 
     async def make(self) -> Made:
@@ -300,7 +273,6 @@ class SQLReader(Reader):
             return []
 
     async def _batch(self) -> Made:
-        """Read the batch after the last key."""
         session, last = self._session, self._last_read
         if self._open is None:
             connection = await session.join()

@@ -66,7 +66,6 @@ class SQLite(Session):
         self._sorts = False  # each query sorts all rows: the key has no index
 
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the relation in it."""
         count = partitions if isinstance(partitions, int) else len(partitions) + 1
         for _ in range(min(count, _CONNECTIONS)):
             self._connections[connection := Connection(self.address)] = 0
@@ -89,7 +88,6 @@ class SQLite(Session):
             self._connections[connection] -= 1
 
     async def aclose(self) -> None:
-        """Disconnect."""
         connections, self._connections = self._connections, {}
         await close_all(connections)
 

@@ -12,6 +12,7 @@ from collections import deque
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.failures import NoRangesError
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.stored import StoredObject
 from aioloader.datasets._stores.stores import WholeObject
 from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version
@@ -26,11 +27,7 @@ START_DIVISOR = 8
 
 
 class ObjectBytes:
-    """An object's bytes, by ranged requests, or in one if the server has no ranges.
-
-    Attributes:
-        version: The object's version; None until it is known.
-    """
+    """An object's bytes, by ranged requests, or in one if the server has no ranges."""
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class ObjectBytes:
         known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None
+        self.version: Version | None = None  # until it is known
         self._object, self._known = object, known
         self._whole: WholeObject | None = None
         self._stop = sys.maxsize if stop is None else stop
@@ -101,9 +98,7 @@ class ObjectBytes:
         """Cancel the requests in flight; no other is sent."""
         self._is_over = True
         pieces, self._pieces = self._pieces, deque()
-        for piece in pieces:
-            piece.cancel()
-        await asyncio.gather(*pieces, return_exceptions=True)
+        await cancel(pieces)
 
     async def _next_chunk(self, whole: WholeObject) -> Buffer:
         """Return the next part of the whole object, after the start."""

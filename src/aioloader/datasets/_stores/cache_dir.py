@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from typing_extensions import Buffer
@@ -58,28 +58,14 @@ class CacheDir:
 
     All methods block: call them in threads. An object may be pickled, and used by many
     threads and by forked processes. The bytes of a key must never change. Keys are kept
-    as hashes only, because they may be signed URLs.
+    as hashes only, because they may be signed URLs. The directory is created if
+    missing; other files in it are left alone.
 
-    The limit may be exceeded by 1/32 per process, and by entries being put. If storing
-    fails (disk full, no permission), there is one warning, and storing pauses for a
-    minute. Leftovers of killed writers are removed by the next scan that finds them a
-    minute old.
-
-    Args:
-        directory: Created if missing; other files in it are left alone.
-        max_bytes: Limit of the lengths of all files, each 52 bytes longer than its
-            data; at least 1.
-
-    Raises:
-        ValueError: If ``max_bytes`` is less than 1.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as directory:
-        ...     cache = CacheDir(directory, max_bytes=10_000_000)
-        ...     cache.put("train/000.tar", b"contents")
-        ...     cache.get("train/000.tar")
-        b'contents'
+    The limit is of the lengths of all files, each 52 bytes longer than its data. It may
+    be exceeded by 1/32 per process, and by entries being put. If storing fails (disk
+    full, no permission), there is one warning, and storing pauses for a minute.
+    Leftovers of killed writers are removed by the next scan that finds them a minute
+    old.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
@@ -285,17 +271,28 @@ def _alone(path: str) -> Iterator[int]:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        # Without locks (Windows, some file systems) two scans do no harm.
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl  # noqa: PLC0415
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file, "LOCK_EX")  # without locks two scans do no harm
         yield file
     finally:
         # Closing it is not enough: a process forked meanwhile has it open, too.
-        with contextlib.suppress(ImportError, OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+        lock(file, "LOCK_UN")
         os.close(file)
+
+
+def lock(file: int | BinaryIO, *flags: str) -> bool:
+    """Lock or unlock a file; return whether no other has locked it.
+
+    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
+    """
+    # Windows has no such module, and some file systems have no locks.
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # noqa: PLC0415
+
+        try:
+            fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _is_left_over(name: str, age: float) -> bool:

@@ -54,20 +54,7 @@ class ShortReadError(EOFError):
 
 
 class Reason:
-    """The parts of an obstore exception that may be shown.
-
-    Attributes:
-        text: The reason in words.
-        status: HTTP status, or 0.
-        code: Error number of the system, or 0.
-        attempts: How often the request was sent.
-        is_cut_short: Whether the body ended before its announced length.
-        is_out_of_range: Whether the object ends before the requested range.
-        is_bad_key: Whether obstore cannot name the object.
-        is_unauthorised: Whether there are no credentials: the machine's own were
-            requested, as in a cloud.
-        is_unreachable: Whether no connection was made: refused, or no such host.
-    """
+    """The parts of an obstore exception that may be shown, and what they mean."""
 
     def __init__(self, exc: Exception) -> None:
         text, name = str(exc), type(exc).__name__
@@ -92,11 +79,13 @@ class Reason:
         if is_unknown := '"dns error"' in text:
             said.append("the host's name is not known")
         self.text = ", ".join(said)
-        # If a server cannot send the rest, only the second error is reported.
+        # The body is shorter than announced. If a server cannot send the rest, only the
+        # second error is reported.
         self.is_cut_short = "UnexpectedEof" in dump or "RangeNotSupported" in dump
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
         self.is_out_of_range = is_past or "StartTooLarge" in dump
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
+        # There are no credentials: the machine's own were requested, as in a cloud.
         self.is_unauthorised = bool(_METADATA.search(text))
         self.is_unreachable = is_unknown or self.code in _NO_CONNECTION
 
@@ -147,12 +136,11 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
 
 
 def truncated(
-    location: str, expected: int, received: int, start: int | None = None
+    location: str, expected: int, received: int, what: str = " announced"
 ) -> TruncatedReadError:
-    """Return the error for a read of another length than announced."""
-    what = "announced" if start is None else f"from byte {start:,} on"
+    """Return the error for a read of another length than expected."""
     return TruncatedReadError(
-        f"{location!r} gave {received:,} of {expected:,} bytes {what}",
+        f"{location!r} gave {received:,} of {expected:,} bytes{what}",
         location=location,
         expected=expected,
         received=received,

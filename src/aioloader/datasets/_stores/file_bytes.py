@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from aioloader.datasets._stores.bytes import SMALLEST
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import file_failure, truncated
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import (
     NOTHING,
@@ -21,7 +21,6 @@ from aioloader.datasets._stores.versions import (
     changed,
     version_of_file,
 )
-from aioloader.errors import TruncatedReadError
 
 T = TypeVar("T")
 
@@ -33,12 +32,7 @@ _CACHED_PIECE = 1 << 17
 
 
 class FileBytes:
-    """A file's bytes, opened by ``aiofiles`` and read into one buffer.
-
-    Attributes:
-        version: The file's version; None until it is open.
-        at_once: Bytes that are best read in one thread call.
-    """
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer."""
 
     def __init__(
         self,
@@ -48,10 +42,10 @@ class FileBytes:
         known: Known = NOTHING,
         stop: int | None = None,
     ) -> None:
-        self.version: Version | None = None
+        self.version: Version | None = None  # until it is open
         self._path, self._known = path, known
         self._at, self._stop = start, sys.maxsize if stop is None else stop
-        # Besides the buffer, the parsed data needs room.
+        # Bytes best read in one thread call; parsed data needs room besides the buffer.
         self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
         self._length = min(_FILE_PIECE, self.at_once)
         self._buffer = memoryview(b"")
@@ -131,12 +125,7 @@ class FileBytes:
         if now != self.version:
             raise changed(self._path, self.version, now)
         if wanted and not length:
-            raise TruncatedReadError(
-                f"{self._path!r} gave {self._at:,} of {size:,} bytes",
-                location=self._path,
-                expected=size,
-                received=self._at,
-            )
+            raise truncated(self._path, size, self._at, "")
         return self._buffer[:length]
 
 

@@ -19,20 +19,20 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
+from aioloader._observe.extras import imported
 from aioloader._order.forks import fork_safe
 from aioloader.datasets._stores.addresses import Address
-from aioloader.datasets._stores.options import Options, revealed
+from aioloader.datasets._stores.options import Options
 from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.redact import Sealed, redact_url, secret_options
-from aioloader.datasets._stores.sources import (
-    Sized,
-    Store,
-    failure_of_source,
-    words_of,
+from aioloader.datasets._stores.redact import (
+    Sealed,
+    redact_url,
+    revealed,
+    secret_options,
 )
+from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, words_of
 from aioloader.datasets._stores.versions import Piece, Version
-from aioloader.errors import UNRELEASED
 
 T = TypeVar("T")
 
@@ -75,11 +75,9 @@ class FileSystemStore(Store):
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
     ) -> Piece:
-        """Return a range of a file."""
         return await self._run(self._get, key, start, stop)
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return all files in a folder and its subfolders."""
         found = await self._run(self._find, prefix)
         found = [pair for pair in found if after is None or pair[0] > after]
         for at in range(0, len(found), _PAGE):
@@ -131,8 +129,7 @@ class FileSystemStore(Store):
 
     def _at(self, key: str) -> tuple[Any, str]:
         """Return the file system, and the path of a key in it."""
-        system = self._system
-        system = system.value if isinstance(system, Sealed) else system
+        system = revealed(self._system)
         return system, f"{system.root_marker}{key}"
 
     async def aclose(self, _seconds: float | None = None) -> None:
@@ -146,12 +143,7 @@ class HubStore(FileSystemStore):
     _hint = "; is it private, and HF_TOKEN set?"
 
     def __init__(self, url: Address, options: Options) -> None:
-        try:
-            import huggingface_hub  # noqa: F401, PLC0415  (an optional dependency)
-        except ImportError as exc:
-            raise ImportError(
-                f'hf:// needs huggingface_hub: pip install "aioloader[hub]{UNRELEASED}"'
-            ) from exc
+        imported("huggingface_hub", "hub", "hf:// needs huggingface_hub")
         if unknown := sorted(set(revealed(options)) - _OPTIONS):
             raise TypeError(
                 f"unknown store options of hf://: {', '.join(unknown)}; it has "

@@ -8,13 +8,14 @@ that called ``drain``.
 
 import asyncio
 import copy
+import sys
 from collections import deque
 from collections.abc import Awaitable
 from types import ModuleType
 from typing import Any, TypeVar
 from weakref import ref
 
-from aioloader.errors import UNRELEASED
+from aioloader._observe.extras import imported
 
 T = TypeVar("T")
 
@@ -25,14 +26,9 @@ _LET_GO_SECONDS = 1.0
 
 def import_obstore() -> ModuleType:
     """Import obstore, or raise an ImportError that says how to install it."""
-    try:
-        import obstore.store  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            "object stores and HTTP need obstore: "
-            f'pip install "aioloader[objects]{UNRELEASED}"'
-        ) from exc
-    return obstore
+    if sys.modules.get("obstore.store") is None:  # each request asks for it
+        imported("obstore.store", "objects", "object stores and HTTP need obstore")
+    return sys.modules["obstore"]
 
 
 def obstore_errors() -> tuple[type[Exception], ...]:

@@ -67,7 +67,6 @@ class Listing(Iterable[str]):
         return int(self.sizes[at]) if is_found else None
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Return the keys with their sizes."""
         return zip(self.keys, map(int, self.sizes), strict=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -139,7 +138,6 @@ class _Walk:
         return True
 
     async def aclose(self) -> None:
-        """Release what lists the store."""
         rest: Any = self._rest
         if rest is not None:
             await rest.aclose()

@@ -4,12 +4,12 @@ A million paths of 40 characters take 48 MB instead of 97, pickle as two buffers
 are not copied page by page into forked workers by reference counts. Order is kept.
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, SupportsIndex, overload
 
 import numpy as np
 
+from aioloader.datasets._checks import position_of
 from aioloader.datasets._stores.redact import redact_key
 
 # File names may hold bytes that are not UTF-8; they are restored unchanged.
@@ -49,10 +49,7 @@ class NameTable(Sequence[str]):
 
     def position(self, index: SupportsIndex) -> int:
         """Return ``index`` counted from the front."""
-        position, count = operator.index(index), len(self)
-        if not -count <= position < count:
-            raise IndexError(f"index {position} is out of range for {count:,} samples")
-        return position if position >= 0 else position + count
+        return position_of(index, len(self))
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> str: ...

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from aioloader.datasets._stores.failures import OPTION, Reason, failure_of
 from aioloader.datasets._stores.flights import import_obstore, obstore_errors
-from aioloader.datasets._stores.redact import Sealed, secret_options
+from aioloader.datasets._stores.redact import Sealed, revealed, secret_options
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -65,11 +65,6 @@ def hidden(options: Mapping[str, Any] | None) -> Options:
         )
     secrets = ", ".join(secret_options(given))
     return Sealed({**given}, f"the store options {secrets}") if secrets else {**given}
-
-
-def revealed(options: Options) -> Mapping[str, Any]:
-    """Return the options, for a store; do not keep them in an attribute."""
-    return options.value if isinstance(options, Sealed) else options
 
 
 def check_no_options(path: str, options: Options) -> None:

@@ -1,7 +1,7 @@
-"""Waits that cancellation must not interrupt."""
+"""Waits that cancellation must not interrupt, and waits for cancelled tasks."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -21,6 +21,19 @@ async def outlast(work: "asyncio.Future[Any]") -> Any:
             work.exception()  # retrieved: nobody else will
         raise cancelled
     return work.result()
+
+
+async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
+    """Cancel tasks, and wait for them to end."""
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def off_loop(function: Callable[..., T], *args: Any, is_quick: bool) -> T:
+    """Run a function in a thread, or here if that costs less than a thread."""
+    return function(*args) if is_quick else await asyncio.to_thread(function, *args)
 
 
 async def in_thread(

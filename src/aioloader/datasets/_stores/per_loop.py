@@ -1,9 +1,11 @@
-"""State that belongs to one event loop, for datasets that several loops may read."""
+"""State that belongs to one event loop, and datasets that several loops may read."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
+
+from aioloader.protocols import HasLifespan
 
 T = TypeVar("T")
 
@@ -29,3 +31,33 @@ class PerLoop(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._make,)
+
+
+class LoopDataset(HasLifespan):
+    """A dataset with one reader for each event loop, which counts its ``users``.
+
+    As an async context manager it releases the loop's reader at the last exit; a loader
+    does this.
+    """
+
+    # Without this, `for x in dataset` would never end: IndexError comes when awaited.
+    __iter__: ClassVar[None] = None
+    _readers: PerLoop[Any]
+
+    def lifespan(self) -> Self:
+        """Return itself, the context that a loader enters on each reading loop."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        self._readers.here().users += 1
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        reader = self._readers.here()
+        reader.users -= 1
+        if not reader.users:
+            await self._release()
+
+    async def _release(self) -> None:
+        """Release what the reader of this loop holds."""
+        await self._readers.here().aclose()

@@ -38,17 +38,13 @@ from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
 from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
 from aioloader.datasets._stores.stores import store_of
-from aioloader.datasets._stores.versions import (
-    NOTHING,
-    Known,
-    Version,
-    version_of_file,
-)
+from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
 T = TypeVar("T")
 # A shard's bytes, in order.
@@ -64,14 +60,10 @@ class Listed(list[Any]):
 
 
 class Places:
-    """Opens addresses; pickled without open stores.
+    """Opens addresses, relative to a store if given; pickled without open stores.
 
-    Args:
-        store: What ``addresses`` are relative to.
-        options: Options of the store that they name.
-        requests: The policy of requests; default: the usual one.
-        cache: Keeps what is read from a store.
-        addresses: What will be opened; of paths alone no store and no client is made.
+    ``options`` are those of the stores that addresses name. ``addresses`` will be
+    opened: of paths alone no store and no client is made.
     """
 
     def __init__(
@@ -324,7 +316,5 @@ async def each(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel(workers)
     return [found[number] for number in range(len(addresses))]

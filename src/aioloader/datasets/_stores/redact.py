@@ -71,6 +71,11 @@ class SecretURL(_Hidden, str):
     __slots__ = ()
 
 
+def revealed(value: Any) -> Any:
+    """Return a value that may be hidden; do not keep it in an attribute."""
+    return value.value if isinstance(value, Sealed) else value
+
+
 ONLY_TO_WORKERS[Sealed] = lambda one: (Sealed, (one.value, one.what))
 ONLY_TO_WORKERS[SecretURL] = lambda url: (SecretURL, (str(url),))
 

@@ -2,7 +2,7 @@
 
 A stall is detected by a timeout for each request, because a hanging connection raises
 no error. Errors that waiting cannot cure (no such object, no permission) are raised at
-once. Nothing here knows of stores: databases are retried by it too.
+once.
 """
 
 import asyncio
@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._order.retry import RETRIED
+from aioloader.datasets._checks import check_is
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
 
@@ -60,9 +62,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "deadline", "base_delay", "max_delay"):
-            if not isinstance(value := getattr(self, name), int | float):
-                kind = type(value).__name__
-                raise TypeError(f"{name} must be a number of seconds, got {kind}")
+            check_is(getattr(self, name), int | float, name, "a number of seconds")
         if self.timeout <= 0 or self.deadline <= 0:
             raise ValueError(
                 f"timeout and deadline must be above 0, got {self.timeout} and "
@@ -79,20 +79,13 @@ USUAL = Requests()
 
 
 def policy_of(requests: Requests | None) -> Requests:
-    if not isinstance(requests, Requests | None):
-        raise TypeError(
-            "requests must be aioloader.datasets.Requests(timeout=..., deadline=...), "
-            f"got {type(requests).__name__}"
-        )
+    words = "aioloader.datasets.Requests(timeout=..., deadline=...)"
+    check_is(requests, Requests | None, "requests", words)
     return requests or USUAL
 
 
 class RefusedError(Exception):
-    """Wraps an error that waiting cannot cure, so that it is not retried.
-
-    Attributes:
-        error: The error to raise.
-    """
+    """Wraps an error that waiting cannot cure, so that it is not retried."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -226,9 +219,7 @@ class Tries:
                 if good or not waiting:
                     return (good or [*done])[0].result()
         finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            await cancel(requests)
 
 
 async def _tried(

@@ -155,7 +155,6 @@ class OwnStore(Store):
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
     ) -> Piece:
-        """Return a range, as the source does."""
         piece: Any = await self._source.get(key, start, stop)
         if not (isinstance(piece, Piece) and isinstance(piece.version, Version)) or (
             memoryview(piece.data).nbytes > stop - start
@@ -203,7 +202,6 @@ class OwnStore(Store):
         return failure
 
     async def aclose(self, _seconds: float | None = None) -> None:
-        """Let the source release what it holds on this loop."""
         await self._source.aclose()
 
 

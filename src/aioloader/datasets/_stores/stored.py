@@ -70,11 +70,7 @@ class Client:
 
 
 class StoredObject:
-    """One object of a store.
-
-    Attributes:
-        block: Length of the aligned blocks to fetch it by, or 0.
-    """
+    """One object of a store, fetched by aligned blocks if there is a cache."""
 
     def __init__(
         self,
@@ -200,7 +196,8 @@ class StoredObject:
             raise RefusedError(changed(self.location, version, piece.version))
         expected = max(0, min(stop, piece.version.size) - start)
         if (received := len(memoryview(piece.data))) != expected:
-            raise truncated(self.location, expected, received, start)
+            what = f" from byte {start:,} on"
+            raise truncated(self.location, expected, received, what)
         return piece
 
 

@@ -23,18 +23,14 @@ from aioloader.datasets._stores.failures import (
     truncated,
 )
 from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
-from aioloader.datasets._stores.options import (
-    Options,
-    check_no_options,
-    open_store,
-    revealed,
-)
+from aioloader.datasets._stores.options import Options, check_no_options, open_store
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     OF_A_URL,
     Sealed,
     carries_secret,
     redact_url,
+    revealed,
     secret_options,
 )
 from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
@@ -72,25 +68,21 @@ def store_of(store: Any, options: Options) -> Store:
     return file_systems.FileSystemStore(store)
 
 
-class _Runtime:
-    """The process in which obstore's runtime, one per process, was started."""
-
-    def __init__(self) -> None:
-        self._pid = 0
-
-    def claim(self) -> None:
-        """Mark the runtime as used here."""
-        pid = os.getpid()
-        if self._pid not in {0, pid}:
-            raise RuntimeError(
-                f"obstore was used in process {self._pid} before process {pid} was "
-                f"forked from it, and does not survive a fork; start workers without "
-                f"fork, or read nothing and list nothing (pass keys=) before it"
-            )
-        self._pid = pid
+# The process in which obstore's runtime, one per process, was started.
+_STARTED_IN: list[int] = []
 
 
-_RUNTIME = _Runtime()
+def _claim_runtime() -> None:
+    """Check that obstore's runtime was not started before a fork."""
+    pid = os.getpid()
+    if not _STARTED_IN:
+        _STARTED_IN.append(pid)
+    if [pid] != _STARTED_IN:
+        raise RuntimeError(
+            f"obstore was used in process {_STARTED_IN[0]} before process {pid} was "
+            "forked from it, and does not survive a fork; start workers without fork, "
+            "or read nothing and list nothing (pass keys=) before it"
+        )
 
 
 class ObstoreStore(Store):
@@ -137,9 +129,10 @@ class ObstoreStore(Store):
 
     def _opened(self) -> "ObjectStore | None":
         """Return the store, if there is one in this process."""
-        _RUNTIME.claim()
+        _claim_runtime()
         if (given := self._given) is not None:
-            return given.value if isinstance(given, Sealed) else given
+            store: ObjectStore = revealed(given)
+            return store
         made = self._made
         return made[1].value if made is not None and made[0] == os.getpid() else None
 
@@ -179,7 +172,6 @@ class ObstoreStore(Store):
         await self._flights.here().drain(seconds)
 
     async def aclose(self, seconds: float | None = None) -> None:
-        """Drain, then close; the store stays usable."""
         await self.drain(seconds)
         self.close()
 
@@ -203,7 +195,6 @@ class ObstoreStore(Store):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        """Return a range, at a version if it can be a condition."""
         obstore, follow, store = import_obstore(), self.follow, await self.opened()
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
@@ -227,7 +218,6 @@ class ObstoreStore(Store):
         return version_of(await self.follow(obstore.head_async(store, key)))
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return keys and sizes, page by page."""
         # obstore adds a web server's path to what it lists, but not to what it reads.
         root = _path_of_web(self.label)
         stream = import_obstore().list(

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader.errors import UNRELEASED, DatasetError, TruncatedReadError
+from aioloader._observe.extras import imported
+from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 1 << 19
 
@@ -121,15 +122,10 @@ def _xz() -> Callable[..., Any]:
 
 
 def _zstd() -> Callable[..., Any]:
-    try:
-        import zstandard  # noqa: PLC0415  (an optional dependency)
-    except ImportError as exc:
-        raise ImportError(
-            "zstandard shards need zstandard: "
-            f'pip install "aioloader[zstd]{UNRELEASED}"'
-        ) from exc
-    make: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
-    return make  # type: ignore[no-any-return]
+    zstandard = imported("zstandard", "zstd", "zstandard shards need zstandard")
+    make: Callable[..., Any]
+    make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+    return make
 
 
 # zstandard does not bound what a call returns: in the worst case 128 KB for four bytes,

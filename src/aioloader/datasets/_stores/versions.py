@@ -88,17 +88,11 @@ class Piece(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of a shard before it is opened.
+    """What is known of a shard before it is opened."""
 
-    Attributes:
-        version: The version that was listed or cut in this iteration.
-        size: Its length in the state.
-        stamp: Its stamp in the state.
-    """
-
-    version: Version | None = None
-    size: int | None = None
-    stamp: str | None = None
+    version: Version | None = None  # what was listed or cut in this iteration
+    size: int | None = None  # its length in the state
+    stamp: str | None = None  # its stamp in the state
 
     @classmethod
     def of(cls, position: Mapping[str, Any], version: Version | None = None) -> "Known":

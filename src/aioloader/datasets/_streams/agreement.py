@@ -53,12 +53,10 @@ class Agreement:
     ) -> Any:
         """Return what this rank finds, if the first rank has found the same.
 
-        Args:
-            what: What identifies it: equal on all ranks, JSON-serialisable.
-            who: Name of the stream, for errors.
-            stack: Closes what was opened to find it.
-            find: Finds it, given the summary that the first rank found, if any; it has
-                a ``summary``, JSON-serialisable.
+        ``what`` identifies it: equal on all ranks, JSON-serialisable. ``who`` names the
+        stream, for errors; ``stack`` closes what was opened to find it. ``find``
+        gets the summary that the first rank found, if any, and returns what has a
+        ``summary``, JSON-serialisable.
         """
         key = key_of([self.ranks, self.epoch, what])
         key, first = await self._do(partial(self._looked, key), who)

@@ -8,13 +8,14 @@ its samples were passed on. Loading it makes the block again, and drops those.
 import asyncio
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Block, join, unreadable
 from aioloader._order.ranks import Share
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.errors import ShardChangedError
 
 if TYPE_CHECKING:
@@ -212,14 +213,6 @@ class Replayed:
 
 
 Cursor: TypeAlias = Replayed
-
-
-async def cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancel tasks, and wait for them to end."""
-    tasks = [*tasks]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def skip(

@@ -28,15 +28,10 @@ def name_of(function: Any) -> str:
 
 
 def fitted(state: State, found: Description, *, strict: bool) -> State:
-    """Return a state in the form that the described stream can load.
+    """Return a state of an iterator in the form that the described stream can load.
 
-    Args:
-        state: What ``state_dict`` of an iterator returned.
-        found: The description of the stream.
-        strict: Whether shards must have the same versions, not only the same lengths.
-
-    Raises:
-        StateMismatchError: If the state is of another stream; names the differences.
+    If ``strict``, shards must have the same versions, not only the same lengths. A
+    StateMismatchError if it is of another stream; it names the differences.
     """
     errors, renamed = differences(state["stream"], found)
     if errors:

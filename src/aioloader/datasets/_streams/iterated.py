@@ -19,15 +19,10 @@ from aioloader._order.blocks import Bad, Block, spread
 from aioloader._order.rank_store import RankStore
 from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
-from aioloader.datasets._options import check_at_least
+from aioloader.datasets._checks import check_at_least
+from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._streams.agreement import Agreement, StoreTalk
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    State,
-    cancel,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import fitted
 from aioloader.datasets._streams.readers import Alone, Reader, Readers
 from aioloader.errors import ShardChangedError
@@ -97,12 +92,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._is_chosen = True
 
     def begin_epoch(self, epoch: int) -> None:
-        """Take the number of a new epoch, unless the user has chosen one."""
         if not self._is_chosen:
             self._epoch = epoch
 
     def for_epoch(self) -> Self:
-        """Return a copy to be read, in workers too, with the loaded state."""
         clone = self._clone()
         self._loaded = None
         return clone
@@ -190,7 +183,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return None
 
     def reread(self) -> list[str]:
-        """Return the names of its parts without a state, which are read again."""
         return [name for one in self.sources for name in one.reread()]
 
     def is_endless(self) -> bool:
@@ -208,9 +200,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         A reader that has ended leaves its turns empty. A batch with fewer samples than
         the rank has readers may then be empty, so the rank would deliver its next one
         while others deliver this one.
-
-        Raises:
-            ValueError: If not: their states could not be merged.
         """
         readers = self.num_readers or ranks
         least = readers // math.gcd(readers, ranks)
@@ -243,7 +232,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return self.rank_store.found() is not None
 
     def end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk:
-        """Return what its ranks agree by on the end of an iteration."""
         store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
         assert store is not None
         what = [self.describe(), self.places(), tail]
@@ -257,11 +245,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         return None
 
     def continues(self) -> bool:
-        """Tell whether an epoch continues where the previous one stopped."""
         return self.carried({}, 0, Share()) is not None
 
     def following(self, state: State, epoch: int, workers: int = 1) -> State:
-        """Return where the epoch after one that stopped at ``state`` starts."""
         ranks = (self.ranks or (0, 1))[1] * workers
         readers, streams = state["readers"], dict[str, State]()
         for name, one in state["streams"].items():
@@ -298,15 +284,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.load_position(opened(state), strict=strict)
 
     def load_position(self, state: State, *, strict: bool = True) -> None:
-        """Start the next iteration at the ``position`` of an iterator."""
         self._loaded = self.fitted(state, strict=strict)
 
     def fitted(self, state: State, *, strict: bool = True) -> State:
-        """Return a state in the form ``load_state_dict`` takes; raise or warn like it.
-
-        Raises:
-            StateMismatchError: If it is of another version or stream.
-        """
         return fitted(state, self.describe(), strict=strict and "strict" not in state)
 
     def _clone(self, **changed: Any) -> Self:
@@ -399,7 +379,6 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return reading.result()
 
     def again(self, state: State | None) -> "StreamIterator[Sample_co]":
-        """Return an iteration over the same samples, from the first one or a state."""
         return StreamIterator(self._stream, self._epoch, self._deal, state)
 
     async def pull(self, limit: int | None) -> Block:

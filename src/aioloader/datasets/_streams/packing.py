@@ -15,6 +15,7 @@ import numpy as np
 
 from aioloader._order.blocks import Bad, Block
 from aioloader._order.permutation import paced, pause
+from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
 from aioloader.datasets._tokens.packing import (
@@ -68,9 +69,8 @@ class Packed(Step):
         if not (rows.ready or await rows.fill(max(min(limit, _ROWS), most))):
             return []
         block: Any = rows.take(most)
-        if self.length <= _TOKENS:
-            return self._made_of(block)
-        return await asyncio.to_thread(self._made_of, block)
+        is_quick = self.length <= _TOKENS
+        return await off_loop(self._made_of, block, is_quick=is_quick)
 
     def _made_of(self, block: list[Any]) -> list[Any]:
         rows = [one for one in block if type(one) is not Bad]
@@ -150,10 +150,8 @@ class Concatenated(Step):
             check_again(block, self._read, self._before, self._lost)
 
     async def _documents(self, block: Block) -> list[Document | Bad]:
-        if _is_quick(block):
-            documents = documents_of(block, self.bos, self.eos)
-        else:
-            documents = await asyncio.to_thread(documents_of, block, self.bos, self.eos)
+        args = block, self.bos, self.eos
+        documents = await off_loop(documents_of, *args, is_quick=_is_quick(block))
         if self._read < self._before:
             self._check_first(documents)
             for place in self._failed:

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from aioloader._order.blocks import Bad, Block, join
 from aioloader._order.ranks import Deal
-from aioloader.datasets._streams.cursors import Cursor, State, cancel
+from aioloader.datasets._stores.outlast import cancel
+from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.weave import woven
 
 # Most samples that all readers here are asked for at once; most pulls' worth.
@@ -284,7 +285,6 @@ class Readers:
                 raise error
 
     def states(self) -> list[State]:
-        """Return the state of each reader."""
         # Each has delivered this many samples on all ranks in step, or one more.
         position = self.at * self._deal.ranks + self._shift
         given, last = divmod(position, self._deal.readers)

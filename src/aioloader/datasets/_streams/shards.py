@@ -5,11 +5,12 @@ among readers, state) is built on these two base classes alone.
 """
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -201,34 +202,22 @@ class ShardFormat(abc.ABC):
 
 
 class StoredFormat(ShardFormat):
-    """A format of shards in a store."""
+    """A format of shards in a store, opened by its ``places``."""
 
-    @abc.abstractmethod
+    places: Any
+
     def cached(self, cache: CacheDir) -> Self:
         """Return the same format, with shards read through a cache."""
-
-
-def check_missing_end(given: object) -> None:
-    """Check an argument.
-
-    Raises:
-        ValueError: If it is not one of the words.
-    """
-    if given not in get_args(MissingEnd):
-        raise ValueError(f"missing_end must be 'error' or 'warn', got {given!r}")
+        clone = copy.copy(self)
+        clone.places = self.places.cached(cache)
+        return clone
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: their count and names.
 
-    They may be moved together: names count from their last common directory, without
-    queries, which hold signatures, and without accounts.
-
-    Args:
-        addresses: Those of the shards, in order.
-
-    Returns:
-        ``"count"``, and ``"names"``, a digest.
+    They may be moved together: names, of which it has a digest, count from their last
+    common directory, without queries, which hold signatures, and without accounts.
     """
     plain = [name_of(address) for address in addresses]
     # In parts, so that other threads get their turn.

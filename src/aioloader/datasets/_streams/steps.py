@@ -9,14 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aioloader._order.blocks import (
-    Bad,
-    Block,
-    failed,
-    join,
-    pick,
-    unreadable,
-)
+from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
 from aioloader._order.permutation import (
     ShuffledIndices,
     is_quick,
@@ -25,13 +18,12 @@ from aioloader._order.permutation import (
     pause,
 )
 from aioloader._order.raising import ends_task
-from aioloader.datasets._stores.outlast import outlast
+from aioloader.datasets._stores.outlast import cancel, off_loop, outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
     Replayed,
     State,
-    cancel,
     check_again,
     skip,
 )
@@ -86,11 +78,8 @@ class Step(Replayed):
     def _made_nothing(self, since: int | None) -> int | None:
         """Note that samples were read and none was made of them, since a pass.
 
-        Return that pass, at first the present one.
-
-        Raises:
-            ValueError: After several whole passes. Without it nothing would ever end,
-                and other ranks would wait for this one.
+        Return that pass, at first the present one. Several whole passes are an error:
+        without it nothing would ever end, and other ranks would wait for this one.
         """
         now = self.passes()
         if now is None or since is None:
@@ -461,10 +450,8 @@ class Shuffled(Windowed):
     is_one_to_one = True
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
-        if is_quick(good):
-            return self._permuted(parts, good)
-        # in a thread, while the previous window is passed on
-        return await asyncio.to_thread(self._permuted, parts, good)
+        # If in a thread, then while the previous window is passed on.
+        return await off_loop(self._permuted, parts, good, is_quick=is_quick(good))
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))

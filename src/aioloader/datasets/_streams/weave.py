@@ -16,14 +16,8 @@ import numpy as np
 
 from aioloader._order.blocks import Block, join, pick, weave
 from aioloader._order.mixture import Schedule
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    Replayed,
-    State,
-    cancel,
-)
+from aioloader.datasets._stores.outlast import cancel, off_loop
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.lane import Lane
 
 # The input that each of the next samples comes from: an array.
@@ -46,10 +40,9 @@ async def woven(
     """Return what ``join_all`` makes of blocks; of many columns in a thread."""
     if len(blocks) == 1:
         return blocks[0]
-    are_columns = not any(isinstance(one, list) for one in blocks)
-    if are_columns and sum(map(len, blocks)) > _ROWS:
-        return await asyncio.to_thread(join_all, blocks)
-    return join_all(blocks)
+    has_lists = any(isinstance(one, list) for one in blocks)
+    is_quick = has_lists or sum(map(len, blocks)) <= _ROWS
+    return await off_loop(join_all, blocks, is_quick=is_quick)
 
 
 class Weaver(Replayed):

@@ -20,16 +20,19 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader.datasets._options import differing
+from aioloader.datasets._checks import check_same
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.versions import Version
-from aioloader.errors import StateMismatchError
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
 # Those of floats, 6 and 7, hold no tokens.
 _CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _SIDECAR_VERSION = 1
+_OTHER = (
+    "{where} was started with another {what}; remove it, with its hidden '.partial' "
+    "files, or write to another path"
+)
 # Sequences of an index that is written at a time.
 _AT_ONCE = 1 << 18
 # Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
@@ -38,11 +41,7 @@ Read = Callable[[Address, int, int], bytes]
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Return an integer type.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return an integer type; a ValueError if it is none."""
     found: np.dtype[Any] | None = None
     with contextlib.suppress(TypeError):
         found = np.dtype(dtype)
@@ -64,11 +63,7 @@ def check_fits(token: int, dtype: np.dtype[Any], name: str) -> None:
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
-    """Return Megatron's number of a type.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Return Megatron's number of a type; a ValueError if it has none."""
     if dtype.name not in _CODES:
         raise ValueError(f"Megatron has {', '.join(_CODES)}, got {dtype.name}")
     return _CODES[dtype.name]
@@ -79,36 +74,22 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a writer says of a file of tokens, finished or not.
+    """What a writer says of a file of tokens, finished or not."""
 
-    Attributes:
-        format: ``"flat"`` or ``"megatron"``.
-        dtype: Name of the type; little-endian.
-        eos: The token that ends each document, or None.
-        metadata: The user's description of the documents' origin.
-        documents: Number of documents.
-        tokens: Number of tokens.
-    """
-
-    format: str
-    dtype: str
-    eos: int | None
-    metadata: Mapping[str, Any]
+    format: str  # "flat" or "megatron"
+    dtype: str  # its name; little-endian
+    eos: int | None  # the token that ends each document
+    metadata: Mapping[str, Any]  # the user's description of the documents' origin
     documents: int = 0
     tokens: int = 0
 
     def dump(self) -> bytes:
-        """Return it as JSON."""
         content = {"version": _SIDECAR_VERSION, **asdict(self)}
         return (json.dumps(content, indent=1) + "\n").encode()
 
     @classmethod
     def loaded(cls, text: bytes, location: str) -> "Sidecar":
-        """Return what JSON says.
-
-        Raises:
-            ValueError: If it is of something else.
-        """
+        """Return what JSON says; a ValueError if it is of something else."""
         try:
             content = json.loads(text)
             is_known = content.pop("version") == _SIDECAR_VERSION
@@ -126,11 +107,7 @@ class Sidecar:
     def beside(
         cls, path: Address, version: Version, look: Look, read: Read
     ) -> "Sidecar | None":
-        """Return that of a finished file, if it has one.
-
-        Raises:
-            ValueError: If it is of something else.
-        """
+        """Return that of a finished file, if it has one, as ``loaded`` does."""
         location = _added(path, ".json")
         told = _looked(look, location)
         if told is None:
@@ -147,21 +124,12 @@ class Sidecar:
     def resumed(self, text: bytes, location: str) -> "Sidecar":
         """Return how far an earlier writer of the same tokens got.
 
-        Raises:
-            StateMismatchError: If it wrote something else.
+        A StateMismatchError if it wrote something else.
         """
         found = self.loaded(text, location)
-        mine = json.loads(self.dump())
-        for what in ("format", "dtype", "eos", "metadata"):
-            old, new = getattr(found, what), mine[what]
-            if old != new:
-                raise StateMismatchError(
-                    f"{location!r} was started with another "
-                    f"{differing(what, old, new)}; remove it, with its hidden "
-                    "'.partial' files, or write to another path",
-                    expected=old,
-                    found=new,
-                )
+        begun = asdict(found)
+        del begun["documents"], begun["tokens"]
+        check_same(begun, json.loads(self.dump()), _OTHER, repr(location))
         return found
 
 
@@ -169,21 +137,13 @@ class Sidecar:
 
 
 class Index(NamedTuple):
-    """The head of an ``.idx``; offsets are in bytes.
-
-    Attributes:
-        address: Where it is.
-        version: Its version.
-        dtype: The type of the tokens.
-        sequences: Number of sequences.
-        entries: Number of documents, and one.
-    """
+    """The head of an ``.idx``; offsets are in bytes."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
     sequences: int
-    entries: int
+    entries: int  # number of documents, and one
 
     @property
     def pointers_at(self) -> int:
@@ -201,8 +161,7 @@ class Index(NamedTuple):
     def found(cls, address: Address, version: Version, read: Read) -> "Index":
         """Return what the head says.
 
-        Raises:
-            ValueError: If the file is of another kind or version, or is cut.
+        A ValueError if the file is of another kind or version, or is cut.
         """
         size = version.size
         head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
@@ -227,14 +186,9 @@ class Index(NamedTuple):
         return made
 
     def check(self, read: Read, size: int) -> None:
-        """Check that first and last sequence and document fit the ``.bin``.
+        """Check that first and last sequence and document fit the size of the ``.bin``.
 
-        Args:
-            read: Reads the index.
-            size: Length of the ``.bin``, in bytes.
-
-        Raises:
-            ValueError: If not.
+        ``read`` reads the index.
         """
         at, stop = self.firsts_at - 8, 0
         if self.sequences:
@@ -260,12 +214,7 @@ class Index(NamedTuple):
 
 
 class Documents:
-    """Where the documents of an ``.idx`` start; looked up, never read whole.
-
-    Args:
-        buffer: The index, mapped.
-        index: Its head.
-    """
+    """Where the documents of a mapped ``.idx`` start; looked up, never read whole."""
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
@@ -291,10 +240,7 @@ class Documents:
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:
     """Yield the bytes of an index, whose documents are one sequence each.
 
-    Args:
-        dtype: The type of the tokens.
-        documents: Number of documents.
-        sizes: Their sizes, as int32; read twice.
+    Their sizes, as int32, are read twice.
     """
     yield _HEAD.pack(_MAGIC, _VERSION, code_of(dtype), documents, documents + 1)
     sizes.seek(0)
@@ -316,25 +262,16 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known of a file of tokens before any is read.
-
-    Attributes:
-        address: Where the tokens are.
-        version: The version of that file.
-        dtype: Their type.
-        eos: The token that ends a document, if it is known.
-        index: What says where documents start; None: ``eos``, or nothing does.
-    """
+    """What is known of a file of tokens before any is read."""
 
     address: Address
     version: Version
     dtype: np.dtype[Any]
-    eos: int | None
-    index: Index | None
+    eos: int | None  # the token that ends a document, if it is known
+    index: Index | None  # where documents start; None: ``eos`` says it, or nothing
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return self.version.size // self.dtype.itemsize
 
     @classmethod
@@ -343,9 +280,8 @@ class TokenFile:
     ) -> "TokenFile":
         """Return the file of a path, which may be Megatron's without its ending.
 
-        Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If the type is not known, or files do not fit together.
+        A FileNotFoundError if there is none; a ValueError if the type is not known, or
+        files do not fit together.
         """
         given = None if dtype is None else dtype_of(dtype)
         tokens, idx = megatron_pair(path)

@@ -23,15 +23,10 @@ _MOMENT = 1 << 10
 
 
 class Document(NamedTuple):
-    """A document, or a piece of one.
+    """A document, or a piece of one."""
 
-    Attributes:
-        tokens: Integers, shape (length,).
-        mask: Which tokens are to be predicted, bool, of the same shape; None: all.
-    """
-
-    tokens: Array
-    mask: Array | None = None
+    tokens: Array  # integers, shape (length,)
+    mask: Array | None = None  # which tokens are to be predicted, bool; None: all
 
     def part(self, start: int, stop: int | None = None) -> "Document":
         """Return the tokens from ``start`` to before ``stop``, as views."""
@@ -70,13 +65,7 @@ NOTHING = Document(np.empty(0, np.int64))
 def document_of(sample: Any) -> Document:
     """Return the document that a sample is.
 
-    Args:
-        sample: Integers, or a mapping with ``input_ids`` and perhaps ``loss_mask``.
-
-    Raises:
-        TypeError: If they are no 1-D arrays of integers.
-        KeyError: If there are no ``input_ids``.
-        ValueError: If the mask has another length.
+    It is integers, or a mapping with ``input_ids`` and perhaps ``loss_mask``.
     """
     mask = None
     if isinstance(sample, Mapping):
@@ -117,15 +106,10 @@ def _array(values: Any, kinds: str, what: str) -> Array:
 
 
 class Row(NamedTuple):
-    """One sample that is not made yet.
+    """One sample that is not made yet."""
 
-    Attributes:
-        pieces: Its documents; what they lack is padding.
-        following: The last token's label, if labels are shifted.
-    """
-
-    pieces: list[Document]
-    following: int = IGNORED
+    pieces: list[Document]  # its documents; what they lack is padding
+    following: int = IGNORED  # the last token's label, if labels are shifted
 
 
 def laid_out(
@@ -162,25 +146,17 @@ def laid_out(
 
 
 class Passed(NamedTuple):
-    """What need not be read again once a row or a failure was passed on.
+    """What need not be read again once a row or a failure was passed on."""
 
-    Attributes:
-        documents: How many, of those that were needed until then.
-        offset: Tokens of the next one that are not needed.
-        failed: A failed document among those that are: its position.
-    """
-
-    documents: int
-    offset: int = 0
-    failed: int | None = None
+    documents: int  # how many, of those that were needed until then
+    offset: int = 0  # tokens of the next one that are not needed
+    failed: int | None = None  # position of a failed one among those that are
 
 
 class Concatenation:
     """Documents laid end to end, and cut into rows.
 
-    Args:
-        length: Tokens per row.
-        offset: Tokens of the first document to leave out.
+    The first ``offset`` tokens of the first document are left out.
     """
 
     def __init__(self, length: int, offset: int) -> None:

@@ -49,8 +49,7 @@ class Tokenizer:
 def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
     """Return a copy of a tokenizer of Hugging Face; None if it is something else.
 
-    Raises:
-        Exception: If it has parts in Python, and cannot be copied.
+    One that has parts in Python cannot be copied: that raises its own error.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     module = sys.modules.get("tokenizers")  # there if it is one
@@ -67,9 +66,7 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer | None:
 def text_of(sample: Any, column: str | None) -> str:
     """Return a text, or the one in a column of a sample.
 
-    Raises:
-        TypeError: If there is something else.
-        KeyError: If there is no such column.
+    A TypeError if there is something else, a KeyError if there is no such column.
     """
     if column is not None:
         if not isinstance(sample, Mapping):
@@ -93,9 +90,8 @@ def text_of(sample: Any, column: str | None) -> str:
 def encoded(encode: Encode, texts: list[str]) -> list[Array]:
     """Return the tokens of each text.
 
-    Raises:
-        TypeError: If they are not integers in one dimension.
-        ValueError: If there are not as many arrays as texts.
+    A TypeError if they are not integers in one dimension, a ValueError if there are
+    not as many arrays as texts.
     """
     if not texts:
         return []

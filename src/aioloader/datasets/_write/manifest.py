@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from aioloader.datasets._options import differing
+from aioloader.datasets._checks import check_same
 from aioloader.errors import StateMismatchError
 
 _VERSION = 1
+_OTHER = (
+    "{where} was started with another {what}; write to another place, or under "
+    "another name"
+)
 
 
 class Entry(NamedTuple):
@@ -40,7 +44,6 @@ class Manifest:
 
     @property
     def file(self) -> str:
-        """Name of the manifest file."""
         return f"{self.name}-shards.json"
 
     @property
@@ -54,7 +57,6 @@ class Manifest:
         return replace(self, shards=(*self.shards, entry), schema=schema)
 
     def dump(self) -> bytes:
-        """Return it as JSON."""
         content = {
             "version": _VERSION,
             "format": self.ending,
@@ -116,14 +118,5 @@ class Manifest:
                 expected=_VERSION,
                 found=version,
             )
-        mine = json.loads(self.dump())
-        for what, old in theirs.items():
-            if old != mine[what]:
-                raise StateMismatchError(
-                    f"{where} was started with another "
-                    f"{differing(what, old, mine[what])}; write to another place, "
-                    f"or under another name",
-                    expected=old,
-                    found=mine[what],
-                )
+        check_same(theirs, json.loads(self.dump()), _OTHER, where)
         return replace(self, shards=shards, schema=schema)

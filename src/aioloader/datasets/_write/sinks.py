@@ -19,12 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from aioloader.datasets._stores.addresses import is_local, path_of
+from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.failures import Reason, failure_of
-from aioloader.datasets._stores.flights import (
-    Flights,
-    import_obstore,
-    obstore_errors,
-)
+from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.stores import ObstoreStore
@@ -193,22 +190,6 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def lock(file: BinaryIO, *flags: str) -> bool:
-    """Lock or unlock a file; return whether no other has locked it.
-
-    A lock ends with the process. ``flags`` are names of those of ``fcntl.flock``.
-    """
-    # Windows has no such module, and some file systems have no locks.
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl  # noqa: PLC0415
-
-        try:
-            fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
-        except BlockingIOError:
-            return False
-    return True
-
-
 def is_at(file: BinaryIO, path: Path) -> bool:
     """Return whether an open file is still the one of its path."""
     with contextlib.suppress(FileNotFoundError):
@@ -236,7 +217,6 @@ class StoreSink:
         return {meta["path"]: meta["size"] for meta in listed["objects"]}
 
     async def read(self, file: str) -> bytes | None:
-        """Return a small object, or None."""
         return (await self._version(file))[0]
 
     async def _version(self, file: str) -> tuple[bytes | None, Any]:
@@ -251,7 +231,6 @@ class StoreSink:
         return data, {name: tag for name, tag in tags.items() if tag} or "overwrite"
 
     async def put(self, file: str, data: bytes) -> None:
-        """Write a small object, replacing the existing one."""
         put = import_obstore().put_async
         await self._request("write", file, lambda store: put(store, file, data))
 

@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from aioloader.datasets._stores.addresses import Address, is_local, path_of
+from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.stores import ObstoreStore
-from aioloader.datasets._write.sinks import (
-    StoreSink,
-    is_at,
-    lock,
-    sync_folder,
-    threaded,
-)
+from aioloader.datasets._write.sinks import StoreSink, is_at, sync_folder, threaded
 from aioloader.errors import StateMismatchError
 
 # Makes the bytes of an index from the file of sizes.
@@ -168,7 +163,6 @@ class ObjectSink:
         return True
 
     async def append(self, data: bytes, sizes: bytes, _sidecar: bytes) -> None:
-        """Add tokens and sizes of documents."""
         assert self._sizes is not None
         await self._sink.write(self._name, data)
         await in_thread(self._sizes.write, sizes)
