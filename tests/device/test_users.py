@@ -270,7 +270,7 @@ def test_cudas_way_is_for_cuda() -> None:
 
 
 class Ending(Watched):
-    """Releases ``ended`` for each batch whose copies the stage has seen to their end."""
+    """Releases ``ended`` for each batch whose copies the stage saw to their end."""
 
     def __init__(self) -> None:
         super().__init__()
