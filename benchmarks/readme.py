@@ -56,7 +56,7 @@ QUOTED = (
 # what the cases of a question are, in words; one without words is named
 LOSSES = {
     "overhead": "rows in memory",
-    "transport": "small batches between processes",
+    "transport": "small batches, compared with torch without workers",
     "cpu": "decoding with OpenCV",
     "startup": "the start-up of workers, in scripts of short epochs",
     "memory": "the memory of an array that workers share",

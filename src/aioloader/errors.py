@@ -11,6 +11,7 @@ raise an error again in another process::
     │   ├── DecodeError(ValueError)       bytes that do not match their extension
     │   ├── ObjectNotFoundError(FileNotFoundError)
     │   ├── ObjectPermissionError(PermissionError)
+    │   ├── ShardChangedError             a shard is not as a state was saved with it
     │   └── TruncatedReadError(EOFError)  .expected .received
     ├── WorkerError(RuntimeError)          .worker
     │   ├── WorkerStartError              no worker could be started

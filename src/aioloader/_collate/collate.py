@@ -74,7 +74,7 @@ def default_collate(samples: Sequence[Any]) -> Any:
         The batch, in memory that the caller owns.
 
     Raises:
-        TypeError: If a leaf is of no known type.
+        TypeError: If a leaf is of an unknown type.
         RuntimeError: If shapes or lengths differ between samples.
     """
     if not collates_as_torch():

@@ -27,7 +27,7 @@ def pad_collate(
     to a ``multiple``: ``input_ids``, padded with ``pad``; ``attention_mask``, int64, 1
     at tokens and 0 at padding; and the sample's other sequences, such as ``labels``
     (padded with -100), ``position_ids`` and ``loss_mask`` (with 0 or False). Integers
-    become int64, booleans and floats keep their dtype. Entries that are no sequences
+    become int64, booleans and floats keep their dtype. Entries that are not sequences
     (numbers, texts) are collated as by ``default_collate``. The function can be
     pickled; its tensors are the caller's.
 

@@ -43,8 +43,8 @@ class Device(Generic[Made_co]):
 
     Raises:
         ValueError: If ``ahead`` is below 1.
-        TypeError: If an argument but ``name`` is of the wrong type; the name is checked
-            by the loader.
+        TypeError: If an argument other than ``name`` is of the wrong type; the name is
+            checked by the loader.
     """
 
     name: Any = None

@@ -151,7 +151,7 @@ def unsealed(state: Any) -> LoaderState:
     """Undo ``sealed``.
 
     Raises:
-        StateMismatchError: If it is no state, of another version, or not as it was
+        StateMismatchError: If it is not a state, of another version, or not as it was
             saved.
     """
     if not isinstance(state, Mapping) or "version" not in state:

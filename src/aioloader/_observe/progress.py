@@ -57,7 +57,7 @@ def progress(
         [[1, 2], [3]]
 
     Args:
-        loader: A ``DataLoader``; each iteration starts one of the loader.
+        loader: A ``DataLoader``; each iteration is one of the loader.
         total: Batches of an epoch; ``None`` is ``len(loader)``, if it has a length.
         desc: Prefix of the line.
         leave: Whether the display stays after the iteration.

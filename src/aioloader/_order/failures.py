@@ -77,8 +77,8 @@ class Skip:
             raise. ``None``: failed samples are left out, and their batch is smaller.
 
     Raises:
-        ValueError: If the limit is negative, or no share between 0 and 1.
-        TypeError: If the limit is no number, or ``instead`` no function.
+        ValueError: If the limit is negative, or not a share between 0 and 1.
+        TypeError: If the limit is not a number, or ``instead`` not a function.
     """
 
     at_most: float | None = None

@@ -2,7 +2,8 @@
 
 It is computed from the position, in integers, and nothing is drawn: after any number of
 positions, each source has had its share of them, to 1.5 samples. If readers take turns
-at the order, each of them has about the same shares.
+at the order, each of them has about the same shares, unless there are many more readers
+than positions after which the weights repeat.
 """
 
 import math

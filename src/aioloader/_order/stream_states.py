@@ -50,7 +50,7 @@ def opened(state: Any) -> State:
     """Return a state without its checksum.
 
     Raises:
-        StateMismatchError: If it is no state, of another version, or not as it was
+        StateMismatchError: If it is not a state, of another version, or not as it was
             saved.
     """
     version = state.get("version") if isinstance(state, Mapping) else None

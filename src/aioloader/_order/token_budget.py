@@ -24,8 +24,8 @@ class TokenBudgetBatchSampler(KeyedOrder):
     """Batches of indices: samples of similar length, ``max_tokens`` after padding.
 
     For ``DataLoader(batch_sampler=...)`` over a map-style dataset whose samples are
-    padded to the longest of their batch. A window is ``window`` samples that follow
-    each other in a shuffled order; it is sorted by length and cut where the number of
+    padded to the longest of their batch. A window is ``window`` consecutive
+    samples of a shuffled order; it is sorted by length and cut where the number of
     samples times the longest would exceed ``max_tokens``, and its batches come in a
     random order. aioloader's loader gives each epoch another order (for torch's, call
     ``set_epoch``), and resumes at any batch by making one window: some 3 ms for 10,000

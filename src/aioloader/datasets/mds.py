@@ -51,8 +51,8 @@ class MDSDataset(StoredStream[dict[str, Any]]):
 
     Args:
         addresses: Directories with an ``index.json``, as paths or URLs.
-        allow_unsafe_types: Whether columns of pickles are loaded, which runs code of
-            their author.
+        allow_unsafe_types: Whether columns of pickles are loaded, which runs their
+            author's code.
         options: As for ``TarDataset``.
 
     Raises:

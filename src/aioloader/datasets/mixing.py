@@ -46,8 +46,9 @@ def mix(
 
     The source of each position of the order (of all ranks and readers together) is
     computed from the position. It is not random: of any first ``n`` samples, each
-    source has its share to 1.5 samples, until one ends; and each reader has about the
-    same shares. Sources are repeated by ``repeat()``. A failed sample counts.
+    source has its share to 1.5 samples, until one ends. Each reader has about the same
+    shares, unless there are many more readers than positions after which the weights
+    repeat. Sources are repeated by ``repeat()``. A failed sample counts.
 
     A mixture of map-style datasets is a ``Subset`` of all of them in a row. Each is
     read from its start; a loader's ``shuffle`` permutes the whole.

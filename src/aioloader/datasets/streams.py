@@ -139,10 +139,11 @@ class Stream(Iterated[Sample_co]):
 
         A loader's next epoch, or one resumed from its state, continues where its last
         one stopped, so that each reader reads every sample before it reads any again.
-        Shuffles depend on how often a reader has read all, and on the number of the
-        loader's first epoch: ``set_epoch`` numbers later epochs, and changes neither
-        their samples nor their order. The number of ranks and workers stays that of the
-        first epoch. ``async for`` without a loader starts at the beginning each time.
+        Shuffles depend on how often a reader has read everything, and on the number of
+        the loader's first epoch: ``set_epoch`` numbers later epochs, and changes
+        neither their samples nor their order. The number of ranks and workers stays
+        that of the first epoch. ``async for`` without a loader starts at the beginning
+        each time.
         """
         described = {"count": check_at_least(count, 1, "count")}
         return _EpochLength(self.repeat(), EpochPart, described)
@@ -182,7 +183,7 @@ class Stream(Iterated[Sample_co]):
         """Return the stream of the tokens of each text: 1-D arrays of integers.
 
         Tokenizing runs in a thread, ``batch`` texts at a time, one batch in advance. A
-        sample that is no text, or lacks the column, fails alone. On resume, texts are
+        sample that is not text, or lacks the column, fails alone. On resume, texts are
         read again, but not tokenized again. A tokenizer is copied now, without its
         padding; a state of a stream with another vocabulary or other settings is
         refused, by a digest.

@@ -76,16 +76,17 @@ class TokenDataset(Dataset[Any]):
     document ends, and positions restart at each document and sample.
 
     A local file is mapped when the first sample is read; ``__getitem__`` is a plain
-    method. Of a URL each sample is a ranged request, and ``__getitem__`` a coroutine;
-    its ``.idx`` is copied to a temporary file of each process (20 bytes a document). A
-    dataset may be pickled, and read by several threads, event loops and processes.
+    method. From a URL, each sample is read by a ranged request, and ``__getitem__`` is
+    a coroutine; each process copies the ``.idx`` to a temporary file (20 bytes a
+    document). A dataset may be pickled, and read by several threads, event loops and
+    processes.
 
     Args:
         path: A path or URL: of the tokens, or of a ``.bin`` or ``.idx``, whose ending
             may be left out.
         length: Tokens of a sample.
-        dtype: Type of the tokens, such as ``"uint16"``; an ``.idx``, or the sidecar
-            that ``TokenWriter`` writes, says it.
+        dtype: Type of the tokens, such as ``"uint16"``; not needed with an ``.idx``, or
+            with the sidecar that ``TokenWriter`` writes.
         eos: The token that ends each document. Default: documents end as the ``.idx``
             says, or with the token in the sidecar; without both, all is one document.
         store: What ``path`` is relative to: as for ``ObjectDataset``.
@@ -93,8 +94,9 @@ class TokenDataset(Dataset[Any]):
         requests: How requests that fail or stall are treated.
 
     Raises:
-        ValueError: If ``length`` is below 1, the type unknown or none of integers, the
-            file cut inside a token, or the ``.idx`` cut, foreign or of another file.
+        ValueError: If ``length`` is below 1, the type is unknown or not an integer
+            type, the file ends inside a token, or the ``.idx`` is cut short, in another
+            format, or of another file.
         DatasetError: If a file is missing or cannot be read.
 
     Example:

@@ -2,8 +2,8 @@
 
 A release that continues in the background (a ``break`` drops an iterator; its threads
 and worker processes end a little later) is waited for, for a limited time, before
-anything is called a leak. Helpers of the whole process are no leaks: the fork server of
-worker processes, and ``multiprocessing``'s own servers.
+anything is called a leak. Helpers of the whole process are not leaks: the fork server
+of worker processes, and ``multiprocessing``'s own servers.
 """
 
 import asyncio

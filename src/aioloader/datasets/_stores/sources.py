@@ -39,10 +39,10 @@ class Source(abc.ABC):
 
     Derive from it, and implement ``get``; ``list`` too, if names are looked up. Around
     it are retries by ``Requests``, checks of lengths and versions, the cache, and
-    reading ahead. Raise ``FileNotFoundError`` and ``PermissionError`` for what waiting
-    cannot cure. Any other ``OSError``, and what an HTTP client raises, is retried;
-    built-in exceptions that mean a defect, such as ``TypeError``, are raised as they
-    are.
+    reading ahead. Raise ``FileNotFoundError`` and ``PermissionError`` for errors that
+    waiting cannot fix. Any other ``OSError``, and what an HTTP client raises, is
+    retried; built-in exceptions that indicate a bug, such as ``TypeError``, are raised
+    as they are.
 
     Several event loops may call it at once. Workers get it by pickle, so keep clients
     and secrets out of its state: read them from the environment.

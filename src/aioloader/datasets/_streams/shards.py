@@ -135,7 +135,7 @@ class ShardFormat(abc.ABC):
     def summary(self, shards: Sequence[Shard]) -> Summary:
         """Return a summary of ``shards`` for a state: small, and JSON-serialisable.
 
-        A state is loaded only where the shards found have an equal one. It includes
+        A state is loaded only if the shards found have an equal summary. It includes
         ``"count"``, their number.
         """
 
