@@ -40,7 +40,9 @@ def test_two_iterators_are_two_epochs(num_workers: int) -> None:
     assert found == orders(at_once=False)
 
 
-@pytest.mark.parametrize("name", ["transform", "collate_fn", "concurrency", "timeout"])
+@pytest.mark.parametrize(
+    "name", ["transform", "collate_fn", "concurrency", "timeout", "workers"]
+)
 def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
     """Arguments are attributes; an iteration takes them when it is made."""
     values: dict[str, Any] = {
@@ -48,6 +50,7 @@ def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
         "collate_fn": sum,
         "concurrency": 3,
         "timeout": 20.0,
+        "workers": "thread",
     }
     loader: Any = DataLoader([1, 2, 3], batch_size=3)
     assert name in vars(loader)
@@ -57,6 +60,11 @@ def test_what_is_assigned_is_for_the_next_iteration(name: str) -> None:
     after = next(iter(loader))
     expected = {"transform": [-1, -2, -3], "collate_fn": 6}.get(name, [1, 2, 3])
     assert (after if isinstance(after, int) else after.tolist()) == expected
+    setattr(loader, name, "none")
+    with pytest.raises(
+        (TypeError, ValueError), match=f"{name}.* must|should be .*none"
+    ):
+        iter(loader)
 
 
 def test_the_number_of_an_epoch() -> None:

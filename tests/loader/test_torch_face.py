@@ -335,9 +335,10 @@ def test_batches_are_counted_under_torchs_name(options: dict[str, Any]) -> None:
 
 
 def test_samplers_are_guarded_as_in_torch() -> None:
-    """They cannot be replaced by accident, and can on purpose."""
+    """They cannot be replaced by accident, nor ranks, and can on purpose."""
     loader = DataLoader[Any](range(10), batch_size=5)
-    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
+    names = "batch_size batch_sampler sampler drop_last dataset persistent_workers"
+    for name in [*names.split(), "rank", "world_size", "tail"]:
         with pytest.raises(ValueError, match=f"{name} attribute should not be set"):
             setattr(loader, name, None)
     object.__setattr__(loader, "batch_sampler", [[3, 2], [1]])

@@ -2,7 +2,8 @@
 
 ``DataLoader`` declares them, with defaults and words; those about ranks are checked by
 ``Ranks``, sizes of batches by torch's samplers. The messages are torch's where it has
-them, so that users can search for them. All are checked in the constructor.
+them, so that users can search for them. All are checked in the constructor, and each
+by itself where one was assigned later.
 """
 
 import contextlib
@@ -63,6 +64,7 @@ def refuse(unknown: Mapping[str, Any]) -> None:
 
 def check_each(given: Mapping[str, Any]) -> None:
     """Check the arguments of a loader by name, each by itself."""
+    given = {**given, **{name: placed(name, given[name]) for name in FIRST}}
     _check_numbers(given)
     for name, words in _WORDS.items():
         if given[name] not in words:
@@ -72,6 +74,13 @@ def check_each(given: Mapping[str, Any]) -> None:
         function = given[name]
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be callable, got {type(function).__name__!r}")
+    workers = given["workers"]
+    is_word = isinstance(workers, str) and workers in {"process", "thread"}
+    if not is_word and not isinstance(workers, (Executor, RayWorkers)):
+        raise TypeError(
+            "workers must be 'process', 'thread', a concurrent.futures.Executor or "
+            f"RayWorkers, got {workers!r}"
+        )
     if is_async_function(parts_of(given["on_error"])[0]):
         raise TypeError("on_error must be a plain function: it is never awaited")
     retry = given["retry"]
@@ -247,12 +256,6 @@ def _check_sampling(options: Options, shuffle: Any) -> None:
 
 def _check_workers(options: Options) -> None:
     workers, num_workers = options.workers, options.num_workers
-    is_word = isinstance(workers, str) and workers in {"process", "thread"}
-    if not is_word and not isinstance(workers, (Executor, RayWorkers)):
-        raise TypeError(
-            "workers must be 'process', 'thread', a concurrent.futures.Executor or "
-            f"RayWorkers, got {workers!r}"
-        )
     if isinstance(workers, Executor) and num_workers == 0:
         raise ValueError(
             "workers=Executor needs num_workers > 0: how many batches it makes at once"

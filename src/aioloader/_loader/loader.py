@@ -3,6 +3,7 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +15,7 @@ from aioloader._collate.collate import default_collate, default_convert
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
-from aioloader._loader.options import Options, attributes_of, placed
+from aioloader._loader.options import NAMES, Options, attributes_of, placed
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
     Ranks,
@@ -319,7 +320,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self._live = Runtime(dataset, self._epochs)
         if self.num_workers:
             self._live.warm(Options(attributes_of(self), WHOLE))
-        self.__initialized = True  # from here on torch's __setattr__ guards samplers
+        self.__initialized = True  # from here on ``__setattr__`` guards
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_live": self._live.loaded}
@@ -357,8 +358,12 @@ class DataLoader(Observed, TorchLoader[Batch]):
             if self._may_repeat and warn_of_repeats():
                 self._may_repeat = False
         values, known = attributes_of(self), live.options
-        live.options = known.again(values, part) if known else Options(values, part)
-        return live.options
+        if known is None or any(map(operator.is_not, values, known.values)):
+            arguments.check_each(dict(zip(NAMES, values, strict=True)))
+            known = None
+        if known is None or known.part != part:
+            known = live.options = Options(values, part)
+        return known
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch.

@@ -128,11 +128,6 @@ class Options(Added):
             self.rng is None and bool(self.num_workers)
         )
 
-    def again(self, values: tuple[Any, ...], part: Part) -> "Options":
-        """Return these options, or others if an argument or the part has changed."""
-        is_same = self.part == part and all(map(operator.is_, values, self.values))
-        return self if is_same else Options(values, part)
-
     # -- what is read -------------------------------------------------------------
 
     @cached_property

@@ -25,6 +25,12 @@ from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 Batch = TypeVar("Batch", default=Any)
 # Torch's class, also where a program has replaced the name in ``torch.utils.data``.
 TORCH_LOADER = torch.utils.data.DataLoader
+# What follows from these is made in the constructor; all but the last line as in torch.
+_FIXED = {
+    *("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"),
+    "persistent_workers",
+    *("rank", "world_size", "tail"),
+}
 _VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
@@ -50,6 +56,15 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
         super().__init_subclass__(**options)
         cls._is_subclassed = TorchLoader not in cls.__bases__
         _make_explicit(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_fixed = name in _FIXED and not hasattr(self._own, name)
+        if is_fixed and vars(self).get("_DataLoader__initialized"):
+            raise ValueError(
+                f"{name} attribute should not be set after {type(self).__name__} is "
+                "initialized"
+            )
+        object.__setattr__(self, name, value)
 
     def _hold(self, arguments: dict[str, Any]) -> None:
         """Keep the arguments as attributes.
