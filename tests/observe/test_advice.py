@@ -13,7 +13,7 @@ from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader._observe.records import Setting
 from aioloader._observe.verdict import report
-from aioloader.datasets import from_iterable
+from aioloader.datasets import FileDataset, from_iterable
 from observe.clock import Clock, Ticks
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
@@ -123,6 +123,9 @@ def test_workers_that_cannot_help(monkeypatch: pytest.MonkeyPatch) -> None:
     loader: DataLoader[Any] = DataLoader(AsyncStream(8), 4, collate_fn=waiting)
     assert "num_workers" not in offered(set_up(loader))
     assert "num_workers" in offered(set_up(DataLoader(AsyncStream(8), 4)))
+    # Threads limit how many files are read, whatever ``concurrency`` is.
+    files = DataLoader(FileDataset([os.__file__] * 8), 4)
+    assert {*offered(set_up(files))} == {"prefetch_factor", "num_workers"}
     monkeypatch.delattr(os, "memfd_create")
     loader = DataLoader(SyncMap(8), 4)
     assert {*offered(set_up(loader))} == {"prefetch_factor", "dataset"}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import aioloader
+from aioloader._pipeline import loop_watch
 from aioloader._pipeline.loop_watch import Counts, LoopWatch, watch_of
 
 STEPS = 24
@@ -66,7 +67,7 @@ def loader_of(dataset: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.04), Stream(0.04)])
+@pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.12), Stream(0.04)])
 def test_it_is_named(dataset: Any) -> None:
     with loader_of(dataset) as loader:
         assert sum(1 for _ in loader) == STEPS
@@ -191,3 +192,16 @@ def test_a_forked_child_looks_too() -> None:
                 os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+async def test_long_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of a second, one after another, are as suspect as short ones."""
+    looked: list[LoopWatch] = []
+    monkeypatch.setattr(loop_watch, "_look_at", looked.append)
+    watch = LoopWatch(is_callers=True)
+    with watch.reading(time.monotonic()):
+        for _ in range(5):
+            watch.due -= 1.0
+            watch._clocks = watch._clocks[0] - 1.0, watch._clocks[1]
+            watch._tick()
+    assert looked

@@ -248,6 +248,8 @@ def _fixed_arguments(options: Options) -> tuple[str, ...]:
     collates_async = is_async_function(options.collate_fn)
     if collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
+    if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
+        names.append("concurrency")
     if not allows_processes():
         names.append("num_workers" if options.workers == "process" else "workers")
     return tuple(names)

@@ -339,7 +339,11 @@ class _Case:
         """
         if not lag.culprit or lag.share < _LAGS:
             return None
-        seconds = max(float(self.costs.step.mean()), self.measured * (1 - lag.share))
+        # As many calls at a time as asyncio.to_thread or a process pool makes.
+        cores = self.setting.cores
+        most = 1000 if lag.is_callers else cores if lag.computes else min(32, cores + 4)
+        free = self.measured * max(1 - lag.share, 1 / most)
+        seconds = max(float(self.costs.step.mean()), free)
         gain = 100 * (self.measured / seconds - 1) if seconds else 0.0
         why = (
             f"it blocks the loop {lag.share:.0%} of the time, up to "

@@ -11,6 +11,7 @@ watching thread waits for it too.
 import asyncio
 import contextlib
 import inspect
+import math
 import operator
 import sys
 import threading
@@ -32,8 +33,9 @@ _EVERY = 0.02
 # Seconds that a timer may be late on a loop that is not blocked: loop clocks are
 # coarse, and other threads take the GIL.
 _TOLERANCE = 0.006
-# The thread starts after this many late timers within this many seconds (an import
-# blocks a loop only once), and ends after this many seconds without one.
+# The thread starts after this many late timers within this many seconds in which the
+# loop was not blocked (an import blocks a loop only once), and ends after this many
+# seconds without one.
 _SUSPECT, _WITHIN = 5, 2.0
 _CALM = 1.0
 # The thread's interval in seconds; how many finds it takes to name a coroutine; and
@@ -75,7 +77,9 @@ class LoopWatch:
         # thread waited for a processor or the interpreter's lock.
         self.found: Counter[str] = Counter()
         self._lateness: deque[float] = deque(maxlen=_KEPT)
-        self._late_at: deque[float] = deque([0.0] * _SUSPECT, maxlen=_SUSPECT)
+        # When the latest timers were late, also in seconds that it was not blocked.
+        self._late_at = deque([(0.0, -math.inf)] * _SUSPECT, maxlen=_SUSPECT)
+        self._free = 0.0
         self._readers = 0
         self._rests_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -125,7 +129,7 @@ class LoopWatch:
     def is_suspect(self) -> bool:
         """Tell whether the thread should watch what runs on the loop."""
         now = time.monotonic()
-        is_calm = now - self._late_at[-1] > _CALM
+        is_calm = now - self._late_at[-1][0] > _CALM
         return self._readers > 0 and not is_calm and now >= self._rests_until
 
     def blame(self, code: CodeType | None) -> None:
@@ -153,10 +157,11 @@ class LoopWatch:
         missed = int(behind / _EVERY)  # it would have been due again, and late
         self.due += missed * _EVERY
         is_late, counted = behind > _TOLERANCE, 1 + min(missed, _MOST)
+        self._free += seconds - max(0.0, behind)
         timers, late, times, watched, busy = self.counts
         if is_late:
             self._lateness.append(behind)
-            self._late_at.append(now)
+            self._late_at.append((now, self._free))
             self._held += seconds
             self._computed += spent.cpu
         self.counts = Counts(
@@ -166,7 +171,8 @@ class LoopWatch:
             watched + seconds,
             busy + spent.cpu + spent.delayed,
         )
-        if is_late and now - self._late_at[0] < _WITHIN and self.is_suspect():
+        is_often = self._free - self._late_at[0][1] < _WITHIN
+        if is_late and is_often and self.is_suspect():
             _look_at(self)
         self._set()
 

@@ -65,6 +65,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
         check_is(root, (str, os.PathLike, type(None)), "root", "a directory")
         check_is(paths, (str, os.PathLike, Iterable), "paths", "a pattern or paths")
         self.root: str | None = None if root is None else os.fspath(root)
+        self.num_threads: int = num_threads
         self._pattern = ""
         if isinstance(paths, (str, bytes, os.PathLike)):
             self._pattern = os.fsdecode(paths)
