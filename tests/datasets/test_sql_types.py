@@ -89,19 +89,17 @@ async def test_types_of_sqlite(sqlite: Database) -> None:
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
         "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
-        "INSERT INTO t VALUES (1, 5, 1, 'é', x'00ff', 3, '2020-01-02', 1, 'x')",
+        "INSERT INTO t VALUES (1, 5, 1, 'é', x'00ff', 1 << 60, '2020-01-02', 1, 'x')",
         "INSERT INTO t (id) VALUES (2)",
         "INSERT INTO t VALUES (3, -1, 2.5, '', x'', 3.5, '', 0, 'y')",
     )
     rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-    assert [*rows[0].values()] == [1, 5, 1.0, "é", b"\0\xff", 3.0, "2020-01-02", 1, "x"]
+    first = [1, 5, 1.0, "é", b"\0\xff", 2.0**60, "2020-01-02", 1, "x"]
+    assert [*rows[0].values()] == first
     assert [*rows[1].values()] == [2] + [None] * 8
     assert [*rows[2].values()] == [3, -1, 2.5, "", b"", 3.5, "", 0, "y"]
-    assert [type(rows[0][name]) for name in ("i", "r", "d")] == [
-        np.int64,
-        np.float64,
-        np.float64,
-    ]
+    kinds = [type(rows[0][name]) for name in ("i", "r", "d")]
+    assert kinds == [np.int64, np.float64, np.float64]
 
 
 @pytest.mark.slow
@@ -156,6 +154,7 @@ async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
         ("INTEGER", "2.5", "'x' is int64 in its first rows and double"),
         ("INTEGER", "'five'", "'x' is int64 in its first rows and string"),
         ("REAL", "'five'", "'x' is double in its first rows and string"),
+        ("DECIMAL", f"{2**53 + 1}", f"'x' is double and has the integer {2**53 + 1}"),
     ],
 )
 async def test_a_column_that_changes_its_type(

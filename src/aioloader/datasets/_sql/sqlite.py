@@ -48,6 +48,8 @@ _WISHES = {
     "string": re.compile("CHAR|CLOB|TEXT"),
     "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
 }
+# Columns so declared hold no integers, and doubles all integers below.
+_REAL, _EXACT = re.compile("REAL|FLOA|DOUB"), 2**53
 _ENDS = ("min", "max")
 # Keys are even if no probe finds a density below this share of the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
@@ -62,6 +64,7 @@ class SQLite(Session):
         super().__init__(*given)
         self._connections: dict[Connection, int] = {}  # with the number of scans
         self._types: dict[str, str] = {}  # names of Arrow types, by column
+        self._mixed: list[str] = []  # columns of floats that may hold integers
         self._row_bytes = 1  # about so many
         self._sorts = False  # each query sorts all rows: the key has no index
 
@@ -133,7 +136,9 @@ class SQLite(Session):
             with closing(batches):
                 try:
                     for batch in batches:
-                        if found := self._passed(self._conformed(batch), check):
+                        conformed = self._conformed(batch)
+                        self._check_digits(connection, conformed)
+                        if found := self._passed(conformed, check):
                             yield found
                         wanted = fitting(batch.nbytes / batch.num_rows, batch_bytes)
                         if count > 2 * wanted or wanted > GROWTH * count:
@@ -202,6 +207,11 @@ class SQLite(Session):
             or self._later_type(connection, name, declared[name])
             for at, name in enumerate(declared)
         }
+        self._mixed = [
+            name
+            for name, kind in self._types.items()
+            if kind == "double" and not _REAL.search(declared[name])
+        ]
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
@@ -247,7 +257,8 @@ class SQLite(Session):
             elif array.null_count == len(array):
                 arrays.append(pa.nulls(len(array), field.type))
             elif array.type == pa.int64() and field.type == pa.float64():
-                arrays.append(array.cast(field.type, safe=False))  # as SQLite does
+                # As SQLite does; digits are checked afterwards.
+                arrays.append(array.cast(field.type, safe=False))
             else:
                 raise ValueError(
                     f"column {field.name!r} is {field.type} in its first rows and "
@@ -255,6 +266,25 @@ class SQLite(Session):
                     "query"
                 )
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
+        """Check that no integer is another number as a float."""
+        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
+
+        for name in self._mixed:
+            ends = compute.min_max(batch.column(name)).values()
+            if max(abs(end.as_py() or 0) for end in ends) < _EXACT:
+                continue
+            keys, one = batch.column(self.relation.key), column(name)
+            bounds = [self._bound(encoded(keys[at].as_py())) for at in (0, -1)]
+            # SQLite compares an integer with a float exactly.
+            more = f"WHERE {self._key} BETWEEN ? AND ? AND {one} <> CAST({one} AS REAL)"
+            if found := self._ask(connection, one, f"{more} LIMIT 1", *bounds):
+                raise ValueError(
+                    f"column {name!r} is double and has the integer {found[0]}, which "
+                    f"is another number as a double; write CAST({quoted(name)} AS "
+                    "INTEGER) or AS TEXT in a query"
+                )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
         """Return cuts at even distances if keys are that even, else at even ranks.
