@@ -247,6 +247,7 @@ class PostgresLookup(Lookup):
                     name, label = names[number], self._address.label
                     raise infinite_error(self._relation, key, name, label)
             names.pop()
+        found: dict[Any, Row]
         found = {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
         if len(found) < len(records):
             self._check_unique([record[0] for record in records])
