@@ -175,11 +175,21 @@ async def test_a_column_that_changes_its_type(
             await readers[0].pull(1)
 
 
-async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
+@pytest.mark.parametrize("bad", ["x'ff41'", "CAST(x'ff41' AS TEXT)"])
+async def test_what_is_among_texts(sqlite: Database, bad: str) -> None:
+    """Numbers are texts; of text that is no UTF-8 only the row fails."""
     sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
     sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
-    rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-    assert [row["x"] for row in rows] == ["7", "0.1", "x", None, "8"]
+    made = SQLFormat(sqlite.url, "SELECT x, id FROM t", key="id", columns=["x"])
+    sqlite.fill("n", 2000)
+    sqlite.run("INSERT INTO t SELECT id + 6, 'y' FROM n")
+    sqlite.run(f"INSERT INTO t VALUES (3000, {bad}), (3001, 9)")
+    *rows, failed, last = await rows_of(made)
+    assert [row["x"] for row in rows[:5]] == ["7", "0.1", "x", None, "8"]
+    assert (len(rows), last) == (2005, {"x": "9"})
+    words = "row of query .* with id = 3000 has text in column 'x' that is not UTF-8"
+    with pytest.raises(DatasetError, match=words):
+        raise failed.error  # type: ignore[attr-defined]
 
 
 async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:

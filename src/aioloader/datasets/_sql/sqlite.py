@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from aioloader._order.blocks import Bad
 from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
@@ -25,9 +26,12 @@ from aioloader.datasets._sql.session import (
     encoded,
     fitting,
 )
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from aioloader._order.blocks import Block
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
@@ -152,6 +156,27 @@ class SQLite(Session):
                     if "Type mismatch" not in str(exc) or check.last == before:
                         raise
             check.is_again = True
+
+    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+        """Return the rows of a batch; those with text that is no UTF-8 have failed."""
+        if _is_valid(batch):
+            return super()._rows(batch)
+        texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
+        rows = list[Any]()
+        for at, key in enumerate(batch.column(self.relation.key).to_pylist()):
+            row = batch.slice(at, 1)
+            bad = [n for n in texts if not _is_valid(row.select([n]))]
+            rows += [self._bad(key, bad[0])] if bad else super()._rows(row)
+        return rows
+
+    def _bad(self, key: Any, name: str) -> Bad:
+        label, relation = self.address.label, self.relation
+        text = (
+            f"the row of {relation.label} of {label!r} with {relation.key} = {key!r} "
+            f"has text in column {name!r} that is not UTF-8; write "
+            f"CAST({quoted(name)} AS BLOB) in a query"
+        )
+        return Bad(DatasetError(text, location=label))
 
     def _bound(self, key: Key) -> int | str | bytes:
         if self._key_type == "blob":
@@ -326,6 +351,15 @@ class SQLite(Session):
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
         found = self._ask(connection, self._key, order, *values)
         return found and found[0]
+
+
+def _is_valid(batch: "pa.RecordBatch") -> bool:
+    """Return whether all text is UTF-8, which the driver does not check."""
+    try:
+        batch.validate(full=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _start(connection: Connection) -> None:
