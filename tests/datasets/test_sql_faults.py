@@ -129,11 +129,16 @@ async def test_no_such_server(
         await rows_of(made)
 
 
-async def test_no_such_file(tmp_path: Path) -> None:
+async def test_no_such_file(tmp_path: Path, monkeypatch: Any) -> None:
     made = SQLFormat(f"sqlite:///{tmp_path}/x.db", "t", key="id")
     with pytest.raises(ObjectNotFoundError, match="no such file"):
         await rows_of(made)
     assert not (tmp_path / "x.db").exists()
+    (tmp_path / "x.db").touch()
+    with monkeypatch.context() as patch:  # root may read everything
+        patch.setattr("os.access", lambda *_: False)
+        with pytest.raises(ObjectPermissionError, match="permission denied"):
+            await rows_of(made)
     (tmp_path / "x.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(DatasetError, match="file is not a database"):
         await rows_of(made)
