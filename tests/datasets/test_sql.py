@@ -175,6 +175,14 @@ async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
     assert await keys_of(made, "rowid") == [1, 2, 3]
 
 
+async def test_as_many_columns_as_sqlite_has(sqlite: Database) -> None:
+    names = ", ".join(f"c{at}" for at in range(1999))
+    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, {names})")
+    sqlite.run(f"INSERT INTO t VALUES (1, {names.replace('c', '')})")
+    (row,) = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
+    assert [*row.values()] == [1, *range(1999)]
+
+
 async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",

@@ -223,7 +223,7 @@ NO_KEYS = [
     # SQLite sorts them by type first, and they could not be told apart in Arrow.
     *(
         ("sqlite", "UNIQUE", values, "must be integer, all text or all blob")
-        for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')")
+        for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')", "(1), (2.5), (3)")
     ),
     # Numbers are sorted as one: it is found when it is read.
     ("sqlite", "UNIQUE", "(1), (1.5), (2)", "column 'id' is int64 .* and double later"),

@@ -9,7 +9,7 @@ that of later rows. The driver takes types from the first rows of a batch.
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ _VERSION = "PRAGMA data_version"
 _ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
 _VIEW = '"aioloader view"'
 _FIRST_ROWS = 1000
+# Of which two facts each are asked at once: a result has at most 2,000 columns.
+_MOST_COLUMNS = 500
 # Arrow's type of a key, by SQLite's.
 _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
 # Without a cast, the type of a number among texts would depend on its position.
@@ -216,17 +218,9 @@ class SQLite(Session):
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
         """Find the columns' Arrow types, and the bytes of a row."""
-        # Queried per row, so a blob's length does not require reading the blob.
-        facts = ", ".join(
-            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
-            for at, name in enumerate(declared)
-        )
-        asked = ", ".join(
-            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(declared))
-        )
-        rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
-        sql = select(asked, f"({rows})")
-        (row,) = connection.fetch(sql, self.relation.parameters)
+        row: list[Any] = []
+        for at in range(0, len(declared), _MOST_COLUMNS):
+            row += self._facts(connection, [*declared][at : at + _MOST_COLUMNS])
         self._types = {
             name: _type_of(str(row[2 * at] or ""), declared[name])
             or self._later_type(connection, name, declared[name])
@@ -238,6 +232,21 @@ class SQLite(Session):
             if kind == "double" and not _REAL.search(declared[name])
         ]
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
+
+    def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
+        """Return the types, and the mean length, of each column in the first rows."""
+        # Queried per row, so a blob's length does not require reading the blob.
+        facts = ", ".join(
+            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
+            for at, name in enumerate(names)
+        )
+        asked = ", ".join(
+            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(names))
+        )
+        rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
+        sql = select(asked, f"({rows})")
+        found: Sequence[Any] = connection.fetch(sql, self.relation.parameters)[0]
+        return found
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
         """Return the type of a column's first value after NULLs."""
@@ -254,10 +263,7 @@ class SQLite(Session):
         ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]
         found = {kind for (kind,) in ends} - {"null"} or {"integer"}
         if len(found) > 1 or not found <= _KEY_TYPES.keys():
-            raise ValueError(
-                f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must "
-                "be integer, all text or all blob"
-            )
+            self._refuse_types(found)
         (self._key_type,) = found
         if self._key_type == "text":
             # An empty part with the key itself provides its collation.
@@ -266,6 +272,12 @@ class SQLite(Session):
             distinct = select("count(*)", f"({texts})")
             if connection.fetch(distinct, self.relation.parameters) != [(3,)]:
                 self._refuse_collation("BINARY")
+
+    def _refuse_types(self, found: Iterable[str]) -> None:
+        raise ValueError(
+            f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must be "
+            "integer, all text or all blob"
+        )
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
         """Return a batch with the planned types."""
@@ -350,6 +362,8 @@ class SQLite(Session):
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
         found = self._ask(connection, self._key, order, *values)
+        if found and isinstance(found[0], float):  # numbers are sorted as one
+            self._refuse_types(("integer", "real"))
         return found and found[0]
 
 
