@@ -158,6 +158,13 @@ async def test_packed_lines_cut_anywhere(pack: str, tmp_path: Path) -> None:
             assert [row["a"] for row in found] == lines
 
 
+async def test_garbage_after_the_lines(tmp_path: Path) -> None:
+    data = b"a,b\n" + b"1,x\n" * 9 + b"\x1f\x8b\x08\x00junk"
+    found, error = await read(CSVDataset(written(tmp_path / "a.csv", data)))
+    assert (found, type(error)) == ([{"a": 1, "b": "x"}] * 9, DatasetError)
+    assert "the line at byte 40" in str(error)
+
+
 @pytest.mark.parametrize(("ending", "pack"), PAIRS)
 async def test_an_empty_packed_file(ending: str, pack: str, tmp_path: Path) -> None:
     """A packed empty file has bytes; only then is it an empty shard."""

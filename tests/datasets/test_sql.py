@@ -552,14 +552,13 @@ async def test_large_rows_are_bounded_by_their_bytes(
     made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
     async with opened(made, BUDGET) as (reader,):
         check_held(await batches(reader))
-
-
-async def test_large_rows_after_small_ones(sqlite: Database) -> None:
-    """A range starts with one row: its own rows say how large they are."""
-    fill(sqlite, small=2000)
-    made = SQLFormat(sqlite.url, "t", key="id", partitions=[2000])
-    async with opened(made, BUDGET) as (_, reader):
-        check_held(await batches(reader))
+    # A range starts with one row: its own rows say how large they are.
+    if database.kind == "sqlite" and not has_parameters:
+        database.run("DROP TABLE t")
+        fill(database, small=2000)
+        made = SQLFormat(database.url, "t", key="id", partitions=[2000])
+        async with opened(made, BUDGET) as (_, reader):
+            check_held(await batches(reader))
 
 
 async def test_small_rows_are_read_in_few_batches(database: Database) -> None:
