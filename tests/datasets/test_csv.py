@@ -251,13 +251,6 @@ async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
         await read(stream)
 
 
-def test_what_a_state_is_bound_to() -> None:
-    one = CSVDataset("x", column_types={"a": "int8"}).describe()
-    assert json.loads(json.dumps(one)) == one
-    assert one != CSVDataset("x", column_types={"a": "int16"}).describe()
-    assert one["delimiter"] == ","
-
-
 TEXTS = st.text(st.sampled_from("ab,\"\n;'x é"), max_size=6)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import pickle
 import sqlite3
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +144,14 @@ async def test_no_such_file(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @WAYS
-async def test_no_such_table(database: Database, make: Any) -> None:
+async def test_no_such_table_or_column(database: Database, make: Any) -> None:
     with pytest.raises(ObjectNotFoundError, match="nothere"):
         await read(make, database.url, "nothere")
-
-
-@pytest.mark.slow
-@WAYS
-@pytest.mark.parametrize("options", [{"key": "no"}, {"columns": ["id", "no"]}])
-async def test_no_such_column(
-    database: Database, make: Any, options: dict[str, Any]
-) -> None:
     database.fill("t", 3)
     shown = "" if make is SQLRows else ": there is no column 'no'; there are id, value"
-    with pytest.raises((DatasetError, ValueError), match=f"table 't' of .*{shown}"):
-        await read(make, database.url, "t", **options)
+    for options in ({"key": "no"}, {"columns": ["id", "no"]}):
+        with pytest.raises((DatasetError, ValueError), match=f"table 't' of .*{shown}"):
+            await read(make, database.url, "t", **options)
 
 
 @pytest.mark.slow
@@ -261,11 +253,6 @@ def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
     make: Any = SQLRows if "keys" in given else SQLFormat
     with pytest.raises((ValueError, TypeError), match=words):
         make(given.pop("url"), given.pop("query"), **given)
-
-
-def test_uuids_stay_what_they_are() -> None:
-    keys = [uuid.UUID(int=1), uuid.UUID(int=2)]
-    assert SQLRows("sqlite:///x.db", "t", key="id", keys=keys).keys == keys
 
 
 @pytest.mark.parametrize(
@@ -397,7 +384,10 @@ async def test_the_leader_s_connection_is_cut(
 
 
 @pytest.mark.slow
-async def test_a_restart_in_between(postgresql: Database, running: Server) -> None:
+async def test_rows_of_a_server_that_goes(
+    postgresql: Database, running: Server
+) -> None:
+    """It comes back in time, and then it does not."""
     postgresql.fill("t", 100)
     async with listed(postgresql) as rows:
         assert (await rows[0])["id"] == 0
@@ -406,13 +396,6 @@ async def test_a_restart_in_between(postgresql: Database, running: Server) -> No
         await asyncio.sleep(0)
         await beside(running.start)
         assert [row["id"] for row in await asyncio.gather(*reads)] == [*range(20)]
-
-
-@pytest.mark.slow
-async def test_rows_of_a_server_that_stays_away(
-    postgresql: Database, running: Server
-) -> None:
-    postgresql.fill("t", 100)
     async with listed(postgresql, deadline=0.3) as rows:
         await rows[0]
         await beside(running.stop)

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import uuid
 from typing import Any
 
 import asyncpg
@@ -108,6 +109,8 @@ async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
             await rows.__getitems__([*range(5)])
         with pytest.raises(ObjectNotFoundError, match=r"no row with id = 77$"):
             await rows[4]
+    uuids = [uuid.UUID(int=2), uuid.UUID(int=1)]
+    assert SQLRows(database.url, "t", key="id", keys=uuids).keys == uuids
 
 
 async def test_rows_are_read_as_they_are(database: Database) -> None:

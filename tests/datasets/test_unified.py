@@ -228,20 +228,20 @@ async def test_a_value_that_would_change(
             await shards(ParquetFormat([good], Local(), nulls={"n": value}, **options))
 
 
-def test_wrong_schemas_are_errors() -> None:
-    schema = pa.schema([("n", pa.int8())])
-    with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
-        ParquetDataset("x", schema={"n": "int8"})
-    with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
-        ArrowDataset("x", ["n", "x"], schema=schema)
-
-
 async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
     (path,) = written(tmp_path, {"n": pa.array([1])})
     schema = pa.schema([("n", pa.int8())])
     made = ParquetDataset(path, schema=schema, filters=[("n", ">", 0)])
     found = json.loads(json.dumps(made.describe()))
     assert (found["schema"], found["filters"]) == ([["n", "int8"]], "(n > 0)")
+    one, other = (CSVDataset("x", column_types={"a": k}) for k in ("int8", "int16"))
+    assert json.loads(json.dumps(one.describe())) == one.describe() != other.describe()
+    assert one.describe()["delimiter"] == ","
+    # What cannot be one.
+    with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
+        ParquetDataset("x", schema={"n": "int8"})
+    with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
+        ArrowDataset("x", ["n", "x"], schema=schema)
 
 
 # -- any schemas ---------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) 
     assert ours(stream, num_workers=num_workers) == expected
 
 
-def test_types(folder: Path) -> None:
+def test_types_and_nulls(folder: Path) -> None:
     stream = ParquetDataset(PATTERN, ["year", "number"], store=folder)
     (batch,) = DataLoader(stream, ROWS)
     assert batch["year"].dtype.itemsize == 4
@@ -402,9 +402,6 @@ def test_types(folder: Path) -> None:
     schema = pa.schema([("year", pa.string()), ("number", pa.int16())])
     (batch,) = DataLoader(ParquetDataset(PATTERN, store=folder, schema=schema), ROWS)
     assert set(batch["year"]) == {"2022", "2023", "2024"}
-
-
-def test_nulls(folder: Path) -> None:
     stream = ParquetDataset(PATTERN, ["town"], nulls={"town": "?"}, store=folder)
     assert {row["town"] for row in ours(stream)} == {"São Paulo/SP", "?", "Rome"}
 
