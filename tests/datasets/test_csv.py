@@ -126,9 +126,6 @@ async def test_types_of_all_files_are_one(tmp_path: Path) -> None:
     assert rows[2] == {"s": "a", "more": 0}
     rows = await read_all(made(paths, column_types={"n": "string"}))
     assert [row["n"] for row in rows] == ["1", "2", "0.5", ""]
-
-
-async def test_types_that_have_nothing_in_common(tmp_path: Path) -> None:
     paths = written(tmp_path, "n\n1\n", "n\nx\n")
     words = "'n' of '1.csv' is of type string, and it is int64 in '0.csv'.*schema="
     with pytest.raises(DatasetError, match=words):
@@ -202,6 +199,9 @@ async def test_a_quote_that_is_missing(tmp_path: Path) -> None:
     # A quote amid a value is a character.
     paths = written(tmp_path, 'n,s\n1,5" pipe\n2,x\n')
     assert [row["s"] for row in await read_all(made(paths))] == ['5" pipe', "x"]
+    # With carriage returns alone, all would be in the first line.
+    with pytest.raises(DatasetError, match="carriage returns without"):
+        await read_all(made(written(tmp_path, "a,b\r1,2\r3,4\r")))
 
 
 @PLACES
@@ -251,20 +251,6 @@ async def test_a_file_that_grew_is_cut_elsewhere(tmp_path: Path) -> None:
         await read(stream)
 
 
-async def test_carriage_returns_alone(tmp_path: Path) -> None:
-    """All would be in the first line, and no row would be left."""
-    (path,) = written(tmp_path, "a,b\r1,2\r3,4\r")
-    with pytest.raises(DatasetError, match="carriage returns without"):
-        await read(CSVDataset(path))
-
-
-def test_what_a_state_is_bound_to() -> None:
-    one = CSVDataset("x", column_types={"a": "int8"}).describe()
-    assert json.loads(json.dumps(one)) == one
-    assert one != CSVDataset("x", column_types={"a": "int16"}).describe()
-    assert one["delimiter"] == ","
-
-
 TEXTS = st.text(st.sampled_from("ab,\"\n;'x é"), max_size=6)
 
 
@@ -292,17 +278,6 @@ async def test_any_values(
         form = made(path, column_types=types, newlines_in_values=newlines)
         found = [(int(r["n"]), r["s"], r["t"]) for r in await read_all(form)]
         assert found == given_rows
-
-
-async def test_garbage_after_the_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"a,b\n" + b"1,x\n" * 9 + b"\x1f\x8b\x08\x00junk")
-    rows = []
-    with pytest.raises(DatasetError, match="the line at byte 40"):
-        async with aiter(CSVDataset(str(path))) as iterator:
-            async for row in iterator:
-                rows.append(row["a"])  # noqa: PERF401  (kept when one fails)
-    assert rows == [1] * 9
 
 
 @pytest.mark.slow

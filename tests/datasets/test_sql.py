@@ -175,6 +175,14 @@ async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
     assert await keys_of(made, "rowid") == [1, 2, 3]
 
 
+async def test_as_many_columns_as_sqlite_has(sqlite: Database) -> None:
+    names = ", ".join(f"c{at}" for at in range(1999))
+    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, {names})")
+    sqlite.run(f"INSERT INTO t VALUES (1, {names.replace('c', '')})")
+    (row,) = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
+    assert [*row.values()] == [1, *range(1999)]
+
+
 async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",
@@ -196,9 +204,8 @@ async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
 async def test_bounds_must_rise(database: Database, bounds: list[int]) -> None:
     database.fill("t", 10)
     made = SQLFormat(database.url, "t", key="id", partitions=bounds)
-    with pytest.raises(
-        ValueError, match=r"table 't' of .*bounds in partitions must rise"
-    ):
+    words = "table 't' of .*bounds in partitions must rise"
+    with pytest.raises(ValueError, match=words):
         await parts_of(made)
 
 
@@ -544,14 +551,13 @@ async def test_large_rows_are_bounded_by_their_bytes(
     made = SQLFormat(database.url, query, key="id", partitions=1, parameters=parameters)
     async with opened(made, BUDGET) as (reader,):
         check_held(await batches(reader))
-
-
-async def test_large_rows_after_small_ones(sqlite: Database) -> None:
-    """A range starts with one row: its own rows say how large they are."""
-    fill(sqlite, small=2000)
-    made = SQLFormat(sqlite.url, "t", key="id", partitions=[2000])
-    async with opened(made, BUDGET) as (_, reader):
-        check_held(await batches(reader))
+    # A range starts with one row: its own rows say how large they are.
+    if database.kind == "sqlite" and not has_parameters:
+        database.run("DROP TABLE t")
+        fill(database, small=2000)
+        made = SQLFormat(database.url, "t", key="id", partitions=[2000])
+        async with opened(made, BUDGET) as (_, reader):
+            check_held(await batches(reader))
 
 
 async def test_small_rows_are_read_in_few_batches(database: Database) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import uuid
 from typing import Any
 
 import asyncpg
@@ -53,19 +54,37 @@ async def test_keys_that_are_exact_numbers(postgresql: Database) -> None:
         assert [row["n"] for row in found] == [*range(100)]
 
 
+TWICE = "is not unique: {} appears twice"
+
+
 @pytest.mark.parametrize(
-    ("kind", "values", "twice"),
-    [("INTEGER", "(2), (1), (1)", "1"), ("TEXT", "('b'), ('a'), ('b')", "'b'")],
+    ("kind", "values", "words"),
+    [
+        ("INTEGER", "(2), (1), (1)", TWICE.format(1)),
+        ("TEXT", "('b'), ('a'), ('b')", TWICE.format("'b'")),
+        ("INTEGER UNIQUE", "(NULL), (5), (NULL)", "is NULL in some rows"),
+    ],
 )
-async def test_keys_that_come_twice(
-    database: Database, kind: str, values: str, twice: str
+async def test_keys_that_cannot_be(
+    database: Database, kind: str, values: str, words: str
 ) -> None:
     database.run(f"CREATE TABLE t (id {kind})", f"INSERT INTO t VALUES {values}")
-    words = f"list the keys of table 't' of .*: key 'id' is not unique: {twice} appears"
-    with pytest.raises(DatasetError, match=words):
+    text = f"list the keys of table 't' of .*: key 'id' {words}"
+    with pytest.raises(DatasetError, match=text):
         await SQLRows.discover(database.url, "t", key="id")
-    with pytest.raises(DatasetError, match=words):
+    with pytest.raises(DatasetError, match=text):
         await asyncio.to_thread(SQLRows, database.url, "t", key="id")
+    if "twice" in words:
+        async with SQLRows(database.url, "t", key="id", keys=[*eval(values)]) as rows:
+            with pytest.raises(DatasetError, match=f"read 2 rows .* 'id' {words}"):
+                await rows.__getitems__(range(3))
+    database.run("DELETE FROM t")
+    async with listed(database) as rows:
+        assert len(rows) == 0
+    if database.kind == "sqlite":
+        async with SQLRows(database.url, "t", key="id", keys=[2**70]) as rows:
+            with pytest.raises(DatasetError, match="too large"):
+                await rows[0]
 
 
 async def test_keys_that_are_equal_in_their_collation(sqlite: Database) -> None:
@@ -90,6 +109,8 @@ async def test_given_keys_are_kept_in_their_order(database: Database) -> None:
             await rows.__getitems__([*range(5)])
         with pytest.raises(ObjectNotFoundError, match=r"no row with id = 77$"):
             await rows[4]
+    uuids = [uuid.UUID(int=2), uuid.UUID(int=1)]
+    assert SQLRows(database.url, "t", key="id", keys=uuids).keys == uuids
 
 
 async def test_rows_are_read_as_they_are(database: Database) -> None:
@@ -103,16 +124,6 @@ async def test_rows_are_read_as_they_are(database: Database) -> None:
         assert await rows[1] == {"id": 1, "value": None, "name": "row 1"}
         with pytest.raises(ObjectNotFoundError, match="no row with id = 2"):
             await rows[2]
-
-
-async def test_rows_without_a_key_are_left_out(database: Database) -> None:
-    database.run("CREATE TABLE t (id INTEGER UNIQUE, n INTEGER)")
-    database.run("INSERT INTO t VALUES (NULL, 1), (5, 2), (NULL, 3)")
-    async with listed(database) as rows:
-        assert [*rows.keys] == [5]
-    database.run("DELETE FROM t")
-    async with listed(database) as rows:
-        assert len(rows) == 0
 
 
 # -- in a loader ------------------------------------------------------------------
@@ -154,12 +165,6 @@ async def test_the_pool_of_a_service(postgresql: Database) -> None:
         assert "asyncpg.Pool" in repr(rows)
         with pytest.raises(pickle.PicklingError, match="pass a URL instead"):
             pickle.dumps(rows)
-
-
-async def test_a_pool_on_another_loop(postgresql: Database) -> None:
-    postgresql.fill("t", 50)
-    async with asyncpg.create_pool(postgresql.url, min_size=1) as pool:
-        rows = SQLRows(pool, "t", key="id", keys=range(50))
-        loader: Any = DataLoader(rows, 10)
+        loader = DataLoader(rows, 10)  # the pool belongs to another loop
         with pytest.raises(RuntimeError, match="pass loop='caller' to the loader"):
             [batch async for batch in loader]

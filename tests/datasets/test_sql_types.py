@@ -1,5 +1,6 @@
 """What columns of every type are read as, and what NULLs and mixed types do."""
 
+import contextlib
 import datetime as dt
 import decimal
 import pickle
@@ -89,50 +90,62 @@ async def test_types_of_sqlite(sqlite: Database) -> None:
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
         "d DECIMAL(9, 2), day DATE, yes BOOLEAN, any)",
-        "INSERT INTO t VALUES (1, 5, 1, 'é', x'00ff', 3, '2020-01-02', 1, 'x')",
+        "INSERT INTO t VALUES (1, 5, 1, 'é', x'00ff', 1 << 60, '2020-01-02', 1, 'x')",
         "INSERT INTO t (id) VALUES (2)",
         "INSERT INTO t VALUES (3, -1, 2.5, '', x'', 3.5, '', 0, 'y')",
     )
     rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-    assert [*rows[0].values()] == [1, 5, 1.0, "é", b"\0\xff", 3.0, "2020-01-02", 1, "x"]
+    first = [1, 5, 1.0, "é", b"\0\xff", 2.0**60, "2020-01-02", 1, "x"]
+    assert [*rows[0].values()] == first
     assert [*rows[1].values()] == [2] + [None] * 8
     assert [*rows[2].values()] == [3, -1, 2.5, "", b"", 3.5, "", 0, "y"]
-    assert [type(rows[0][name]) for name in ("i", "r", "d")] == [
-        np.int64,
-        np.float64,
-        np.float64,
-    ]
+    kinds = [type(rows[0][name]) for name in ("i", "r", "d")]
+    assert kinds == [np.int64, np.float64, np.float64]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "value", "expected"),
+    ("kind", "early", "late", "found"),
     [
-        ("REAL", "0.5", 0.5),
-        ("TEXT", "'x'", "x"),
-        ("BLOB", "x'01'", b"\1"),
-        ("", "0.5", 0.5),
-        ("", "'x'", "x"),
-        ("", "x'01'", b"\1"),
-        ("DATE", "'2020-01-02'", "2020-01-02"),
+        # The driver takes them for integers; it is told better, and nothing is lost.
+        ("REAL", "NULL", "0.5", 0.5),
+        ("TEXT", "NULL", "'x'", "x"),
+        ("BLOB", "NULL", "x'01'", b"\1"),
+        ("", "NULL", "0.5", 0.5),
+        ("", "NULL", "'x'", "x"),
+        ("", "NULL", "x'01'", b"\1"),
+        ("DATE", "NULL", "'2020-01-02'", "2020-01-02"),
+        ("INTEGER", "7", "2.5", "is int64 in its first rows and double"),
+        ("INTEGER", "7", "'five'", "is int64 in its first rows and string"),
+        ("REAL", "7", "'five'", "is double in its first rows and string"),
+        ("DECIMAL", "7", f"{2**53 + 1}", f"is double and has the integer {2**53 + 1}"),
     ],
 )
-async def test_long_runs_of_nulls(
-    sqlite: Database, kind: str, value: str, expected: Any
+async def test_a_late_value(
+    sqlite: Database, kind: str, early: str, late: str, found: Any
 ) -> None:
-    """The driver takes them for integers; it is told better, and nothing is lost."""
+    """After NULLs it decides on the type; of another type it is an error."""
     sqlite.fill("n", 5000)
     sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
-    sqlite.run(f"INSERT INTO t SELECT id, iif(id % 4500 = 4499, {value}, NULL) FROM n")
+    sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, {early}) FROM n")
     made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
-    async with opened(made, budget=1 << 16) as readers:
-        rows: list[Any] = []
-        while len(block := await readers[0].pull(1000)):
-            assert isinstance(block, Rows)
-            rows += block
-    assert [row["id"] for row in rows] == [*range(5000)]
-    found = {row["id"]: row["x"] for row in rows if row["x"] is not None}
-    assert found == {4499: expected}
+    rows: list[Any] = []
+    async with opened(made, budget=1 << 15) as readers:
+        with contextlib.ExitStack() as stack:
+            if early != "NULL":
+                words = f"column 'x' {found}"
+                error = stack.enter_context(pytest.raises(DatasetError, match=words))
+            while len(block := await readers[0].pull(1000)):
+                assert isinstance(block, Rows)
+                rows += block
+        if early != "NULL":
+            assert 1000 < len(rows) <= 4000
+            assert f"after {len(rows) - 1}" in str(error.value)
+            with pytest.raises(DatasetError):
+                await readers[0].pull(1)
+            return
+    expected = [{"id": at, "x": found if at == 4000 else None} for at in range(5000)]
+    assert rows == expected
 
 
 async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
@@ -149,38 +162,21 @@ async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
     assert [row["y"] for row in joined] == ["a", None, "b", ""]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "late", "words"),
-    [
-        ("INTEGER", "2.5", "'x' is int64 in its first rows and double"),
-        ("INTEGER", "'five'", "'x' is int64 in its first rows and string"),
-        ("REAL", "'five'", "'x' is double in its first rows and string"),
-    ],
-)
-async def test_a_column_that_changes_its_type(
-    sqlite: Database, kind: str, late: str, words: str
-) -> None:
-    sqlite.fill("n", 5000)
-    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, x {kind})")
-    sqlite.run(f"INSERT INTO t SELECT id, iif(id = 4000, {late}, 7) FROM n")
-    made = SQLFormat(sqlite.url, "t", key="id", partitions=1)
-    async with opened(made, budget=1 << 15) as readers:
-        rows: list[Any] = []
-        with pytest.raises(DatasetError, match=words) as caught:
-            while len(block := await readers[0].pull(1000)):
-                rows += block
-        assert 1000 < len(rows) <= 4000
-        assert f"after {len(rows) - 1}" in str(caught.value)
-        with pytest.raises(DatasetError):
-            await readers[0].pull(1)
-
-
-async def test_numbers_among_texts_are_texts(sqlite: Database) -> None:
+@pytest.mark.parametrize("bad", ["x'ff41'", "CAST(x'ff41' AS TEXT)"])
+async def test_what_is_among_texts(sqlite: Database, bad: str) -> None:
+    """Numbers are texts; of text that is no UTF-8 only the row fails."""
     sqlite.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
     sqlite.run("INSERT INTO t VALUES (1, 7), (2, 0.1), (3, 'x'), (4, NULL), (5, 8)")
-    rows = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-    assert [row["x"] for row in rows] == ["7", "0.1", "x", None, "8"]
+    made = SQLFormat(sqlite.url, "SELECT x, id FROM t", key="id", columns=["x"])
+    sqlite.fill("n", 2000)
+    sqlite.run("INSERT INTO t SELECT id + 6, 'y' FROM n")
+    sqlite.run(f"INSERT INTO t VALUES (3000, {bad}), (3001, 9)")
+    *rows, failed, last = await rows_of(made)
+    assert [row["x"] for row in rows[:5]] == ["7", "0.1", "x", None, "8"]
+    assert (len(rows), last) == (2005, {"x": "9"})
+    words = "row of query .* with id = 3000 has text in column 'x' that is not UTF-8"
+    with pytest.raises(DatasetError, match=words):
+        raise failed.error  # type: ignore[attr-defined]
 
 
 async def test_blobs_may_be_keys_of_sqlite(sqlite: Database) -> None:
@@ -214,7 +210,7 @@ NO_KEYS = [
     # SQLite sorts them by type first, and they could not be told apart in Arrow.
     *(
         ("sqlite", "UNIQUE", values, "must be integer, all text or all blob")
-        for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')")
+        for values in ("(1), ('x')", "(1.5), (2)", "('a'), (x'00')", "(1), (2.5), (3)")
     ),
     # Numbers are sorted as one: it is found when it is read.
     ("sqlite", "UNIQUE", "(1), (1.5), (2)", "column 'id' is int64 .* and double later"),
@@ -322,7 +318,8 @@ WAYS = pytest.mark.parametrize("kind", ["ranges", "query", "keys"])
 
 
 @WAYS
-async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) -> None:
+async def test_exact_numbers(postgresql: Database, kind: str) -> None:
+    """They keep their digits, or are the nearest floats."""
     fill_exact(postgresql)
     rows = await values_of(postgresql, kind)
     expected = [str(decimal.Decimal(text)) for text in EXACT]
@@ -330,11 +327,6 @@ async def test_exact_numbers_keep_their_digits(postgresql: Database, kind: str) 
     assert [str(row["xs"][0]) for row in rows[:-1]] == expected
     assert rows[0]["xs"][1] is None
     assert rows[0]["m"] == decimal.Decimal("92233720368547758.07")
-
-
-@WAYS
-async def test_exact_numbers_as_floats(postgresql: Database, kind: str) -> None:
-    fill_exact(postgresql)
     rows = await values_of(postgresql, kind, numeric="float")
     found = [row["x"] for row in rows[:-1]]
     np.testing.assert_array_equal(found, [float(text) for text in EXACT])
@@ -397,10 +389,9 @@ async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) ->
     loader: Any = DataLoader(stream.map(lambda row: row["id"]), 3, on_error="skip")
     found = [n async for batch in loader for n in batch.tolist()]
     assert sorted(found) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
-
-
-async def test_ranges_of_infinite_dates(postgresql: Database) -> None:
+    # A range is text; by key it is an error.
     postgresql.run(
+        "DROP TABLE t",
         "CREATE TABLE t (id INT PRIMARY KEY, d daterange)",
         "INSERT INTO t VALUES (1, '[2020-01-01,infinity]')",
     )

@@ -318,9 +318,8 @@ async def test_damage_names_its_place(
     made = ArrowFormat(path, Local())
     where = "record batches 1 to 1 of " if kind == "arrow" else ""
     row = 0 if kind == "arrow" else 20
-    with pytest.raises(
-        DatasetError, match=rf"{where}'a.arrows?' cannot.* row {row} on"
-    ):
+    words = rf"{where}'a.arrows?' cannot.* row {row} on"
+    with pytest.raises(DatasetError, match=words):
         await read_all(made)
 
 
@@ -405,7 +404,6 @@ async def test_what_cannot_be_cut(tmp_path: Path) -> None:
         await stream.cut(await shards(stream), 2)
     put(tmp_path / "a.csv.gz", gzip.compress(b"n\n1\n2\n"))
     packed = CSVFormat(str(tmp_path / "a.csv.gz"), Local(), dialect=Dialect())
-    with pytest.raises(
-        ValueError, match=r"'a\.csv\.gz' is compressed, or .*more files"
-    ):
+    words = r"'a\.csv\.gz' is compressed, or .*more files"
+    with pytest.raises(ValueError, match=words):
         await packed.cut(await shards(packed), 2)

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -184,11 +182,11 @@ async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
 
 
 async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
-    paths = written(tmp_path, {"n": pa.array([300])}, {"n": pa.array([[1]])})
-    with pytest.raises(
-        DatasetError, match=r"'b.parquet' is of type list.*schema= says i"
-    ):
-        schema = pa.schema([("n", pa.int8())])
+    first = {"n": pa.array([300]), "k": pa.nulls(1)}
+    paths = written(tmp_path, first, {"n": pa.array([[1]])})
+    schema = pa.schema([("n", pa.int8())])
+    words = r"'b.parquet' is of type list.*schema= says i"
+    with pytest.raises(DatasetError, match=words):
         await shards(ParquetFormat(paths, Local(), schema=schema))
     made = ParquetFormat(paths[:1], Local(), schema=schema)
     with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* do not fit int8"):
@@ -196,14 +194,38 @@ async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
     schema = pa.schema([pa.field("m", pa.int8(), nullable=False)])
     with pytest.raises(DatasetError, match=r"'a.parquet' has no column 'm'"):
         await shards(ParquetFormat(paths, Local(), schema=schema))
+    schema = pa.schema([pa.field("k", pa.int8(), nullable=False)])
+    made = ParquetFormat(paths[:1], Local(), schema=schema)
+    with pytest.raises(DatasetError, match=r"'k' of 'a.*' has 1 NULLs, .*\(nulls=\)"):
+        await read_all(made)
+    made = ParquetFormat(paths[:1], Local(), schema=schema, nulls={"k": 7})
+    assert await read_all(made) == [{"k": 7}]
 
 
-def test_wrong_schemas_are_errors() -> None:
-    schema = pa.schema([("n", pa.int8())])
-    with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
-        ParquetDataset("x", schema={"n": "int8"})
-    with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
-        ArrowDataset("x", ["n", "x"], schema=schema)
+# A type, values that it keeps, and values that it would change.
+MIDNIGHT = datetime.datetime(2020, 1, 1)
+CHANGED: list[tuple[pa.DataType, list[Any], list[Any]]] = [
+    (pa.bool_(), [1, 0], [2]),
+    (pa.int32(), [1.0], [-0.5]),
+    (pa.float32(), [0.1, float("inf")], [1e300]),
+    (pa.date32(), [MIDNIGHT], [MIDNIGHT.replace(hour=5)]),
+    (pa.list_(pa.float32()), [[0.1]], [[1e300]]),
+    (pa.struct({"a": pa.int64()}), [{"a": 1.0}], [{"a": 1.5}, {"b": 1}]),
+]
+
+
+@pytest.mark.parametrize(("kind", "kept", "changed"), CHANGED, ids=str)
+async def test_a_value_that_would_change(
+    kind: pa.DataType, kept: list[Any], changed: list[Any], tmp_path: Path
+) -> None:
+    options: Any = {"schema": pa.schema([("n", kind)])}
+    good, bad = written(tmp_path, {"n": pa.array(kept)}, {"n": pa.array(changed[:1])})
+    assert len(await read_all(ParquetFormat([good], Local(), **options))) == len(kept)
+    with pytest.raises(DatasetError, match=r"'n' of 'b.parquet' .* do not fit .*sch"):
+        await read_all(ParquetFormat([bad], Local(), **options))
+    for value in changed:
+        with pytest.raises(ValueError, match=r"nulls=.* does not fit a column of type"):
+            await shards(ParquetFormat([good], Local(), nulls={"n": value}, **options))
 
 
 async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
@@ -212,6 +234,14 @@ async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
     made = ParquetDataset(path, schema=schema, filters=[("n", ">", 0)])
     found = json.loads(json.dumps(made.describe()))
     assert (found["schema"], found["filters"]) == ([["n", "int8"]], "(n > 0)")
+    one, other = (CSVDataset("x", column_types={"a": k}) for k in ("int8", "int16"))
+    assert json.loads(json.dumps(one.describe())) == one.describe() != other.describe()
+    assert one.describe()["delimiter"] == ","
+    # What cannot be one.
+    with pytest.raises(TypeError, match=r"must be a pyarrow\.Schema, got dict"):
+        ParquetDataset("x", schema={"n": "int8"})
+    with pytest.raises(ValueError, match=r"columns= names \['x'\], not in schema="):
+        ArrowDataset("x", ["n", "x"], schema=schema)
 
 
 # -- any schemas ---------------------------------------------------------------------
@@ -364,7 +394,7 @@ def test_as_pyarrow(filters: Any, columns: Any, num_workers: int, folder: Path) 
     assert ours(stream, num_workers=num_workers) == expected
 
 
-def test_types(folder: Path) -> None:
+def test_types_and_nulls(folder: Path) -> None:
     stream = ParquetDataset(PATTERN, ["year", "number"], store=folder)
     (batch,) = DataLoader(stream, ROWS)
     assert batch["year"].dtype.itemsize == 4
@@ -372,9 +402,6 @@ def test_types(folder: Path) -> None:
     schema = pa.schema([("year", pa.string()), ("number", pa.int16())])
     (batch,) = DataLoader(ParquetDataset(PATTERN, store=folder, schema=schema), ROWS)
     assert set(batch["year"]) == {"2022", "2023", "2024"}
-
-
-def test_nulls(folder: Path) -> None:
     stream = ParquetDataset(PATTERN, ["town"], nulls={"town": "?"}, store=folder)
     assert {row["town"] for row in ours(stream)} == {"São Paulo/SP", "?", "Rome"}
 

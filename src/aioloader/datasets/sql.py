@@ -61,7 +61,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         url: ``sqlite:///path``, ``postgresql://user@host/name``, or the caller's own
             pool of asyncpg, with which the loader needs ``loop="caller"``.
         table: ``name`` or ``schema.name``.
-        key: A unique column, which should have an index.
+        key: A unique column without NULLs, which should have an index.
         columns: The columns to read, in order; default: all.
         keys: The rows of the dataset, in order. Default: list them now, sorted, which
             blocks; on an event loop use ``await SQLRows.discover(...)``.
@@ -73,7 +73,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
     Raises:
         ImportError: If asyncpg is not installed, for PostgreSQL.
         ValueError: If an argument is wrong.
-        DatasetError: If the keys cannot be listed, or are not unique.
+        DatasetError: If the keys cannot be listed, or are NULL or not unique.
     """
 
     @names_options

@@ -430,15 +430,34 @@ def _read_from(
         file.seek(start)
         yield file.read
         return
-    try:
-        with pa.CompressedInputStream(file, packing) as unpacked:
-            while start and (skipped := unpacked.read(min(start, BLOCK))):
-                start -= len(skipped)
-            yield unpacked.read
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise _damage(error, location) from error
+    with pa.CompressedInputStream(file, packing) as unpacked:
+        read = _unpacking(unpacked, location)
+        while start and (skipped := read(min(start, BLOCK))):
+            start -= len(skipped)
+        yield read
+
+
+def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
+    """Return a ``read`` of unpacked bytes, which fails after the last good ones."""
+    failure: Exception | None = None
+
+    def read(size: int) -> bytes:
+        nonlocal failure
+        piece = bytearray(size)
+        try:
+            if failure is None:
+                return bytes(memoryview(piece)[: stream.readinto(piece)])
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            failure = _damage(error, location)
+            failure.__cause__ = error
+            # Arrow has unpacked in place, and does not say how much.
+            if good := piece.rstrip(b"\0"):
+                return bytes(good)
+        raise failure
+
+    return read
 
 
 def _packing(location: str) -> str | None:
@@ -461,14 +480,17 @@ def _unpacked(
     found = b""
     try:
         with pa.CompressedInputStream(pa.BufferReader(data), packing) as stream:
-            while part := stream.read(_LEAST_HEAD):
+            read = _unpacking(stream, location)
+            while part := read(_LEAST_HEAD):
                 found += part
                 if len(found) >= max(_LEAST_HEAD, len(data) // 16):
                     return found, False
-    except OSError as error:
-        if is_all:
-            raise _damage(error, location) from error
-        return found, False
+    except DatasetError:
+        if not is_all:
+            return found, False
+        found = found[: found.rfind(b"\n") + 1]  # reading will tell
+        if not found:
+            raise
     return found, is_all
 
 

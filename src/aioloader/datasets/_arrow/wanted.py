@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Self
 
 import pyarrow as pa
+from pyarrow import compute
 
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
 from aioloader.datasets._checks import check_is
@@ -53,6 +54,7 @@ class Wanted:
         self._delivered: list[str] = []
         self._is_partial = False
         self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
+        self._full: list[str] = []  # those without NULLs that are delivered
         # The type of each column, and the file in which it was found.
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
@@ -94,6 +96,8 @@ class Wanted:
         self._is_partial = given is not None or in_names
         self._fields = {one.name: one for one in given or () if one.name in read}
         self._types = {name: (one.type, "") for name, one in self._fields.items()}
+        full = {name for name, one in self._fields.items() if not one.nullable}
+        self._full = [name for name in names if name in full]
         self._schema, self._seen = None, deque(maxlen=_SEEN)
         self.add(first, location)
         return self
@@ -135,7 +139,7 @@ class Wanted:
     def settle(self) -> Self:
         """End a listing: check that the columns fit ``nulls`` and the filter."""
         for name, value in self._nulls.items():
-            _fill(pa.nulls(1, self._types[name][0]), name, value)
+            _fill(pa.nulls(1, self._types[name][0]), name, value, is_new=True)
         if self.filters is not None:
             self.filters.names(self.schema)
         return self
@@ -184,6 +188,13 @@ class Wanted:
             place = batch.schema.get_field_index(name)
             column = _fill(batch.column(place), name, value)
             batch = batch.set_column(place, name, column)
+        for name in self._full:
+            if count := batch.column(name).null_count:
+                raise DatasetError(
+                    f"column {name!r} of {location!r} has {count:,} NULLs, and schema= "
+                    "says nullable=False; replace them (nulls=), or let it be nullable",
+                    location=location,
+                )
         return batch
 
 
@@ -287,7 +298,8 @@ def _cast(array: pa.Array, field: pa.Field, location: str) -> pa.Array:
     if array.type == field.type:
         return array
     try:
-        return array.cast(field.type)
+        cast = array.cast(field.type)
+        _check_kept(array, cast)
     except MISFITS as error:
         raise DatasetError(
             f"column {field.name!r} of {location!r} is of type {array.type} and has "
@@ -295,6 +307,43 @@ def _cast(array: pa.Array, field: pa.Field, location: str) -> pa.Array:
             f"{error}; set the type (schema=)",
             location=location,
         ) from error
+    return cast
+
+
+def _check_kept(array: pa.Array, cast: pa.Array) -> None:
+    """Check values after a cast, where Arrow does not."""
+    kind, wanted, types = array.type, cast.type, pa.types
+    if types.is_struct(kind) and types.is_struct(wanted):
+        for name in {field.name for field in kind} & {field.name for field in wanted}:
+            pair = [compute.struct_field(one, name) for one in (array, cast)]
+            _check_kept(*pair)
+    elif kind.num_fields == wanted.num_fields == 1:
+        if not types.is_map(wanted):  # which Arrow does not flatten
+            _check_kept(array.flatten(), cast.flatten())
+    elif at := _first_changed(array, cast):
+        raise ValueError(f"{array[at - 1]} would become {cast[at - 1]}")
+
+
+def _first_changed(array: pa.Array, cast: pa.Array) -> int:
+    """Return the number of the first value that changed, from 1 on; 0: none."""
+    kind, wanted, types = array.type, cast.type, pa.types
+    is_time = types.is_temporal(kind) and types.is_temporal(wanted)
+    if types.is_integer(wanted) and not types.is_integer(kind):
+        array.cast(wanted)  # a check, which those of Python's values lack
+    elif types.is_floating(wanted):
+        infinite = compute.is_inf(cast)
+        if compute.any(infinite).as_py():
+            before = compute.is_inf(array.cast(pa.float64(), safe=False))
+            changed = compute.and_not(infinite, before)
+            return 1 + int(compute.index(changed, True).as_py())
+    elif (is_time and not types.is_date(kind)) or (
+        types.is_boolean(wanted) and types.is_primitive(kind)
+    ):
+        if types.is_date(wanted) and getattr(kind, "tz", None):
+            array = compute.local_timestamp(array)
+        changed = compute.not_equal(cast.cast(array.type), array)
+        return 1 + int(compute.index(changed, True).as_py())
+    return 0
 
 
 def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> DatasetError:
@@ -305,11 +354,26 @@ def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> Datas
     )
 
 
-def _fill(column: pa.Array, name: str, value: Any) -> pa.Array:
+def _check_filled(value: Any, kind: pa.DataType) -> None:
+    """Check a value that Arrow converts to a type, which need not keep it."""
+    is_struct = pa.types.is_struct(kind) and isinstance(value, Mapping)
+    if is_struct and (unknown := {*value} - {field.name for field in kind}):
+        raise ValueError(f"it has no {', '.join(map(repr, sorted(unknown)))}")
+    try:
+        given = pa.array([value])
+    except MISFITS:
+        return  # a dict for a map, for example, is of no other type
+    _check_kept(given, pa.array([value], kind))
+
+
+def _fill(column: pa.Array, name: str, value: Any, *, is_new: bool = False) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     try:
-        return column.fill_null(pa.scalar(value, column.type))
+        scalar = pa.scalar(value, column.type)
+        if is_new:
+            _check_filled(value, column.type)
+        return column.fill_null(scalar)
     except MISFITS as error:
         raise ValueError(
             f"nulls={{{name!r}: {value!r}}} does not fit a column of type "

@@ -115,13 +115,16 @@ class Address:
         It holds the password.
 
         Raises:
-            FileNotFoundError: If the file does not exist; drivers are less clear.
+            OSError: If the file does not exist or cannot be read; drivers are less
+                clear.
         """
         if not self.is_sqlite:
             words = {**_DEFAULTS, **self._parameters}.items()
             return " ".join(f"{name}={_quoted(value)}" for name, value in words)
         if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
             raise FileNotFoundError("no such file")
+        if not os.access(self.path, os.R_OK):
+            raise PermissionError("permission denied")
         query = urlencode({**self._parameters, "mode": "ro"}, quote_via=quote, safe="/")
         return f"file:{quote(self.path)}?{query}"
 

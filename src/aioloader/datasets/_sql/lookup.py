@@ -65,11 +65,11 @@ class Lookup(abc.ABC):
         self._selected = ", ".join((self._key, *wanted))
 
     async def list_keys(self) -> Keys:
-        """Return all keys, sorted, if each is there once."""
+        """Return all keys, sorted, if each is there once and none is NULL."""
 
         async def attempt() -> Keys:
             keys = await self._list()
-            await asyncio.to_thread(_check_unique, keys, self._relation.key)
+            await asyncio.to_thread(self._check_unique, keys)
             return keys
 
         doing = f"list the keys of {self._relation.label}"
@@ -91,10 +91,28 @@ class Lookup(abc.ABC):
     @abc.abstractmethod
     async def _find(self, keys: Sequence[Any]) -> dict[Any, Row]: ...
 
+    @property
+    def _null(self) -> str:
+        """Return the query for a row without a key."""
+        return self._relation.select("1", f"WHERE {self._key} IS NULL LIMIT 1")
+
     def _listed(self, key: str) -> str:
         """Return the query for all keys in order, with an expression for the key."""
         order = f"WHERE {self._key} IS NOT NULL ORDER BY {self._key}"
         return self._relation.select(key, order)
+
+    def _check_unique(self, keys: Keys) -> None:
+        twice: list[Any] = []
+        if isinstance(keys, np.ndarray):
+            twice = keys[1:][keys[1:] == keys[:-1]].tolist()
+        # In a collation that ignores case, "a" may be between "A" and "A".
+        elif len(set(keys)) < len(keys):
+            twice = [Counter(keys).most_common(1)[0][0]]
+        if twice:
+            raise ValueError(
+                f"key {self._relation.key!r} is not unique: {twice[0]!r} appears "
+                "twice; choose a unique column, or make one in a view"
+            )
 
 
 class SQLiteLookup(Lookup):
@@ -157,8 +175,13 @@ class SQLiteLookup(Lookup):
         return connection
 
     async def _list(self) -> Keys:
-        sql = self._listed(self._key)
-        return await self._run(lambda c: compact(key for (key,) in c.execute(sql)))
+        def list_(connection: sqlite3.Connection) -> Keys:
+            if connection.execute(self._null).fetchone():
+                raise self._relation.key_error("NULL")
+            found = connection.execute(self._listed(self._key))
+            return compact(key for (key,) in found)
+
+        return await self._run(list_)
 
     async def _find(self, keys: Sequence[Any]) -> dict[Any, Row]:
         def find(connection: sqlite3.Connection) -> dict[Any, Row]:
@@ -170,8 +193,11 @@ class SQLiteLookup(Lookup):
                 sql = self._relation.select(self._selected, among)
                 cursor = connection.execute(sql, some)
                 _, *names = (entry[0] for entry in cursor.description)
-                for key, *values in cursor:
-                    found[key] = dict(zip(names, values, strict=True))
+                rows = cursor.fetchall()
+                part = {k: dict(zip(names, v, strict=True)) for k, *v in rows}
+                if len(part) < len(rows):
+                    self._check_unique([key for key, *_ in rows])
+                found |= part
             return found
 
         return await self._run(find)
@@ -194,6 +220,8 @@ class PostgresLookup(Lookup):
     async def _list(self) -> Keys:
         pool = await self._opened()
         async with pool.acquire() as connection, connection.transaction():
+            if await connection.fetchval(self._null):
+                raise self._relation.key_error("NULL")
             sql = self._listed(self._key)
             asked = await connection.prepare(sql)
             if asked.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
@@ -219,7 +247,11 @@ class PostgresLookup(Lookup):
                     name, label = names[number], self._address.label
                     raise infinite_error(self._relation, key, name, label)
             names.pop()
-        return {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
+        found: dict[Any, Row]
+        found = {record[0]: dict(zip(names, record[1:])) for record in records}  # noqa: B905  (a flag may follow)
+        if len(found) < len(records):
+            self._check_unique([record[0] for record in records])
+        return found
 
     async def _opened(self) -> "asyncpg.Pool":
         """Return the pool, which connects when it is used."""
@@ -260,25 +292,14 @@ def import_asyncpg() -> Any:
     return imported("asyncpg", "sql", "SQLRows of PostgreSQL needs asyncpg")
 
 
-def _check_unique(keys: Keys, name: str) -> None:
-    twice: list[Any] = []
-    if isinstance(keys, np.ndarray):
-        twice = keys[1:][keys[1:] == keys[:-1]].tolist()
-    # In a collation that ignores case, "a" may be between "A" and "A".
-    elif len(set(keys)) < len(keys):
-        twice = [Counter(keys).most_common(1)[0][0]]
-    if twice:
-        raise ValueError(
-            f"key {name!r} is not unique: {twice[0]!r} appears twice; choose a unique "
-            "column, or make one in a view"
-        )
-
-
 def compact(keys: Iterable[Any]) -> Keys:
     """Return keys as an array of int64 if all are integers, else as a list."""
     keys = list(keys)
     is_whole = all(isinstance(key, (int, np.integer)) for key in keys)
-    return np.array(keys, np.int64) if is_whole else keys
+    try:
+        return np.array(keys, np.int64) if is_whole else keys
+    except OverflowError:  # a number may be larger
+        return keys
 
 
 def _short(name: str) -> str:

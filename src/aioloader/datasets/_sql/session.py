@@ -179,9 +179,7 @@ class Session(abc.ABC):
 
     def _refuse_keys(self, connection: "Connection", rule: str, what: str) -> None:
         if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
-            raise ValueError(
-                f"key {self.relation.key!r} is {what} in some rows; it must not be"
-            )
+            raise self.relation.key_error(what)
 
     def _refuse_collation(self, exact: str) -> None:
         # The order of equal texts is arbitrary: reading could not resume between them.

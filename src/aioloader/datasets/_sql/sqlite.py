@@ -9,10 +9,11 @@ that of later rows. The driver takes types from the first rows of a batch.
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from aioloader._order.blocks import Bad
 from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
@@ -25,9 +26,12 @@ from aioloader.datasets._sql.session import (
     encoded,
     fitting,
 )
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from aioloader._order.blocks import Block
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
@@ -38,6 +42,8 @@ _VERSION = "PRAGMA data_version"
 _ROW_IDS = frozenset({"rowid", "oid", "_rowid_"})
 _VIEW = '"aioloader view"'
 _FIRST_ROWS = 1000
+# Of which two facts each are asked at once: a result has at most 2,000 columns.
+_MOST_COLUMNS = 500
 # Arrow's type of a key, by SQLite's.
 _KEY_TYPES = {"integer": "int64", "text": "string", "blob": "binary"}
 # Without a cast, the type of a number among texts would depend on its position.
@@ -48,6 +54,8 @@ _WISHES = {
     "string": re.compile("CHAR|CLOB|TEXT"),
     "double": re.compile("REAL|FLOA|DOUB|DEC|NUM"),
 }
+# Columns so declared hold no integers, and doubles all integers below.
+_REAL, _EXACT = re.compile("REAL|FLOA|DOUB"), 2**53
 _ENDS = ("min", "max")
 # Keys are even if no probe finds a density below this share of the highest.
 _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
@@ -62,6 +70,7 @@ class SQLite(Session):
         super().__init__(*given)
         self._connections: dict[Connection, int] = {}  # with the number of scans
         self._types: dict[str, str] = {}  # names of Arrow types, by column
+        self._mixed: list[str] = []  # columns of floats that may hold integers
         self._row_bytes = 1  # about so many
         self._sorts = False  # each query sorts all rows: the key has no index
 
@@ -133,7 +142,9 @@ class SQLite(Session):
             with closing(batches):
                 try:
                     for batch in batches:
-                        if found := self._passed(self._conformed(batch), check):
+                        conformed = self._conformed(batch)
+                        self._check_digits(connection, conformed)
+                        if found := self._passed(conformed, check):
                             yield found
                         wanted = fitting(batch.nbytes / batch.num_rows, batch_bytes)
                         if count > 2 * wanted or wanted > GROWTH * count:
@@ -147,6 +158,27 @@ class SQLite(Session):
                     if "Type mismatch" not in str(exc) or check.last == before:
                         raise
             check.is_again = True
+
+    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+        """Return the rows of a batch; those with text that is no UTF-8 have failed."""
+        if _is_valid(batch):
+            return super()._rows(batch)
+        texts = [n for n in batch.schema.names if not _is_valid(batch.select([n]))]
+        rows = list[Any]()
+        for at, key in enumerate(batch.column(self.relation.key).to_pylist()):
+            row = batch.slice(at, 1)
+            bad = [n for n in texts if not _is_valid(row.select([n]))]
+            rows += [self._bad(key, bad[0])] if bad else super()._rows(row)
+        return rows
+
+    def _bad(self, key: Any, name: str) -> Bad:
+        label, relation = self.address.label, self.relation
+        text = (
+            f"the row of {relation.label} of {label!r} with {relation.key} = {key!r} "
+            f"has text in column {name!r} that is not UTF-8; write "
+            f"CAST({quoted(name)} AS BLOB) in a query"
+        )
+        return Bad(DatasetError(text, location=label))
 
     def _bound(self, key: Key) -> int | str | bytes:
         if self._key_type == "blob":
@@ -186,23 +218,35 @@ class SQLite(Session):
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
         """Find the columns' Arrow types, and the bytes of a row."""
-        # Queried per row, so a blob's length does not require reading the blob.
-        facts = ", ".join(
-            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
-            for at, name in enumerate(declared)
-        )
-        asked = ", ".join(
-            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(declared))
-        )
-        rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
-        sql = select(asked, f"({rows})")
-        (row,) = connection.fetch(sql, self.relation.parameters)
+        row: list[Any] = []
+        for at in range(0, len(declared), _MOST_COLUMNS):
+            row += self._facts(connection, [*declared][at : at + _MOST_COLUMNS])
         self._types = {
             name: _type_of(str(row[2 * at] or ""), declared[name])
             or self._later_type(connection, name, declared[name])
             for at, name in enumerate(declared)
         }
+        self._mixed = [
+            name
+            for name, kind in self._types.items()
+            if kind == "double" and not _REAL.search(declared[name])
+        ]
         self._row_bytes = int(sum(8 + float(mean or 0) for mean in row[1::2])) + 1
+
+    def _facts(self, connection: Connection, names: Sequence[str]) -> Sequence[Any]:
+        """Return the types, and the mean length, of each column in the first rows."""
+        # Queried per row, so a blob's length does not require reading the blob.
+        facts = ", ".join(
+            f"typeof({column(name)}) AS t{at}, length({column(name)}) AS l{at}"
+            for at, name in enumerate(names)
+        )
+        asked = ", ".join(
+            f"group_concat(DISTINCT t{at}), avg(l{at})" for at in range(len(names))
+        )
+        rows = self.relation.select(facts, f"LIMIT {_FIRST_ROWS}")
+        sql = select(asked, f"({rows})")
+        found: Sequence[Any] = connection.fetch(sql, self.relation.parameters)[0]
+        return found
 
     def _later_type(self, connection: Connection, name: str, declared: str) -> str:
         """Return the type of a column's first value after NULLs."""
@@ -219,10 +263,7 @@ class SQLite(Session):
         ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]
         found = {kind for (kind,) in ends} - {"null"} or {"integer"}
         if len(found) > 1 or not found <= _KEY_TYPES.keys():
-            raise ValueError(
-                f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must "
-                "be integer, all text or all blob"
-            )
+            self._refuse_types(found)
         (self._key_type,) = found
         if self._key_type == "text":
             # An empty part with the key itself provides its collation.
@@ -231,6 +272,12 @@ class SQLite(Session):
             distinct = select("count(*)", f"({texts})")
             if connection.fetch(distinct, self.relation.parameters) != [(3,)]:
                 self._refuse_collation("BINARY")
+
+    def _refuse_types(self, found: Iterable[str]) -> None:
+        raise ValueError(
+            f"key {self.relation.key!r} is {' and '.join(sorted(found))}; all must be "
+            "integer, all text or all blob"
+        )
 
     def _conformed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
         """Return a batch with the planned types."""
@@ -247,7 +294,8 @@ class SQLite(Session):
             elif array.null_count == len(array):
                 arrays.append(pa.nulls(len(array), field.type))
             elif array.type == pa.int64() and field.type == pa.float64():
-                arrays.append(array.cast(field.type, safe=False))  # as SQLite does
+                # As SQLite does; digits are checked afterwards.
+                arrays.append(array.cast(field.type, safe=False))
             else:
                 raise ValueError(
                     f"column {field.name!r} is {field.type} in its first rows and "
@@ -255,6 +303,25 @@ class SQLite(Session):
                     "query"
                 )
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _check_digits(self, connection: Connection, batch: "pa.RecordBatch") -> None:
+        """Check that no integer is another number as a float."""
+        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
+
+        for name in self._mixed:
+            ends = compute.min_max(batch.column(name)).values()
+            if max(abs(end.as_py() or 0) for end in ends) < _EXACT:
+                continue
+            keys, one = batch.column(self.relation.key), column(name)
+            bounds = [self._bound(encoded(keys[at].as_py())) for at in (0, -1)]
+            # SQLite compares an integer with a float exactly.
+            more = f"WHERE {self._key} BETWEEN ? AND ? AND {one} <> CAST({one} AS REAL)"
+            if found := self._ask(connection, one, f"{more} LIMIT 1", *bounds):
+                raise ValueError(
+                    f"column {name!r} is double and has the integer {found[0]}, which "
+                    f"is another number as a double; write CAST({quoted(name)} AS "
+                    "INTEGER) or AS TEXT in a query"
+                )
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
         """Return cuts at even distances if keys are that even, else at even ranks.
@@ -295,7 +362,18 @@ class SQLite(Session):
         if since is not None:
             order, values = f"WHERE {self._key} >= ? {order}", [since, rank]
         found = self._ask(connection, self._key, order, *values)
+        if found and isinstance(found[0], float):  # numbers are sorted as one
+            self._refuse_types(("integer", "real"))
         return found and found[0]
+
+
+def _is_valid(batch: "pa.RecordBatch") -> bool:
+    """Return whether all text is UTF-8, which the driver does not check."""
+    try:
+        batch.validate(full=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _start(connection: Connection) -> None:
