@@ -1,6 +1,7 @@
 """What holds for every dataset, whatever the samples are read from."""
 
 import asyncio
+import glob
 import itertools
 import json
 import os
@@ -190,16 +191,20 @@ def thread_names() -> set[str]:
     return {name for name in every if name.startswith("aioloader-files")}
 
 
-def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
+def test_patterns_are_sorted_go_down_and_skip_directories(folder: Path) -> None:
     (folder / "cats" / "zz.bin").mkdir()
-    found = FileDataset("cats/*", root=folder).paths
-    assert list(found) == sorted(found)
     assert list(FileDataset(folder / "cats" / "z*").paths) == [f"{folder}/cats/z.bin"]
+    for pattern in ("cats/*", "**/*.bin", "**", "**/**"):
+        found = glob.glob(pattern, root_dir=folder, recursive=True)  # noqa: PTH207
+        expected = sorted({path for path in found if (folder / path).is_file()})
+        assert list(FileDataset(pattern, root=folder).paths) == expected
 
 
-def test_double_star_goes_down(folder: Path) -> None:
-    assert len(FileDataset(f"{folder}/**/*.bin")) == 12
-    assert len(FileDataset("**", root=folder)) == 12
+@pytest.mark.parametrize("pattern", ["**/*.bin", f"*/{'x' * 300}"])
+def test_what_cannot_be_listed_is_not_left_out(folder: Path, pattern: str) -> None:
+    (folder / ("y" * 250)).symlink_to(".")  # the path gets longer until it is too long
+    with pytest.raises(DatasetError, match=r"cannot read .*: File name too long"):
+        FileDataset(pattern, root=folder)
 
 
 @pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
@@ -245,15 +250,12 @@ async def test_failures(
     assert caught.value.location == path
 
 
-async def test_file_shorter_than_its_size() -> None:
+async def test_files_of_another_length_than_their_size() -> None:
+    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
     with pytest.raises(TruncatedReadError) as caught:
         await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
     assert caught.value.received
     assert (caught.value.expected or 0) > caught.value.received
-
-
-async def test_file_longer_than_its_size() -> None:
-    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
 
 
 async def test_one_failure_fails_one_read(folder: Path) -> None:
