@@ -252,6 +252,9 @@ async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
     with pytest.raises(type(defect)) as caught:
         await names(TextDataset("big.txt", store=shop))
     assert caught.value is defect
+    shop.failures = [StopAsyncIteration()]  # the end of something that it iterates over
+    with pytest.raises(RuntimeError, match=r"Shop.get\(\) raised StopAsyncIteration"):
+        await names(TextDataset("big.txt", store=shop))
 
 
 async def test_wrong_answers_are_told(shop: Shop) -> None:
