@@ -20,8 +20,10 @@ from aioloader.datasets import (
     FileDataset,
     JSONLinesDataset,
     ObjectDataset,
+    ParquetDataset,
     SQLRows,
     TextDataset,
+    TokenDataset,
 )
 from aioloader.datasets._batcher import MAX_CHUNK, ReadBatcher
 from aioloader.errors import (
@@ -234,6 +236,7 @@ def test_shows_names_and_root(folder: Path) -> None:
         ("{0}/gone", ObjectNotFoundError, FileNotFoundError, "no such file"),
         ("{1}", ObjectPermissionError, PermissionError, "may not read"),
         (".", DatasetError, Exception, "is a directory"),
+        ("{0}/fifo", DatasetError, Exception, "it is a pipe, not a file"),
         ("/dev/null/x", DatasetError, Exception, "Not a directory"),
         ("a\0b", DatasetError, Exception, "null byte"),
     ],
@@ -242,6 +245,7 @@ async def test_failures(
     path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
 ) -> None:
     path = path.format(tmp_path, forbidden)
+    os.mkfifo(tmp_path / "fifo")
     with pytest.raises(kind, match=words) as caught:
         await FileDataset([path])[0]
     assert type(caught.value) is kind
@@ -256,6 +260,20 @@ async def test_files_of_another_length_than_their_size() -> None:
         await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
     assert caught.value.received
     assert (caught.value.expected or 0) > caught.value.received
+
+
+@pytest.mark.parametrize("kind", [TextDataset, ParquetDataset, TokenDataset])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("fifo", "is a pipe, not a file"), ("/proc/self/status", "size is 0, but it has")],
+)
+async def test_only_files_have_a_size(
+    kind: Any, path: str, words: str, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    arguments = (1, "uint8") if kind is TokenDataset else ()
+    with pytest.raises(DatasetError, match=words):
+        await anext(aiter(kind(pseudo(str(tmp_path / path)), *arguments)))
 
 
 async def test_one_failure_fails_one_read(folder: Path) -> None:
