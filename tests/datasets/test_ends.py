@@ -312,14 +312,11 @@ def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
     starts = (found[0].offset, found[2].offset, end)
     assert struct.unpack("<3Q", data) == starts
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(archive(TAR)[:50_100])
+    damaged = tmp_path / "damaged.tar"
+    damaged.write_bytes(archive(TAR)[:50_100])
     with pytest.raises(DatasetError, match="ends within"):
-        write_index(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+        write_index(damaged)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:

@@ -217,14 +217,12 @@ def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
     assert repr(str(folder)) in str(caught.value)
 
 
-def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
+def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
+    """A list of paths stays as it is."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
     assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
     assert len(FileDataset([])) == 0
-
-
-def test_shows_names_and_root(folder: Path) -> None:
     shown = repr(FileDataset("**/*.bin", root=folder))
     assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
     assert shown.endswith(f"root={str(folder)!r})")
@@ -263,17 +261,13 @@ async def test_files_of_another_length_than_their_size() -> None:
 
 
 @pytest.mark.parametrize("kind", [TextDataset, ParquetDataset, TokenDataset])
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [("fifo", "is a pipe, not a file"), ("/proc/self/status", "size is 0, but it has")],
-)
-async def test_only_files_have_a_size(
-    kind: Any, path: str, words: str, tmp_path: Path
-) -> None:
+async def test_only_files_have_a_size(kind: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     arguments = (1, "uint8") if kind is TokenDataset else ()
-    with pytest.raises(DatasetError, match=words):
-        await anext(aiter(kind(pseudo(str(tmp_path / path)), *arguments)))
+    for path in (f"{tmp_path}/fifo", pseudo("/proc/self/status")):
+        words = "pipe, not a file" if "fifo" in path else "size is 0, but it has bytes"
+        with pytest.raises(DatasetError, match=words):
+            await anext(aiter(kind(path, *arguments)))
 
 
 async def test_one_failure_fails_one_read(folder: Path) -> None:
@@ -321,11 +315,7 @@ async def test_owns_its_threads_while_entered(folder: Path) -> None:
         await dataset[0]
         assert thread_names() >= owned
     assert not thread_names()
-
-
-async def test_exit_joins_threads_with_reads_in_flight(folder: Path) -> None:
-    dataset = await FileDataset.discover("**/*.bin", root=folder)
-    async with dataset:
+    async with dataset:  # the exit joins threads with reads in flight
         reads = [asyncio.ensure_future(dataset[-1]) for _ in range(50)]
         await asyncio.sleep(0)
     assert not thread_names()
