@@ -84,21 +84,24 @@ async def test_what_does_not_change_is_read(tags: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", "broken", "refused", "changed"])
+@pytest.mark.parametrize("fault", ["", "broken", "cut", "refused", "changed"])
 @pytest.mark.parametrize("tags", ["strong", ""])
 async def test_a_server_without_ranges(fault: str, tags: str) -> None:
     body = lines(5000)
     with ChangingServer(body, tags=tags, has_ranges=False) as server:
-        if fault in {"broken", "changed"}:
-            server.break_off(at=3_000_000, times=2)
+        if fault in {"broken", "changed", "cut"}:
+            server.break_off(at=3_000_000, times=10**9 if fault == "cut" else 2)
         if fault == "refused":
             server.fail_next(3)
         if fault == "changed":
             server.replace_after(lines(4999, "b"), requests=2)
-        stream = TextDataset(f"{server.url}/a", **SMALL)
-        if fault == "changed":
-            with pytest.raises(DatasetError, match="changed while being read"):
+        options = SMALL | ({"requests": SHORT} if fault == "cut" else {})
+        stream = TextDataset(f"{server.url}/a", **options)
+        words = {"cut": "given up after", "changed": "changed while being read"}
+        if fault in words:
+            with pytest.raises(DatasetError, match=words[fault]) as caught:
                 await items(stream)
+            assert fault != "cut" or caught.value.attempts > 1
             return
         await check_resumes(stream, body.decode().splitlines(), [0, 4321])
 

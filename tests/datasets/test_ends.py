@@ -319,14 +319,11 @@ def test_an_index_names_the_first_headers(form: str, tmp_path: Path) -> None:
     starts = (found[0].offset, found[2].offset, end)
     assert struct.unpack("<3Q", data) == starts
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_no_index_of_a_damaged_archive(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(archive(TAR)[:50_100])
+    damaged = tmp_path / "damaged.tar"
+    damaged.write_bytes(archive(TAR)[:50_100])
     with pytest.raises(DatasetError, match="ends within"):
-        write_index(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["a.tar"]
+        write_index(damaged)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
@@ -345,6 +342,7 @@ async def test_what_cannot_be_cut_says_what_to_do(tmp_path: Path) -> None:
         dataset: Any = TarDataset if "tar" in name else TextDataset
         with pytest.raises(ValueError, match=words):
             await names(dataset(f"{tmp_path}/{name}").shard(0, 2))
-    (tmp_path / "0.tar.idx").write_bytes(struct.pack("<2Q", 0, 1 << 30))
-    with pytest.raises(DatasetError, match=r"is not the index of .*write it again"):
-        await names(TarDataset(f"{tmp_path}/0.tar").shard(0, 2))
+    for index in (struct.pack("<2Q", 0, 1 << 30), b""):
+        (tmp_path / "0.tar.idx").write_bytes(index)
+        with pytest.raises(DatasetError, match=r"is not the index of .*write it again"):
+            await names(TarDataset(f"{tmp_path}/0.tar").shard(0, 2))

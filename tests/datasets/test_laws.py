@@ -1,6 +1,7 @@
 """What holds for every dataset, whatever the samples are read from."""
 
 import asyncio
+import glob
 import itertools
 import json
 import os
@@ -19,8 +20,10 @@ from aioloader.datasets import (
     FileDataset,
     JSONLinesDataset,
     ObjectDataset,
+    ParquetDataset,
     SQLRows,
     TextDataset,
+    TokenDataset,
 )
 from aioloader.datasets._batcher import MAX_CHUNK, ReadBatcher
 from aioloader.errors import (
@@ -190,16 +193,20 @@ def thread_names() -> set[str]:
     return {name for name in every if name.startswith("aioloader-files")}
 
 
-def test_pattern_is_sorted_and_skips_directories(folder: Path) -> None:
+def test_patterns_are_sorted_go_down_and_skip_directories(folder: Path) -> None:
     (folder / "cats" / "zz.bin").mkdir()
-    found = FileDataset("cats/*", root=folder).paths
-    assert list(found) == sorted(found)
     assert list(FileDataset(folder / "cats" / "z*").paths) == [f"{folder}/cats/z.bin"]
+    for pattern in ("cats/*", "**/*.bin", "**", "**/**"):
+        found = glob.glob(pattern, root_dir=folder, recursive=True)  # noqa: PTH207
+        expected = sorted({path for path in found if (folder / path).is_file()})
+        assert list(FileDataset(pattern, root=folder).paths) == expected
 
 
-def test_double_star_goes_down(folder: Path) -> None:
-    assert len(FileDataset(f"{folder}/**/*.bin")) == 12
-    assert len(FileDataset("**", root=folder)) == 12
+@pytest.mark.parametrize("pattern", ["**/*.bin", f"*/{'x' * 300}"])
+def test_what_cannot_be_listed_is_not_left_out(folder: Path, pattern: str) -> None:
+    (folder / ("y" * 250)).symlink_to(".")  # the path gets longer until it is too long
+    with pytest.raises(DatasetError, match=r"cannot read .*: File name too long"):
+        FileDataset(pattern, root=folder)
 
 
 @pytest.mark.parametrize("pattern", ["*.png", "cats", "nothing[/"])
@@ -210,14 +217,12 @@ def test_empty_pattern_is_a_value_error(folder: Path, pattern: str) -> None:
     assert repr(str(folder)) in str(caught.value)
 
 
-def test_list_of_paths_stays_as_it_is(tmp_path: Path) -> None:
+def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
+    """A list of paths stays as it is."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
     assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
     assert len(FileDataset([])) == 0
-
-
-def test_shows_names_and_root(folder: Path) -> None:
     shown = repr(FileDataset("**/*.bin", root=folder))
     assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
     assert shown.endswith(f"root={str(folder)!r})")
@@ -229,6 +234,7 @@ def test_shows_names_and_root(folder: Path) -> None:
         ("{0}/gone", ObjectNotFoundError, FileNotFoundError, "no such file"),
         ("{1}", ObjectPermissionError, PermissionError, "may not read"),
         (".", DatasetError, Exception, "is a directory"),
+        ("{0}/fifo", DatasetError, Exception, "it is a pipe, not a file"),
         ("/dev/null/x", DatasetError, Exception, "Not a directory"),
         ("a\0b", DatasetError, Exception, "null byte"),
     ],
@@ -237,6 +243,7 @@ async def test_failures(
     path: str, kind: Any, builtin: Any, words: str, tmp_path: Path, forbidden: Path
 ) -> None:
     path = path.format(tmp_path, forbidden)
+    os.mkfifo(tmp_path / "fifo")
     with pytest.raises(kind, match=words) as caught:
         await FileDataset([path])[0]
     assert type(caught.value) is kind
@@ -245,15 +252,22 @@ async def test_failures(
     assert caught.value.location == path
 
 
-async def test_file_shorter_than_its_size() -> None:
+async def test_files_of_another_length_than_their_size() -> None:
+    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
     with pytest.raises(TruncatedReadError) as caught:
         await FileDataset([pseudo("/sys/kernel/mm/transparent_hugepage/enabled")])[0]
     assert caught.value.received
     assert (caught.value.expected or 0) > caught.value.received
 
 
-async def test_file_longer_than_its_size() -> None:
-    assert b"Pid:" in await FileDataset([pseudo("/proc/self/status")])[0]
+@pytest.mark.parametrize("kind", [TextDataset, ParquetDataset, TokenDataset])
+async def test_only_files_have_a_size(kind: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    arguments = (1, "uint8") if kind is TokenDataset else ()
+    for path in (f"{tmp_path}/fifo", pseudo("/proc/self/status")):
+        words = "pipe, not a file" if "fifo" in path else "size is 0, but it has bytes"
+        with pytest.raises(DatasetError, match=words):
+            await anext(aiter(kind(path, *arguments)))
 
 
 async def test_one_failure_fails_one_read(folder: Path) -> None:
@@ -301,11 +315,7 @@ async def test_owns_its_threads_while_entered(folder: Path) -> None:
         await dataset[0]
         assert thread_names() >= owned
     assert not thread_names()
-
-
-async def test_exit_joins_threads_with_reads_in_flight(folder: Path) -> None:
-    dataset = await FileDataset.discover("**/*.bin", root=folder)
-    async with dataset:
+    async with dataset:  # the exit joins threads with reads in flight
         reads = [asyncio.ensure_future(dataset[-1]) for _ in range(50)]
         await asyncio.sleep(0)
     assert not thread_names()

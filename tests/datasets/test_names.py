@@ -127,22 +127,16 @@ def moto(s3: str, s3_port: int) -> Any:
     return S3Store("bucket", client_options={"allow_http": True})
 
 
-@pytest.mark.parametrize("how", ["*.txt", "**/*.txt", "file", "store", "list"])
-async def test_on_disk(how: str, tmp_path: Path) -> None:
+async def test_on_disk(tmp_path: Path) -> None:
     write(tmp_path, NASTY)
     expected = sorted(NASTY, key=lambda name: f"{name}.txt")
-    if how == "file":
-        stream = TextDataset(f"{tmp_path.as_uri()}/*.txt")
-    elif how == "store":
-        stream = TextDataset("*.txt", store=tmp_path)
-    elif how == "list":
-        paths = [glob.escape(f"{tmp_path}/{name}.txt") for name in expected]
-        stream = TextDataset(paths)
-    else:
-        stream = TextDataset(f"{tmp_path}/{how}")
-    visible = [name for name in expected if how == "list" or name[0] != "."]
-    assert await items(stream) == visible
-    assert await items(stream) == visible  # the second epoch too
+    exact = TextDataset([glob.escape(f"{tmp_path}/{name}.txt") for name in expected])
+    root, url = TextDataset("*.txt", store=tmp_path), f"{tmp_path.as_uri()}/*.txt"
+    patterns = (url, f"{tmp_path}/*.txt", f"{tmp_path}/**/*.txt")
+    for stream in (exact, root, *map(TextDataset, patterns)):
+        visible = [name for name in expected if stream is exact or name[0] != "."]
+        assert await items(stream) == visible
+        assert await items(stream) == visible  # the second epoch too
 
 
 @pytest.mark.slow

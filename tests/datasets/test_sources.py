@@ -252,9 +252,19 @@ async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
     with pytest.raises(type(defect)) as caught:
         await names(TextDataset("big.txt", store=shop))
     assert caught.value is defect
+    shop.failures = [StopAsyncIteration()]  # the end of something that it iterates over
+    with pytest.raises(RuntimeError, match=r"Shop.get\(\) raised StopAsyncIteration"):
+        await names(TextDataset("big.txt", store=shop))
 
 
 async def test_wrong_answers_are_told(shop: Shop) -> None:
+    stream = TextDataset("big.txt", store=shop, requests=PATIENT)
+    shop.cut = 3
+    assert await names(stream) == LINES
+    shop.cut = 10**6
+    words = "gave 32,768 of 65,536 bytes from byte 0 on"
+    with pytest.raises(TruncatedReadError, match=words):
+        await names(TextDataset("big.txt", store=shop, requests=QUICK))
     for answer in (b"abc", (b"abc", 3), Piece(bytes(1 << 20), Version(1 << 20))):
 
         async def get(*_: Any, said: Any = answer) -> Any:
@@ -265,17 +275,7 @@ async def test_wrong_answers_are_told(shop: Shop) -> None:
             await names(TextDataset("big.txt", store=shop))
 
 
-async def test_cut_answers(shop: Shop) -> None:
-    stream = TextDataset("big.txt", store=shop, requests=PATIENT)
-    shop.cut = 3
-    assert await names(stream) == LINES
-    shop.cut = 10**6
-    words = "gave 32,768 of 65,536 bytes from byte 0 on"
-    with pytest.raises(TruncatedReadError, match=words):
-        await names(TextDataset("big.txt", store=shop, requests=QUICK))
-
-
-async def test_without_a_list(shop: Shop) -> None:
+async def test_without_a_list_or_with_a_coroutine(shop: Shop) -> None:
     class Unlisted(Source):
         get = shop.get
 
@@ -284,8 +284,6 @@ async def test_without_a_list(shop: Shop) -> None:
     with pytest.raises(NotImplementedError, match=r"Unlisted has no list\(\): name"):
         await names(TextDataset("*.txt", store=source))
 
-
-async def test_a_list_may_be_a_coroutine(shop: Shop) -> None:
     async def listed(_prefix: str) -> Any:
         return [(key, len(data)) for key, data in shop.objects.items()]
 
@@ -293,11 +291,15 @@ async def test_a_list_may_be_a_coroutine(shop: Shop) -> None:
     assert await names(TextDataset("train/*.txt", store=shop)) == NAMES
 
 
-def test_options_are_for_urls(shop: Shop) -> None:
+def test_stores_that_are_refused(shop: Shop) -> None:
     with pytest.raises(TypeError, match=r"region: .* pass them to Shop\(\)"):
         TextDataset("x", store=shop, store_options={"region": "x"})
     with pytest.raises(TypeError, match="Source as store="):
         ObjectDataset(7, ["x"])  # type: ignore[arg-type]
+    system = MemoryFileSystem(asynchronous=True, skip_instance_cache=True)
+    system.asynchronous = True  # its calls are made in threads
+    with pytest.raises(ValueError, match="made without asynchronous=True"):
+        TextDataset("a.txt", store=system)
 
 
 # -- fsspec -------------------------------------------------------------------------
@@ -351,14 +353,6 @@ def test_secrets_of_a_file_system_are_hidden() -> None:
     assert "MARKER" not in repr(stream)
     with pytest.raises(pickle.PicklingError, match="hold token in clear"):
         pickle.dumps(stream)
-
-
-def test_file_systems_of_a_loop_are_refused() -> None:
-    """Their calls are made in threads."""
-    store = MemoryFileSystem(asynchronous=True, skip_instance_cache=True)
-    store.asynchronous = True
-    with pytest.raises(ValueError, match="made without asynchronous=True"):
-        TextDataset("a.txt", store=store)
 
 
 # -- hf://: what huggingface_hub reads, from a stand-in for its endpoint ---------------

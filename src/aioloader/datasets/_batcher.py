@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeAlias
 
 from aioloader.datasets._stores.failures import ShortReadError
+from aioloader.datasets._stores.versions import NO_WAIT, check_is_file
 
 Outcome: TypeAlias = bytes | Exception
 Read: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
@@ -129,9 +130,11 @@ def _read(path: str) -> bytes:
     """Return the contents of a file; raise an error if it ended before its size."""
     # Four calls: `open().read()` makes twice as many, and each releases the GIL and has
     # to acquire it again (14 % more CPU for 100 KB, 60 % for 4 KB).
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | NO_WAIT)
     try:
-        size = os.fstat(fd).st_size
+        facts = os.fstat(fd)
+        if not (size := facts.st_size):
+            check_is_file(facts)
         data = os.read(fd, size + 1)
         if len(data) != size:  # over 2 GiB, growing, or in /proc
             parts = [data, *iter(partial(os.read, fd, 1 << 24), b"")]

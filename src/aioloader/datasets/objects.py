@@ -133,7 +133,8 @@ class ObjectDataset(
 
         Returns:
             A read-only buffer of the contents, owned by the caller; ``memoryview``,
-            ``np.frombuffer`` and ``io.BytesIO`` accept it directly.
+            ``np.frombuffer`` and ``io.BytesIO`` accept it directly. They are the bytes
+            that the server sends: a ``Content-Encoding`` is not decoded.
 
         Raises:
             IndexError: If ``index`` is out of range.

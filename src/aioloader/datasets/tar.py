@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
@@ -49,8 +50,8 @@ async def at_samples(
             f"has no index, {places.label(name)!r}: write it with `aioloader index`"
         ) from None
     starts = _numbers(data[: len(data) & ~7])
+    is_rising = len(starts) > 0 and all(a < b for a, b in pairwise(starts))
     end = starts.pop() if starts else 0
-    is_rising = all(a < b for a, b in zip(starts, [*starts[1:], end], strict=True))
     if len(data) % 8 or not is_rising or not end <= size <= end + _RECORD_BYTES:
         text = f"{places.label(name)!r} is not the index of {places.label(address)!r}"
         raise DatasetError(

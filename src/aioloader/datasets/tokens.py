@@ -417,11 +417,7 @@ def _is_file(path: Any, store: Any) -> bool:
 
 
 def _version(path: str) -> Version:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123  (as a directory cannot be)
-            return version_of_file(file.fileno())
-    except OSError as error:
-        raise file_failure(path, error) from error
+    return read_local(path, -1, 0, None)[1]
 
 
 def _mapped(path: str, version: Version) -> Buffer:

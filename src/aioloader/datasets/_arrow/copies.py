@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure, truncated
 from aioloader.datasets._stores.outlast import in_thread
-from aioloader.datasets._stores.versions import Known, Version, version_of_file
+from aioloader.datasets._stores.versions import Known, Version, opener, version_of_file
 
 if TYPE_CHECKING:
     from aioloader.datasets._stores.places import Places
@@ -165,7 +165,7 @@ def read_local(
 ) -> tuple[bytes, Version]:
     """Return some bytes of a local file, and its version, as ``Copies.part``."""
     try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (thousands of them)
+        with open(path, "rb", buffering=0, opener=opener) as file:
             found = version_of_file(file.fileno())
             start, stop = _bounds(start, stop, found.size)
             file.seek(start)

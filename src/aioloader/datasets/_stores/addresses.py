@@ -7,14 +7,16 @@ same name, whatever characters it has. Patterns follow the rules of ``glob`` eve
 ``SecretURL``.
 """
 
+import contextlib
+import errno
 import fnmatch
-import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
+from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.redact import private, redact_key, redact_url
 
 # A ``SecretURL`` if it holds a secret.
@@ -32,6 +34,8 @@ _ENCODED_SIGN = re.compile(r"%(2A|3F|5B)", re.IGNORECASE)
 _SIGN = re.compile(r"\[(?>!?\]?)[^\]]*\]|\*+|.", re.DOTALL)
 # Any number of folders that are not hidden.
 _FOLDERS = r"(?:(?!\.)[^/]+/)*"
+# There is nothing at a path, or a link that leads nowhere.
+_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
@@ -200,11 +204,67 @@ def globbed(pattern: str, folder: str) -> tuple[list[str], int]:
 
     The paths are relative to ``folder``, if it is not empty.
     """
-    # Two segments ** find the same path twice.
-    found = {*glob.glob(pattern, root_dir=folder or None, recursive=True)}  # noqa: PTH207
+    try:
+        # Two segments ** find the same path twice.
+        found = dict(_walked(pattern, folder))
+    except OSError as error:
+        raise file_failure(error.filename, error) from error
+    found.pop("", None)  # of the pattern **
     # A dangling link stays, and fails on reading: dropping it would hide it.
-    files = [p for p in found if not os.path.isdir(os.path.join(folder, p))]  # noqa: PTH112, PTH118
+    files = [path for path, is_folder in found.items() if not is_folder]
     return sorted(files), len(found) - len(files)
+
+
+def _walked(pattern: str, folder: str) -> Iterator[tuple[str, bool]]:
+    """Yield what ``glob`` would, and whether it is a directory.
+
+    ``glob`` leaves out a directory that cannot be listed: here that is an OSError.
+    """
+    above, name = os.path.split(pattern) if has_signs(pattern) else ("", pattern)
+    places: Iterable[str] = [above]
+    if has_signs(above):
+        places = (path for path, is_folder in _walked(above, folder) if is_folder)
+    is_deep, is_plain = name == "**", not has_signs(name)
+    matches = re.compile(_segment("*" if is_deep else name)).fullmatch
+    for place in places:
+        start = os.path.join(place, "")  # noqa: PTH118
+        root = os.path.join(folder, start)  # noqa: PTH118
+        if is_plain:
+            path = os.path.join(root, name)  # noqa: PTH118
+            with _nothing_there():
+                os.lstat(path)
+                yield start + name, os.path.isdir(path)  # noqa: PTH112
+            continue
+        if is_deep and os.path.isdir(root or "."):  # noqa: PTH112
+            yield start, True
+        below = [""]
+        for inner in below:  # grows meanwhile
+            here = start + inner
+            with _nothing_there(), os.scandir(root + inner or ".") as entries:
+                for entry in entries:
+                    if matches(found := entry.name):
+                        is_folder = _is_folder(entry)
+                        yield here + found, is_folder
+                        if is_deep and is_folder:
+                            below.append(f"{inner}{found}/")
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno not in _NOWHERE:
+            raise
+        return False
+
+
+@contextlib.contextmanager
+def _nothing_there() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOWHERE:
+            raise
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:

@@ -19,6 +19,7 @@ from aioloader.datasets._stores.versions import (
     Known,
     Version,
     changed,
+    opener,
     version_of_file,
 )
 
@@ -88,7 +89,7 @@ class FileBytes:
 
     async def _open(self) -> None:
         # Unbuffered: large reads need no second copy.
-        self._file = await aiofiles.open(self._path, "rb", buffering=0)
+        self._file = await aiofiles.open(self._path, "rb", buffering=0, opener=opener)
         version = version_of_file(self._file.fileno())
         if self._at or self._known is not NOTHING:
             self._known.check(self._path, version, self._at)

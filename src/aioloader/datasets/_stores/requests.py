@@ -136,6 +136,7 @@ class Tries:
         key: str,
         *,
         began: float | None = None,
+        sent: int = 0,
         may_hedge: bool = True,
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
@@ -147,6 +148,7 @@ class Tries:
             server: Who is asked.
             key: What is asked for.
             began: Start of the deadline, by the loop's clock; default: now.
+            sent: Attempts that failed before, since ``began``.
             may_hedge: Whether two attempts may run at once.
 
         Raises:
@@ -157,7 +159,7 @@ class Tries:
         began = clock() if began is None else began
         failed = said = None
         result: T | DatasetError | TimeoutError | None = None
-        sent, most = 0, policy.deadline
+        most = policy.deadline
         try:
             for number in itertools.count():
                 seconds = min(policy.timeout, began + policy.deadline - clock())

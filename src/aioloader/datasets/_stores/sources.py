@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from aioloader._order.raising import raisable
 from aioloader.datasets._stores.failures import truncated
 from aioloader.datasets._stores.redact import redact_text, redact_url
 from aioloader.datasets._stores.requests import RefusedError, Server, UnreachableError
@@ -192,7 +193,9 @@ class OwnStore(Store):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return what to raise; its cause is the user's exception."""
         if is_defect(error):
-            return error
+            # A StopAsyncIteration would end the stream.
+            loud: Any = raisable(error, f"{type(self._source).__name__}.get()")
+            return loud  # type: ignore[no-any-return]
         said = f"{type(error).__name__}: {redact_text(str(error))}".rstrip(": ")
         failure = failure_of_source(verb, self.locate(key), error, said)
         raised = failure.error if isinstance(failure, RefusedError) else failure

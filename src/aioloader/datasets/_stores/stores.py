@@ -334,7 +334,7 @@ class WholeObject:
         self._store, self._key, self._tries = store, key, tries
         self._chunk = chunk
         self._version: Version | None = None
-        self._given = 0
+        self._given = self._sent = 0  # bytes; requests of this piece
         self._stream: Any = None
         self._at = 0
 
@@ -343,10 +343,10 @@ class WholeObject:
         store, began = self._store, asyncio.get_running_loop().time()
         assert self._tries is not None
         make = partial(self._tries.make, server=store, key=self._key, began=began)
+        self._sent = 0
         while True:
-            piece = await make(
-                lambda: store.ask(self._key, self.next()), may_hedge=False
-            )
+            attempt = lambda: store.ask(self._key, self.next())  # noqa: E731
+            piece = await make(attempt, sent=self._sent, may_hedge=False)
             data = memoryview(piece.data)
             if not data and not self._given:  # an answer that says it is empty
                 found = await make(lambda: store.ask(self._key, store.head(self._key)))
@@ -364,6 +364,7 @@ class WholeObject:
         stream, self._stream = self._stream, None  # kept only after a good read
         if stream is None:
             store = await self._store.opened()
+            self._sent += 1
             result = await follow(obstore.get_async(store, self._key))
             self._store.check_page(self._key, result)
             version, self._at = version_of(result.meta), 0

@@ -6,6 +6,7 @@ rest must agree with. A state holds the versions of the shards that are open in 
 
 import functools
 import os
+import stat
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -123,6 +124,13 @@ class Known(NamedTuple):
         )
 
 
+# Opened with it, a pipe does not wait for its other end.
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _WORDS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
 NOTHING = Known()
 
@@ -141,6 +149,35 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
     return TruncatedReadError(
         text, location=location, expected=before.size, received=now.size
     )
+
+
+def opener(path: str, flags: int) -> int:
+    """Open a file whose size says how many bytes it has: an ``opener`` of ``open``.
+
+    Raises:
+        OSError: Also for any other.
+    """
+    file = os.open(path, flags | NO_WAIT)
+    try:
+        _check_size(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_size(file: int) -> None:
+    facts = os.fstat(file)
+    check_is_file(facts)
+    if not facts.st_size and os.read(file, 1):
+        raise OSError(
+            "its size is 0, but it has bytes, as files in /proc: copy it to a disk"
+        )
+
+
+def check_is_file(facts: os.stat_result) -> None:
+    if kind := _KINDS.get(stat.S_IFMT(facts.st_mode)):
+        raise OSError(f"it is {kind}, not a file: save what it gives to a file")
 
 
 def version_of_file(file: int | str) -> Version:
