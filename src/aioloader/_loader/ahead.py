@@ -37,6 +37,8 @@ def can_look_ahead(options: Options) -> bool:
     is_known = options.kind is Kind.MAP or options.is_own_stream
     if not (is_known and options.has_copies):
         return False
+    if options.is_own_stream and options.dataset.continues():
+        return False  # where the next epoch starts is known once this one has ended
     if batch_type not in {BatchSampler, type(None)}:
         return False
     if options.rng == "worker" or options.worker_init_fn is not None:
