@@ -147,8 +147,14 @@ def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
         whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
         one = {**states["0"], "dataset": whole}
         return {str(reader): one for reader in range(readers)}
-    if saved == readers or not parts:
+    if not parts:
         return states
+    if saved == readers:
+        # A worker from which nothing was delivered has the readers of the others.
+        start = {**parts[0], "position": 0, "streams": {}}
+        start.pop("ended", None)
+        begin = {"read": 0, "skip": 0, "dataset": start}
+        return {str(one): states.get(str(one), begin) for one in range(readers)}
     raise StateMismatchError(
         f"the state was saved with {saved} workers that each read a part of the "
         f"stream, after {state.done:,} batches: some had delivered one more than "
