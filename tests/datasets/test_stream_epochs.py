@@ -297,10 +297,7 @@ def test_columns_and_masks(tmp_path: Path) -> None:
     for rank in range(2):
         with padded(stream, 8, rank, 2, collate_fn=len) as loader:
             found.append([(size, mask.tolist()) for size, mask in loader])
-    assert found == [
-        [(4, [True] * 4), (1, [True])],
-        [(4, [True] * 4), (1, [False])],
-    ]
+    assert found == [[(4, [True] * 4), (1, [True])], [(4, [True] * 4), (1, [False])]]
 
 
 async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:

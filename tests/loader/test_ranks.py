@@ -437,6 +437,21 @@ def test_arguments(options: dict[str, Any], error: type[Exception], what: str) -
         Loader(Numbers(9), 3, **options)
 
 
+@pytest.mark.parametrize(
+    ("tail", "last", "other"), [("drop", (0, 2), (0, 3)), ("uneven", (0, 3), (2, 3))]
+)
+def test_a_rank_that_has_a_batch_less(tail: str, last: Any, other: Any) -> None:
+    """For it, the epoch is over where another rank has had its last batch."""
+    first, second = (
+        Loader(Numbers(38), 12 // ranks, rank=rank, world_size=ranks, tail=tail)
+        for rank, ranks in (last, other)
+    )
+    iterator = iter(first)
+    assert len([next(iterator) for _ in range(len(first))]) == len(second) + 1
+    second.load_state_dict(saved(first))
+    assert [*second] == []
+
+
 # -- streams ---------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.utils.data import Subset
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
@@ -224,7 +225,7 @@ def state_of(
             options,
             epoch=epoch.number,
             seed=epoch.base_seed,
-            order=copy.deepcopy(epoch.order.state()),
+            order=copy.deepcopy(epoch.order.state()) | rules_of(options),
             dataset_epoch=epoch.dataset_epoch,
             moved=epoch.moved,
         )
@@ -242,6 +243,18 @@ def state_of(
     state.datasets = _datasets_of(options, None if is_new else epoch)
     state.generators = _positions(options)
     return state.sealed()
+
+
+def rules_of(options: Options) -> State:
+    """Return what else tells an epoch from others; an older state may not have it."""
+    found = {
+        "drop_last": getattr(options.batch_sampler, "drop_last", options.drop_last)
+    }
+    if type(options.dataset) is Subset and hasattr(
+        options.dataset.indices, "described"
+    ):
+        found |= options.dataset.indices.described()  # of a mixture
+    return found
 
 
 def _between(

@@ -27,6 +27,11 @@ from aioloader.errors import StateMismatchError
 State: TypeAlias = dict[str, Any]
 Description: TypeAlias = dict[str, Any]
 VERSION = 5
+NOT_REPEATABLE = (
+    "the stream has deterministic=False: what its steps had read ahead now "
+    "comes in another order, so samples may be lost or duplicated; "
+    "use deterministic=True to resume exactly"
+)
 
 
 def state_of(**entries: Any) -> State:
