@@ -20,15 +20,14 @@ from aioloader._loader.state import (
     rules_of,
     unsealed,
 )
-from aioloader._observe.warnings import warn
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
 from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import (
-    NOT_REPEATABLE,
     are_in_step,
     is_repeatable,
     merged,
+    warn_of_order,
 )
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind
@@ -73,7 +72,7 @@ def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState
     dataset, states = options.dataset, shared(state, options.readers)
     streams = [one["dataset"]["stream"] for one in states.values() if "dataset" in one]
     if state.beyond and not all(map(is_repeatable, streams)):
-        warn(NOT_REPEATABLE)  # what was delivered out of order is read again
+        warn_of_order()  # what was delivered out of order is read again
     parts = [
         {
             reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}

@@ -6,10 +6,10 @@ from typing import Any
 
 from aioloader._observe.warnings import warn
 from aioloader._order.stream_states import (
-    NOT_REPEATABLE,
     Description,
     differences,
     is_repeatable,
+    warn_of_order,
 )
 from aioloader.datasets._streams.cursors import State
 from aioloader.errors import StateMismatchError
@@ -52,7 +52,7 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
             "if they do something else, the samples are others"
         )
     if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
-        warn(NOT_REPEATABLE)
+        warn_of_order()
     state = {**state, "stream": found}
     return state if strict else {**state, "strict": False}
 
