@@ -147,7 +147,8 @@ async def test_the_budget_counts_samples_once(kind: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
-async def test_a_rank_has_no_batch_less_than_others(way: str) -> None:
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_rank_has_no_batch_less_than_others(way: str, is_stream: bool) -> None:
     """They would wait for it: an error, unless the samples are replaced."""
     bad = {1, 5, 9, 13}  # the first batch of rank 1
 
@@ -156,7 +157,7 @@ async def test_a_rank_has_no_batch_less_than_others(way: str) -> None:
             raise OSError("bad")
         return number
 
-    stream = from_iterable(range(24)).epoch_length(24)
+    stream: Any = from_iterable(range(24)).epoch_length(24) if is_stream else range(24)
     options: dict[str, Any] = {"transform": refuse, "rank": 1, "world_size": 4}
     found = await outcomes(way, make(way, stream, on_error="skip", **options))
     assert isinstance(found[0], FailureBudgetError)

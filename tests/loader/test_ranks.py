@@ -437,6 +437,21 @@ def test_arguments(options: dict[str, Any], error: type[Exception], what: str) -
         Loader(Numbers(9), 3, **options)
 
 
+@pytest.mark.parametrize(
+    ("tail", "last", "other"), [("drop", (0, 2), (0, 3)), ("uneven", (0, 3), (2, 3))]
+)
+def test_a_rank_that_has_a_batch_less(tail: str, last: Any, other: Any) -> None:
+    """For it, the epoch is over where another rank has had its last batch."""
+    first, second = (
+        Loader(Numbers(38), 12 // ranks, rank=rank, world_size=ranks, tail=tail)
+        for rank, ranks in (last, other)
+    )
+    iterator = iter(first)
+    assert len([next(iterator) for _ in range(len(first))]) == len(second) + 1
+    second.load_state_dict(saved(first))
+    assert [*second] == []
+
+
 # -- streams ---------------------------------------------------------------------------
 
 
@@ -500,21 +515,25 @@ def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
 # -- workers that read, and layouts -----------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_in_mid_round(shards: list[str]) -> None:
-    """Two of three are a batch ahead: only three workers continue."""
+@pytest.mark.filterwarnings("ignore:(.*take turns at|This DataLoader will create)")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
+    """Two of three are a batch behind: only three workers continue, on any ranks."""
     stream = TextDataset(shards)
 
-    def made(workers: int) -> Any:
-        return DataLoader(stream, 4, num_workers=workers, fetch="workers")
+    def made(ranks: int, workers: int = 3) -> Any:
+        options: Any = {"num_workers": workers, "fetch": "workers", "tail": "uneven"}
+        return of_ranks(stream, ranks, 4 // ranks, collate_fn=list, **options)
 
-    (batches,), state = [next(iter(loader := made(3)))], loader.state_dict()
+    (loader,), resumed = made(1), made(ranks)
+    found, state = next(iter(loader)), merge_states([saved(loader)])
     loader.close()
-    resumed = made(3)
-    resumed.load_state_dict(state)
-    assert sum(map(len, resumed)) + len(batches) == 24 * 11 - 2
+    for loader in resumed:
+        loader.load_state_dict(state)
+    found += samples(resumed)
+    assert len(found) == len({*found}) == 24 * 11 - 2
     with pytest.raises(StateMismatchError, match=r"3 workers .* after 1 batches: some"):
-        made(2).load_state_dict(state)
+        made(1, 2)[0].load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:.*no state_dict:UserWarning")

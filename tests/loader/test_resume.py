@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Sampler, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
+from aioloader._order.epoch import Progress
 from beside import beside
 from core.kit import PATIENCE
 from loader.states import left_at, listed, loaded, saved, seeded
@@ -159,6 +162,32 @@ def test_out_of_order(taken: int) -> None:
     found = [index for batch in delivered for index in batch]
     assert sorted(found) == list(range(14))
     assert sorted(again.read) == sorted(found[2 * taken :])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.randoms())
+def test_ends_come_before_batches(counts: list[int], random: Any) -> None:
+    """A reader has ended once its batches are delivered, not when its mark comes."""
+    readers = len(counts)
+    made = {k * readers + r for r, count in enumerate(counts) for k in range(count)}
+    ends = {(count + k) * readers + r for r, count in enumerate(counts) for k in (0, 1)}
+    progress, delivered = Progress(readers=readers), set[int]()
+    for number in random.sample([*made, *ends], len(made | ends)):
+        if number in made or readers > 1:
+            progress.take(number, number if number in made else "end")
+        else:
+            progress.end(number, "end")
+        if number in ends:
+            progress.end_reader(number)
+        delivered |= {number} & made
+        at = progress.bookmark()
+        below = {one for one in made if one < at.done}
+        assert below <= delivered == made & (below | at.beyond)
+        for reader, count in enumerate(counts):
+            own = [one for one in below if one % readers == reader]
+            is_over, latest = len(own) == count, max(own, default=None)
+            state = at.states.get(reader)
+            assert state == latest or (is_over and state == "end")
+    assert [*at.states.values()] == ["end"] * readers
 
 
 async def test_from_a_task_and_a_thread() -> None:

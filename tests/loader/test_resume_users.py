@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Sampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
-from aioloader import DataLoader
+from aioloader import DataLoader, ShuffledIndices, TokenBudgetBatchSampler
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.errors import DatasetError, ShardChangedError
 from loader.states import REPEATED, left_at, listed, loaded, rest_of, saved
@@ -30,6 +30,7 @@ from stateful import (
 )
 
 Loader: Any = DataLoader
+A: Any = range(10)
 
 
 # -- a loaded state that the dataset keeps -----------------------------------------
@@ -102,13 +103,31 @@ def test_epochs_that_are_set(make: Callable[[], Any], workers: int) -> None:
     assert listed(resumed) == [[300, 301, 302, 303], *found]
 
 
-def test_the_epoch_that_the_user_sets_next() -> None:
-    """Between two epochs, the number that is set after loading counts."""
-    loader = Loader(ByEpoch(), 5)
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    ("make", "sets"),
+    [
+        (lambda: Loader(ByEpoch(), 5), True),
+        (lambda: Loader(Streamed(), 5), True),
+        (lambda: Loader(A, 5, sampler=DistributedSampler(A, 1, 0)), True),
+        (lambda: Loader(A, 5, sampler=ShuffledIndices(10)), False),
+        (lambda: Loader(A, batch_sampler=TokenBudgetBatchSampler([4] * 10, 9)), False),
+    ],
+    ids=["map", "iterable", "distributed", "keyed", "keyed batches"],
+)
+def test_the_epoch_that_the_user_sets_next(
+    make: Callable[[], Any], sets: bool, begins: bool
+) -> None:
+    """Between two epochs, the number that is set after loading counts, and is saved."""
+    loader = make()
     listed(loader)
-    resumed = loaded(Loader(ByEpoch(), 5), loader.state_dict())
-    resumed.dataset.set_epoch(1)
-    assert listed(resumed)[0][0] == 100
+    resumed = loaded(make(), saved(loader))
+    if sets:
+        resumed.set_epoch(1)
+        loader.set_epoch(1)
+    iterator = iter(resumed) if begins else resumed
+    again = loaded(make(), saved(resumed))
+    assert listed(loader) == listed(iterator) == listed(again)
 
 
 def test_no_epoch_is_set_without_a_state() -> None:

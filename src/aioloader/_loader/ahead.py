@@ -35,7 +35,9 @@ def can_look_ahead(options: Options) -> bool:
     """
     sampler, batch_type = options.index_sampler, type(options.batch_sampler)
     is_known = options.kind is Kind.MAP or options.is_own_stream
-    if not (is_known and options.has_copies):
+    # Where the next epoch of a stream with ``epoch_length`` starts is not known yet.
+    continues = options.is_own_stream and options.dataset.continues()
+    if continues or not (is_known and options.has_copies):
         return False
     if batch_type not in {BatchSampler, type(None)}:
         return False

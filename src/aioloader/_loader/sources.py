@@ -306,7 +306,7 @@ def make_maker(options: Options, epoch: Epoch, live: Resources) -> BatchMaker:
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
-    is_even = False
+    is_even = part.world_size > 1
     if options.is_own_stream:  # it knows about ranks, and yields this rank's part
         dataset = options.shared_out(dataset.for_epoch())
         is_even = (dataset.ranks or (0, 1))[1] > 1 and dataset.total() is not None

@@ -14,12 +14,14 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.utils.data import Subset
 
 from aioloader._loader.options import Options
 from aioloader._observe.warnings import warn
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
 from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
+from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
@@ -223,7 +225,7 @@ def state_of(
             options,
             epoch=epoch.number,
             seed=epoch.base_seed,
-            order=copy.deepcopy(epoch.order.state()),
+            order=copy.deepcopy(epoch.order.state()) | rules_of(options),
             dataset_epoch=epoch.dataset_epoch,
             moved=epoch.moved,
         )
@@ -241,6 +243,18 @@ def state_of(
     state.datasets = _datasets_of(options, None if is_new else epoch)
     state.generators = _positions(options)
     return state.sealed()
+
+
+def rules_of(options: Options) -> State:
+    """Return what else tells an epoch from others; an older state may not have it."""
+    found = {
+        "drop_last": getattr(options.batch_sampler, "drop_last", options.drop_last)
+    }
+    if type(options.dataset) is Subset and hasattr(
+        options.dataset.indices, "described"
+    ):
+        found |= options.dataset.indices.described()  # of a mixture
+    return found
 
 
 def _between(
@@ -276,12 +290,19 @@ def _between(
 def loaded_again(options: Options, loaded: LoaderState, drawn: Epoch | None) -> State:
     """Return a state that has not taken effect, for another load; sealed.
 
-    An epoch may have been drawn for it since.
+    An epoch may have been drawn for it since, and the user may have set its number.
     """
-    state = copy.deepcopy(loaded)
+    state, sampler = copy.deepcopy(loaded), options.index_sampler
     if drawn is not None:
         state.seed = drawn.base_seed
-        state.order |= drawn.order.state()
+        order = drawn.order.state()
+        if isinstance(sampler, KeyedOrder):
+            order.pop("epoch")  # it is set when the iteration starts
+        state.order |= order
+    if not (state.done or state.beyond):
+        state.dataset_epoch = epoch_of(options.dataset)
+        if "next" in state.order:
+            state.order["next"] = epoch_of(sampler)
     state.generators = _positions(options)
     return state.sealed()
 

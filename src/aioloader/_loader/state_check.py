@@ -12,11 +12,23 @@ from typing import Any, NoReturn
 from torch.utils.data import RandomSampler
 
 from aioloader._loader.options import Options
-from aioloader._loader.state import ALIKE, LoaderState, State, generators_of, unsealed
+from aioloader._loader.state import (
+    ALIKE,
+    LoaderState,
+    State,
+    generators_of,
+    rules_of,
+    unsealed,
+)
 from aioloader._order.indices import contents_of, described
 from aioloader._order.orders import drawing_part_of
 from aioloader._order.permutation import KeyedOrder
-from aioloader._order.stream_states import are_in_step, merged
+from aioloader._order.stream_states import (
+    are_in_step,
+    is_repeatable,
+    merged,
+    warn_of_order,
+)
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import Kind
 
@@ -26,9 +38,13 @@ _ORDER = {
     "seed": "the seed {!r} of the sampler",
     "max_tokens": "max_tokens={!r} of the sampler",
     "window": "window={!r} of the sampler",
+    "shuffle": "shuffle={!r} of the sampler",
     "replacement": "replacement={!r} of the sampler",
+    "drop_last": "drop_last={!r}",
+    "mixture": "a mixture of weights and lengths with checksum {!r}",
     "contents": "indices, weights or lengths of the sampler with checksum {!r}",
 }
+_MAY_LACK = {"seed", "shuffle", "drop_last", "mixture"}
 _OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
 _SAVE = (
     "save all ranks after the same batch (with in_order=True, if there are batches "
@@ -54,6 +70,9 @@ def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState
     if not options.is_own_stream:
         return state
     dataset, states = options.dataset, shared(state, options.readers)
+    streams = [one["dataset"]["stream"] for one in states.values() if "dataset" in one]
+    if state.beyond and not all(map(is_repeatable, streams)):
+        warn_of_order()  # what was delivered out of order is read again
     parts = [
         {
             reader: {**one, "dataset": dataset.fitted(one["dataset"], strict=strict)}
@@ -75,16 +94,17 @@ def _check(options: Options, state: LoaderState) -> None:
             words = {"saved": _counted(saved), "found": _counted(found)}
             text = one.metadata["differs"].format(**words)
             raise StateMismatchError(text, expected=saved, found=found)
-    if options.kind is not Kind.MAP:
-        return
     if state.order:
         _check_order(options, state)
+    if options.kind is not Kind.MAP:
+        return
     if isinstance(options.batch_sampler, KeyedOrder):
         return  # an epoch of its contents; to count its batches takes long
     with contextlib.suppress(TypeError, NotImplementedError):
         delivered = max((state.done, *(one + 1 for one in state.beyond)))
-        if delivered > options.length():
-            _refuse("an epoch of {} batches or more", delivered, options.length())
+        most = options.length(replace(options.part, rank=0, tail="uneven"))
+        if delivered > most:  # of all ranks: this one may have one less
+            _refuse("an epoch of {} batches or more", delivered, most)
 
 
 def _counted(value: Any) -> str:
@@ -93,12 +113,17 @@ def _counted(value: Any) -> str:
 
 def _check_order(options: Options, state: LoaderState) -> None:
     """Check the sampler, and the seed of the generator that it draws from."""
-    saved, mine = state.order, described(options.index_sampler)
-    if "contents" in saved:  # not between epochs
+    saved, mine, is_map = state.order, rules_of(options), options.kind is Kind.MAP
+    if is_map:
+        mine |= described(options.index_sampler)
+    if is_map and "contents" in saved:  # not between epochs
         mine |= contents_of(options.index_sampler)
     for name, what in _ORDER.items():
-        if name in mine and saved.get(name) != mine[name]:
+        is_known = name in saved or name not in _MAY_LACK
+        if name in mine and is_known and saved.get(name) != mine[name]:
             _refuse(what, saved.get(name), mine[name])
+    if not is_map:
+        return
     what = "a generator of seed {!r} for the order"
     between = {} if state.done or state.beyond else {**state.generators}
     between.pop("default", None)
@@ -147,8 +172,14 @@ def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
         whole = merged(parts, is_part=is_part) if saved > 1 else parts[0]
         one = {**states["0"], "dataset": whole}
         return {str(reader): one for reader in range(readers)}
-    if saved == readers or not parts:
+    if not parts:
         return states
+    if saved == readers:
+        # A worker from which nothing was delivered has the readers of the others.
+        start = {**parts[0], "position": 0, "streams": {}}
+        start.pop("ended", None)
+        begin = {"read": 0, "skip": 0, "dataset": start}
+        return {str(one): states.get(str(one), begin) for one in range(readers)}
     raise StateMismatchError(
         f"the state was saved with {saved} workers that each read a part of the "
         f"stream, after {state.done:,} batches: some had delivered one more than "

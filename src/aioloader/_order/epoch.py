@@ -5,6 +5,7 @@ a number below which all were delivered, and the set of later ones that were del
 too. Pure and synchronous; the state may be read from any thread.
 """
 
+import math
 import operator
 import threading
 import weakref
@@ -63,7 +64,9 @@ class Progress:
         self._before = set(bookmark.beyond)
         self._failed: dict[int, Any] = {}
         self._readers = readers
-        self._ended: set[int] = set()  # readers
+        self._ended: dict[int, int] = {}  # by reader: the first batch it cannot make
+        # The same of a stream that the loader reads, and the state there.
+        self._end: tuple[int, Any] | None = None
         self._latest: tuple[int, Any] | None = None  # taken and not noted yet
         self._is_plain = not self._before  # ``_done`` is the whole position
 
@@ -95,17 +98,22 @@ class Progress:
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
-        """Note that a reader had ended instead of making batch ``number``."""
+        """Note that a reader had ended instead of making batch ``number``.
+
+        Its earlier batches may still be under way, and the state is the one after them.
+        """
         with _LOCK:
             self._settle()
-            if state is not None:
-                self._states[number % self._readers] = state
+            if state is not None and (self._end is None or number < self._end[0]):
+                self._end = number, state
+            self._advance()
 
     def end_reader(self, number: int) -> None:
-        """Note that the reader of batch ``number`` has ended and has no more."""
+        """Note that a reader has ended: batch ``number`` and later ones do not come."""
         with _LOCK:
             self._settle()
-            self._ended.add(number % self._readers)
+            reader = number % self._readers
+            self._ended[reader] = min(number, self._ended.get(reader, number))
             self._advance()
 
     def leave(self, worker: int, state: Any) -> None:
@@ -121,12 +129,13 @@ class Progress:
 
     def _settle(self) -> None:
         """Note the latest batch; harmless if repeated after an interrupt."""
-        if self._latest is not None:
-            number, state = self._latest
+        if self._latest is not None or self.is_over:
             self._beyond.update(self._failed)
             self._failed.clear()
-            self._note(number, state)
+            if self._latest is not None:
+                self._note(*self._latest)
             self._latest = None
+            self._advance()
 
     def _note(self, number: int, state: Any) -> None:
         self._before.discard(number)
@@ -137,13 +146,17 @@ class Progress:
 
     def _advance(self) -> None:
         """Advance over delivered batches and those that ended readers will not make."""
-        while self._beyond:
+        while True:
             reader = self._done % self._readers
+            if self._end is not None and self._end[0] == self._done:
+                self._states[reader] = self._end[1]
+            if not self._beyond:
+                return
             if self._done in self._beyond:
                 state = self._beyond.pop(self._done)
                 if state is not None:
                     self._states[reader] = state
-            elif reader not in self._ended:
+            elif self._done < self._ended.get(reader, math.inf):
                 return
             self._done += 1
 

@@ -20,10 +20,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import Part
+from aioloader._order.stream_states import checksum
 
 State: TypeAlias = dict[str, Any]
 WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -35,6 +41,7 @@ _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
 _QUICK = 1 << 16
 _DEEPEST = 8  # limit on wrappers around a sampler
+_LOOKED_AT = 1 << 8  # of the entries of a list, for its checksum
 
 
 class IndexBatch(NamedTuple):
@@ -311,6 +318,8 @@ def described(sampler: Any) -> State:
     for part in nested(sampler):
         if type(part) in {RandomSampler, WeightedRandomSampler}:
             state["replacement"] = part.replacement
+        elif type(part) is DistributedSampler:
+            state |= {"seed": part.seed, "shuffle": part.shuffle}
     return state
 
 
@@ -318,7 +327,7 @@ def contents_of(sampler: Any) -> State:
     """Return a checksum of the indices or weights that an epoch is drawn from.
 
     They may change from epoch to epoch, but not within one. Empty if there are none, or
-    they are no numbers.
+    they are no numbers. Of a long list, some are looked at.
     """
     values: Any
     for part in nested(sampler):
@@ -326,6 +335,9 @@ def contents_of(sampler: Any) -> State:
             values, dtype = part.indices, "<i8"
         elif type(part) is WeightedRandomSampler:
             values, dtype = part.weights, "<f8"
+        elif type(part) in {list, tuple, range}:
+            some = [_sampled(one, 8) for one in _sampled(part, _LOOKED_AT)]
+            return {"contents": checksum([len(part), some])}
         else:
             continue
         try:
@@ -333,6 +345,13 @@ def contents_of(sampler: Any) -> State:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             return {}
     return {}
+
+
+def _sampled(part: Any, most: int) -> Any:
+    """Return some of a long sequence, evenly spread, and its last one."""
+    if not isinstance(part, (list, tuple, range)) or len(part) <= most:
+        return part
+    return [*part[:: len(part) // most], part[-1]]
 
 
 def epoch_of(part: Any) -> int | None:

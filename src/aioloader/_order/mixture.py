@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from aioloader._order.ranks import Share
+from aioloader._order.stream_states import checksum
 
 Until: TypeAlias = Literal["all", "first"]
 Array: TypeAlias = Any  # of integers
@@ -251,6 +252,7 @@ class MixedIndices(Sequence[int]):
     """The order of a mixture of map-style datasets: indices of all, in a row."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
+        self._described = checksum([*lengths, schedule.stages, schedule.until])
         self._segments: list[_Segment] = []
         at = 0
         nexts = list(accumulate(lengths, initial=0))
@@ -278,6 +280,10 @@ class MixedIndices(Sequence[int]):
                 if schedule.until == "first":
                     break
         self._length = at
+
+    def described(self) -> dict[str, Any]:
+        """Return what tells it from other mixtures, for a state."""
+        return {"mixture": self._described}
 
     def __len__(self) -> int:
         return self._length

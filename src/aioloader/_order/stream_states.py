@@ -21,6 +21,7 @@ from operator import index
 from types import NoneType
 from typing import Any, TypeAlias
 
+from aioloader._observe.warnings import warn
 from aioloader._order.ranks import Deal
 from aioloader.errors import StateMismatchError
 
@@ -259,6 +260,15 @@ def is_repeatable(description: Description) -> bool:
         step.get("deterministic", True)
         and all(map(is_repeatable, step.get("streams", ())))
         for step in _steps_of(description)
+    )
+
+
+def warn_of_order() -> None:
+    """Warn that a stream that is not repeatable is read again."""
+    warn(
+        "the stream has deterministic=False: what its steps had read ahead now "
+        "comes in another order, so samples may be lost or duplicated; "
+        "use deterministic=True to resume exactly"
     )
 
 

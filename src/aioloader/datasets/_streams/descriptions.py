@@ -5,7 +5,12 @@ import inspect
 from typing import Any
 
 from aioloader._observe.warnings import warn
-from aioloader._order.stream_states import Description, differences, is_repeatable
+from aioloader._order.stream_states import (
+    Description,
+    differences,
+    is_repeatable,
+    warn_of_order,
+)
 from aioloader.datasets._streams.cursors import State
 from aioloader.errors import StateMismatchError
 
@@ -47,11 +52,7 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
             "if they do something else, the samples are others"
         )
     if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
-        warn(
-            "the stream has deterministic=False: what its steps had read ahead now "
-            "comes in another order, so samples may be lost or duplicated; "
-            "use deterministic=True to resume exactly"
-        )
+        warn_of_order()
     state = {**state, "stream": found}
     return state if strict else {**state, "strict": False}
 
