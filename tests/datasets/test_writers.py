@@ -1,7 +1,6 @@
 """What is written is read: by this package, by others, whole shards only."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
@@ -10,6 +9,8 @@ import tarfile
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime
+from decimal import Decimal
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -428,9 +429,8 @@ def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
 async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
     first, second = (TarWriter(tmp_path, shard_bytes=size) for size in (3_000, 6_000))
     rows = [{"bin": bytes(512) + bytes([at])} for at in range(9)]
-    async with contextlib.AsyncExitStack() as stack:
-        for writer in (first, second):
-            await stack.enter_async_context(writer)
+    async with first:
+        await second.__aenter__()
         for writer in (first, second):
             await writer.write(rows[0])
             await writer._send()
@@ -445,6 +445,9 @@ async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:
         with pytest.raises(StateMismatchError, match=words):
             for row in rows[1:]:
                 await second.write(row)
+        lost = "an error in 'write' closed .* the 4 samples .* resumes at sample 0"
+        with pytest.raises(RuntimeError, match=lost):
+            await second.__aexit__(None, None, None)
     stream = TarDataset(f"{tmp_path}/*.tar")
     assert [sample["bin"] async for sample in stream] == [
         one["bin"] for one in rows[:3]
@@ -508,6 +511,50 @@ async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
     assert asked == ([7] if kind == "function" else [])
     with pytest.raises(ValueError, match=r"20 rows are in .* there are 15 fewer"):
         await write_parquet(every[:5], tmp_path)
+
+
+DAY, NOON = date(2020, 1, 1), datetime(2020, 1, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (None, 1, 0.75),
+        (None, np.arange(2), [0.5, 1]),
+        (None, [[1]], [[0.5]]),
+        (None, {"a": 1}, {"a": 2, "b": 3}),
+        (None, np.float16(0.1), 0.1),
+        (None, DAY, NOON),
+        (pa.int32(), 1.0, Decimal("1.5")),
+        (pa.float32(), 0.1, 1e300),
+        (pa.list_(pa.float32()), np.array([0.1, np.nan]), np.array([1e300])),
+        (pa.struct({"a": pa.float32()}), {"a": 0.1}, {"a": 1e300}),
+        (pa.date32(), datetime(2020, 1, 1), NOON),
+        (pa.timestamp("s"), NOON, NOON.replace(microsecond=5)),
+        (pa.map_(pa.string(), pa.int32()), {"a": 1}, {"a": 1.5}),
+        (pa.field("x", pa.int32(), nullable=False), 1, None),
+    ],
+)
+async def test_a_value_that_would_change(
+    kind: Any, good: Any, bad: Any, tmp_path: Path
+) -> None:
+    """Its row is refused, and no other: with a full row group, or at the end."""
+    field = kind if isinstance(kind, pa.Field) else kind and pa.field("x", kind)
+    options: Any = {"schema": field and pa.schema([field])}
+    await write_parquet([{"x": good}], tmp_path, **options)
+    words = r"^column 'x' cannot be written as .*: row 2: .*; pass a schema that"
+    async with ParquetWriter(tmp_path, row_group_bytes=25, **options) as writer:
+        with pytest.raises(ValueError, match=words):
+            for value in (good, bad, good, good, good):
+                await writer.write({"x": value})
+        count = writer.next_sample
+    tables = [pq.read_table(tmp_path / shard) for shard in writer.shards]
+    assert [table.num_rows for table in tables] == [1, count - 1]
+    assert count in {2, 3, 4}
+    with pytest.raises(ValueError, match=words.replace("2", f"{count + 1}")):
+        await write_parquet(
+            [{"x": good}] * (count + 1) + [{"x": bad}], tmp_path, **options
+        )
 
 
 async def test_the_schema_stays(tmp_path: Path) -> None:

@@ -646,10 +646,19 @@ class TokenWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the file; after an error, keep what was saved for the next writer."""
-        is_whole, self._is_open = self._is_open and exc is None, False
+        """Finish the file; after an error, keep what was saved for the next writer.
+
+        Raises:
+            RuntimeError: If an error that the block has caught closed the writer.
+        """
+        is_whole, self._is_open = self._is_open, False
         try:
-            if is_whole and not self._is_finished:
+            if exc is None and not is_whole:
+                raise RuntimeError(
+                    f"an error in 'write' closed {self!r}, whose file is not finished: "
+                    f"open another one, which resumes"
+                )
+            if exc is None and not self._is_finished:
                 make_index: MakeIndex | None = None
                 if self._sidecar.format == "megatron":
                     make_index = partial(index_of, self._dtype, self.next_sample)
