@@ -40,15 +40,16 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     parts = []
     for name, value in members.items():
         # A reader must find the same key and field.
-        if not is_path or split_name(f"{key}.{name}") != (key, name):
+        file = f"{key}.{name}"
+        if not is_path or "\0" in file or split_name(file) != (key, name):
             raise ValueError(
                 f"a tar cannot hold the key {key!r} with {name!r}: keys are relative "
                 f"paths without a dot in the last part, or in the whole if there is "
-                f"one part"
+                f"one part, and names have no NUL"
             )
         try:
             data = encode(value, name)
-            info = tarfile.TarInfo(f"{key}.{name}")
+            info = tarfile.TarInfo(file)
             info.size, info.mode = len(data), 0o444
             header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
         except (TypeError, ValueError, OSError) as error:
