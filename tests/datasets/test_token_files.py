@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pickle
 import struct
 import subprocess
@@ -355,8 +356,12 @@ async def test_a_url_is_read_and_written(s3: str) -> None:
 # -- bad input ----------------------------------------------------------------------
 
 
-def mega(folder: Path, change: Callable[[bytearray], Any]) -> Path:
-    write(folder / "m", [[1, 2], [3]], dtype="int32", format="megatron")
+def mega(
+    folder: Path,
+    change: Callable[[bytearray], Any],
+    documents: Documents = ((1, 2), (3,)),
+) -> Path:
+    write(folder / "m", documents, dtype="int32", format="megatron")
     index = bytearray((folder / "m.idx").read_bytes())
     change(index)
     (folder / "m.idx").write_bytes(index)
@@ -396,6 +401,22 @@ def test_an_index_that_does_not_fit(
         TokenDataset(path.name if is_stored else path, 1, store=store)
 
 
+def test_no_bit_of_an_index_changes_in_silence(tmp_path: Path) -> None:
+    """But those of an entry that then names another sequence between its neighbors."""
+    path = mega(tmp_path, bytearray.copy, [[1], [], [2, 3], [4], [5]])
+    good, whole = (tmp_path / "m.idx").read_bytes(), every(TokenDataset(path, 1))
+    firsts_at = 8 * (34 + 12 * 5)
+    for bit in range(8 * len(good)):
+        changed = int.from_bytes(good, "little") ^ 1 << bit
+        (tmp_path / "m.idx").write_bytes(changed.to_bytes(len(good), "little"))
+        if bit < firsts_at or (bit - firsts_at) % 64 > 2:
+            try:
+                is_known = [lists(one) for one in TokenDataset(path, 1)] == whole
+            except (ValueError, DatasetError) as error:
+                is_known = f"{path}." in str(error)
+            assert is_known, bit
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -424,15 +445,22 @@ def test_files_that_do_not_fit(path: Path, tmp_path: Path) -> None:
         TokenDataset(tmp_path / "none.idx", 4)
     with pytest.raises(DatasetError, match="is a directory"):
         TokenDataset(tmp_path, 4, "uint16")
-    dataset = TokenDataset(path, 4)
+    dataset, mapped = TokenDataset(path, 4), TokenDataset(path, 4)
+    mapped[0]
+    os.utime(path, (1, 1))
+    with pytest.raises(DatasetError, match="has 10,300 bytes as before, but another"):
+        dataset[0]
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match="its sidecar says 5,150 tokens"):
         TokenDataset(path, 4)
-    with pytest.raises(DatasetError, match="it had 10,300 bytes and has 10,298"):
-        dataset[0]
-    (tmp_path / "train.bin.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match="is not the sidecar of a file of tokens"):
-        TokenDataset(path, 4)
+    for one in (dataset, mapped):
+        with pytest.raises(DatasetError, match="it had 10,300 bytes and has 10,298"):
+            one[0]
+    known = (tmp_path / "train.bin.json").read_text()
+    for text in ('{"version": 1}', known.replace('"eos": 0', '"eos": "x"')):
+        (tmp_path / "train.bin.json").write_text(text)
+        with pytest.raises(ValueError, match="is not the sidecar of a file of tokens"):
+            TokenDataset(path, 4)
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
