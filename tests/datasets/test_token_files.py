@@ -411,7 +411,7 @@ def test_no_bit_of_an_index_changes_in_silence(tmp_path: Path) -> None:
         (tmp_path / "m.idx").write_bytes(changed.to_bytes(len(good), "little"))
         if bit < firsts_at or (bit - firsts_at) % 64 > 2:
             try:
-                is_known = [lists(one) for one in TokenDataset(path, 1)] == whole
+                is_known = every(TokenDataset(path, 1)) == whole
             except (ValueError, DatasetError) as error:
                 is_known = f"{path}." in str(error)
             assert is_known, bit
