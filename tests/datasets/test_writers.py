@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import shutil
 import tarfile
 import threading
@@ -32,6 +33,7 @@ from aioloader.datasets import (
     ParquetWriter,
     TarDataset,
     TarWriter,
+    TokenWriter,
     from_iterable,
     write_parquet,
 )
@@ -214,6 +216,20 @@ async def test_cancelled_anywhere(kind: str, tmp_path: Path) -> None:
         await asyncio.gather(task, return_exceptions=True)
         await write(destination)
         assert await labels(destination) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("name", ["shards", "tokens.bin"])
+async def test_a_full_disk(name: str, tmp_path: Path) -> None:
+    kinds: dict[str, Any] = {"shards": TarWriter, "tokens.bin": TokenWriter}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path / name}'"):
+            async with kinds[name](tmp_path / name, "int64") as writer:
+                data = np.arange(10_000)
+                await writer.write({"npy": data} if name == "shards" else data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_disk_that_fails(tmp_path: Path) -> None:
