@@ -298,6 +298,8 @@ async def test_what_it_raises_comes_after_the_samples_before(tmp_path: Path) -> 
         ByteStream(f"{tmp_path}/*", lines), 1, on_error="skip", collate_fn=list
     )
     assert await beside(lambda: [*loader]) == [[1], [2], [5]]
+    note = f"aioloader: in {str(tmp_path / 'a')!r}, read up to byte 6"
+    assert loader.skipped[0].error.__notes__ == [note]
 
 
 @pytest.mark.parametrize("kind", STOPS)

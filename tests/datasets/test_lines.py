@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import resource
+import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -486,6 +487,11 @@ def change(path: Path, key: str, value: Any) -> None:
 
 async def test_what_is_damaged_is_told(folder: Path) -> None:
     raw = folder / "raw"
+    data = bytearray((raw / "shard.00000.mds").read_bytes())
+    _, second, third, end = struct.unpack_from("<4I", data, 4)
+    (length,) = struct.unpack_from("<I", data, second)  # of it and the next one
+    struct.pack_into("<I", data, second, length + end - third)
+    (raw / "shard.00000.mds").write_bytes(data)
     data = bytearray((raw / "shard.00001.mds").read_bytes())
     at = data.index(b'{"k": [')
     data[at] = ord("?")
@@ -494,9 +500,11 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
     found, _ = await read(MDSDataset(raw), errors=DatasetError)
     failures = [str(one) for one in found if isinstance(one, DatasetError)]
     numbers = [one["i"] for one in found if isinstance(one, dict)]
-    assert numbers == [0, -1, -2, -4, -5, -6]
-    assert ["column 'j': JSONDecodeError" in text for text in failures] == [True, False]
-    assert "shard.00002.mds' has 6,560 of 6,569 bytes" in failures[1]
+    assert numbers == [0, -4, -5, -6]
+    words = f"a sample to byte {end:,}, which its table ends at {third:,}"
+    assert words in failures[0]
+    assert "column 'j': JSONDecodeError" in failures[1]
+    assert "shard.00002.mds' has 6,560 of 6,569 bytes" in failures[2]
 
 
 @pytest.mark.parametrize(
@@ -505,6 +513,8 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
         ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
         ("raw_data", None, "is not an index of MDS shards"),
+        ("raw_data", {"basename": "a", "bytes": "5"}, "is not an index of MDS shards"),
+        ("samples", None, "is not an index of MDS shards"),
         (
             "zip_data",
             {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}},

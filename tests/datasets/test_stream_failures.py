@@ -198,10 +198,12 @@ def test_a_parser_that_raises(
     where: Any = {"store": tmp_path if place == "file" else store}
     stream: Any = ByteStream("a", lambda _, offset: Stops(kind, offset), **where)
     found: list[bytes] = []
-    with pytest.raises(ValueError if kind is ValueError else RuntimeError):
+    error = ValueError if kind is ValueError else RuntimeError
+    with pytest.raises(error) as raised:
         for sample in DataLoader(stream, None, collate_fn=bytes, timeout=30):
             found.append(sample)  # noqa: PERF402  (they stay after an error)
     assert found == [b"one", b"two"]
+    assert error is not ValueError or "a', after byte 8" in raised.value.__notes__[0]
 
 
 # -- what streams do ahead of their consumer, beside the loop, and without tasks -------

@@ -197,6 +197,7 @@ INTERNAL = {
     "datasets/_tar.py:_read": "a reason in 'is damaged at byte'",
     "datasets/_tar.py:_Archive._read_header": "a reason there too",
     "datasets/_tar.py:_Archive._read_end": "a reason there too",
+    "datasets/_write/values.py:_array": "a reason in 'column … cannot be written'",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }
 

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from typing_extensions import Buffer
 
+from aioloader._order.failures import noted
 from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._stores.file_bytes import FileBytes
@@ -184,21 +185,26 @@ def kind_of(make: Make) -> Kind:
 
 def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
     """Run a parser; for one release, after which formats are generators."""
-    parser = make(feed.url, feed.at)
-    while True:
-        want = feed.want
-        taken = parser.take(want)
-        if taken:
-            yield [*taken], parser.offset
-        if len(taken) < want:
-            if feed.has_ended or parser.is_over:
-                return
-            yield None
-            feed.used = len(feed.view)
-            if feed.has_ended:
-                parser.end()
-            else:
-                parser.feed(feed.view)
+    at = feed.at
+    try:
+        parser = make(feed.url, at)
+        while True:
+            want = feed.want
+            taken, at = parser.take(want), parser.offset
+            if taken:
+                yield [*taken], at
+            if len(taken) < want:
+                if feed.has_ended or parser.is_over:
+                    return
+                yield None
+                feed.used = len(feed.view)
+                if feed.has_ended:
+                    parser.end()
+                else:
+                    parser.feed(feed.view)
+    except Exception as error:
+        noted(error, f"in {feed.url!r}, after byte {at:,}")
+        raise
 
 
 def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
@@ -221,7 +227,7 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
                 failure = error
             yield block, file.tell()
     if failure is not None:
-        raise failure
+        raise noted(failure, f"in {feed.url!r}, read up to byte {file.tell():,}")
 
 
 class ByteReader(Reader):

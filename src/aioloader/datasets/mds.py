@@ -7,6 +7,7 @@ start at any sample without the offsets.
 
 import itertools
 import json
+import operator
 import posixpath
 import struct
 from collections.abc import Generator, Sequence
@@ -196,8 +197,8 @@ def _shard(folder: Address, entry: dict[str, Any]) -> MDSShard:
         )
     fields = ("column_names", "column_encodings", "column_sizes")
     columns = tuple(zip(*(entry[field] for field in fields), strict=True))
-    size = raw["bytes"]
-    return MDSShard(_joined(folder, name), entry["samples"], size, columns, 0, size)
+    count, size = operator.index(entry["samples"]), operator.index(raw["bytes"])
+    return MDSShard(_joined(folder, name), count, size, columns, 0, size)
 
 
 def _joined(folder: Address, name: str) -> Address:
@@ -218,7 +219,7 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
     """
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     fixed = sum(size or 0 for *_, size in columns)
-    at = feed.at
+    at, ends = feed.at, iter(memoryview(b""))  # a reader that resumes has no table
     try:
         if not at:
             head = yield from _read(_HEAD.size, stop, feed)
@@ -230,18 +231,24 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
                     f"{found:,} samples, the first at {first:,}, where the index has "
                     f"{count:,} in {stop:,} bytes",
                 )
-            yield from _read(first - 8, stop, feed)
-            at = first
+            table = yield from _read(first - 8, stop, feed)
+            at, ends = first, iter(memoryview(table)[: 4 * found].cast("I"))
         while at < stop:
             head = yield from _read(lengths.size, stop, feed)
             length = lengths.size + fixed + sum(lengths.unpack(head))
-            if at + length > stop:
+            end = at + length
+            listed = next(ends, end)
+            if end > stop or end != listed:
                 what = f"a sample of {length:,} bytes, after the shard's end"
+                if end <= stop:
+                    what = (
+                        f"a sample to byte {end:,}, which its table ends at {listed:,}"
+                    )
                 raise _damage(feed.url, at, what)
             body = yield from _read(length - lengths.size, stop, feed)
             sizes = iter(lengths.unpack(head))
             sample = _decode(columns, sizes, body, feed.url, at)
-            at += length
+            at = end
             yield [sample], at
         if (yield from feed.take(1)):
             what = "bytes after the last sample that the index lists"

@@ -133,6 +133,7 @@ class TokenDataset(Dataset[Any]):
         check_is(path, (str, os.PathLike), "path", "a path or URL")
         self.length: int = check_at_least(length, 1, "length")
         self._mapped: Buffer = b""
+        self._maps: list[tuple[Buffer, TokenFile | Index]] = []
         self._tokens: Array | None = None
         self._documents: Documents | None = None
         find = partial(
@@ -205,6 +206,12 @@ class TokenDataset(Dataset[Any]):
         """Read the samples of a batch, in the order of ``indices``."""
         starts = [self._start(index) for index in indices]
         tokens = self._map() if self._tokens is None else self._tokens
+        for mapped, known in self._maps:
+            # Reading beyond the end of a file that was cut would kill the process.
+            size = mapped.size() if isinstance(mapped, mmap.mmap) else 0
+            if size != known.version.size:
+                now = known.version._replace(size=size)
+                raise changed(known.address, known.version, now)
         length, itemsize = self.length + 1, tokens.itemsize
         for at in starts:
             _announce(self._mapped, at * itemsize, length * itemsize)
@@ -299,15 +306,19 @@ class TokenDataset(Dataset[Any]):
     def _map(self) -> Array:
         """Map the file, and return its tokens; a fork of this process shares them."""
         file = self._file
+        parts: list[TokenFile | Index] = [file]
         if file.index is not None:
-            index = file.index
-            self._documents = Documents(_mapped(index.address, index.version), index)
-        self._mapped = _mapped(file.address, file.version)
+            parts.append(file.index)
+        self._maps = [(_mapped(part.address, part.version), part) for part in parts]
+        if file.index is not None:
+            self._documents = Documents(self._maps[1][0], file.index)
+        self._mapped = self._maps[0][0]
         self._tokens = np.frombuffer(memoryview(self._mapped), file.dtype)
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": b"", "_tokens": None, "_documents": None}
+        kept = {**self.__dict__, "_tokens": None, "_documents": None}
+        return {**kept, "_mapped": b"", "_maps": []}
 
     def __repr__(self) -> str:
         return f"TokenDataset({self._label()!r}, {self.length}, {len(self):,} samples)"
@@ -392,7 +403,8 @@ class _StoredTokens(TokenDataset, HasLifespan):
             assert path is not None
 
             def opened() -> Documents:
-                return Documents(_mapped(path, index.version), index)
+                # A copy has another time.
+                return Documents(_mapped(path, Version(index.version.size)), index)
 
             self._documents = await asyncio.to_thread(opened)
 
@@ -421,11 +433,11 @@ def _version(path: str) -> Version:
 
 
 def _mapped(path: str, version: Version) -> Buffer:
-    """Return the bytes of a file, which must have the length that it had."""
+    """Return the bytes of a file, which must have its length and time, if known."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
             found = version_of_file(file.fileno())
-            if found.size != version.size:
+            if not found.is_of(version):
                 raise changed(path, version, found)
             if not found.size:
                 return b""
@@ -644,10 +656,19 @@ class TokenWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the file; after an error, keep what was saved for the next writer."""
-        is_whole, self._is_open = self._is_open and exc is None, False
+        """Finish the file; after an error, keep what was saved for the next writer.
+
+        Raises:
+            RuntimeError: If an error that the block has caught closed the writer.
+        """
+        is_whole, self._is_open = self._is_open, False
         try:
-            if is_whole and not self._is_finished:
+            if exc is None and not is_whole:
+                raise RuntimeError(
+                    f"an error in 'write' closed {self!r}, whose file is not finished: "
+                    f"open another one, which resumes"
+                )
+            if exc is None and not self._is_finished:
                 make_index: MakeIndex | None = None
                 if self._sidecar.format == "megatron":
                     make_index = partial(index_of, self._dtype, self.next_sample)

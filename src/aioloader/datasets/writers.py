@@ -175,7 +175,9 @@ class ShardWriter(abc.ABC):
         Raises:
             TypeError: If the sample, or a value in it, has an unsuitable type. It is
                 not written, and the writer can continue, as after a ValueError.
-            ValueError: If it could not be read back unchanged.
+            ValueError: If it could not be read back unchanged. Values of Parquet are
+                checked when a row group is full: the error may name an earlier row,
+                which is the only one that is not written.
             DatasetError: If the store refuses. The writer is closed then, as after any
                 other error: open another one, which resumes after the last shard.
             RuntimeError: If the writer is not open.
@@ -199,9 +201,17 @@ class ShardWriter(abc.ABC):
             self._is_open = True
 
     async def _send(self, *, is_end: bool = False) -> None:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        data = await in_thread(partial(self._pack, is_end=is_end), waiting)
+        waiting, count = self._waiting, len(self._waiting)
+        try:
+            data = await in_thread(partial(self._pack, is_end=is_end), waiting)
+        except ValueError:
+            if len(waiting) < count:  # the one that the error names is gone
+                self._waiting_bytes = self._waiting_bytes * len(waiting) // count
+                self.next_sample -= 1
+                self._is_open = True
+            raise
         del waiting
+        self._waiting, self._waiting_bytes = [], 0
         await self._sink.write(self._manifest.next_shard, data)
         self._sent_bytes += len(data)
 
@@ -232,12 +242,24 @@ class ShardWriter(abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the last shard; after an error, discard it."""
-        is_whole, self._is_open = self._is_open and exc is None, False
+        """Finish the last shard; after an error, discard it.
+
+        Raises:
+            RuntimeError: If an error that the block has caught closed the writer.
+        """
+        is_whole = self._is_open
+        self._is_open = False
         try:
-            if is_whole and self._count:
+            if exc is None and self._count:
+                if not is_whole:
+                    raise RuntimeError(
+                        f"an error in 'write' closed {self!r}, and the {self._count:,} "
+                        f"samples of its last shard are lost: open another one, which "
+                        f"resumes at sample {self._first:,}"
+                    )
                 await self._finish()
         finally:
+            self._is_open = False
             self._begin()
             await self._sink.aclose()
 
@@ -254,7 +276,11 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     def _pack(self, encoded: list[Any], *, is_end: bool) -> bytes:
-        """Return samples as the next bytes of the shard; runs in a thread."""
+        """Return samples as the next bytes of the shard; runs in a thread.
+
+        Before anything is made of them, one may be refused by a ValueError that names
+        it: it is taken out of ``encoded``.
+        """
 
     def _index(self) -> bytes | None:
         """Return the index of a shard that has been sent, if it is a separate file."""
@@ -357,6 +383,7 @@ class ParquetWriter(ShardWriter):
         _import_pyarrow()
         check_at_least(row_group_bytes, 1, "row_group_bytes")
         self._given: Any = None
+        self._may_round = schema is not None
         if schema is not None:
             self._take(schema)
         self._compression = compression
@@ -388,7 +415,8 @@ class ParquetWriter(ShardWriter):
             pa = _import_pyarrow()
             import pyarrow.parquet as pq  # noqa: PLC0415  (it takes a while)
 
-            table = table_of(pa, encoded, self._given)
+            first, may_round = self.next_sample - len(encoded), self._may_round
+            table = table_of(pa, encoded, first, self._given, may_round=may_round)
             if self._file is None:
                 self._take(table.schema)
                 output = pa.PythonFile(self._output, "w")

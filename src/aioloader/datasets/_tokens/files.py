@@ -23,6 +23,7 @@ from typing_extensions import Buffer
 from aioloader.datasets._checks import check_same
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.versions import Version
+from aioloader.errors import DatasetError
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")
@@ -35,6 +36,8 @@ _OTHER = (
 )
 # Sequences of an index that is written at a time.
 _AT_ONCE = 1 << 18
+# Documents of an index that are checked when the first of them is needed.
+_CHECKED_AT_ONCE = 256
 # Returns the version of a file, or raises a FileNotFoundError; returns some bytes.
 Look = Callable[[Address], Version]
 Read = Callable[[Address, int, int], bytes]
@@ -94,7 +97,8 @@ class Sidecar:
             content = json.loads(text)
             is_known = content.pop("version") == _SIDECAR_VERSION
             found = cls(**content)
-            operator.index(found.documents), operator.index(found.tokens)
+            for number in (found.documents, found.tokens, found.eos):
+                operator.index(0 if number is None else number)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{location!r} is not the sidecar of a file of tokens: {error!r}"
@@ -218,23 +222,68 @@ class Documents:
 
     def __init__(self, buffer: Buffer, index: Index) -> None:
         view = memoryview(buffer)
+        self._index = index
+        self._sizes = view[_HEAD.size : index.pointers_at].cast("i")
         # Numbers are not aligned: numpy would copy all to search them, this does not.
         self._pointers = view[index.pointers_at : index.firsts_at].cast("q")
         self._firsts = view[index.firsts_at : index.end].cast("q")
         # Without empty documents at the end, which start at no sequence.
-        self._count = bisect_left(self._firsts, index.sequences)
-        self._itemsize = index.dtype.itemsize
+        self._count = count = bisect_left(self._firsts, index.sequences)
+        self._checked = bytearray(count // _CHECKED_AT_ONCE + 1)
+        if self._firsts[count] != index.sequences:
+            self._check(0, index.entries)
 
     def between(self, start: int, stop: int) -> list[int]:
         """Return where documents start after ``start``, up to and with ``stop``.
 
-        Counted in tokens, from ``start`` on.
+        Counted in tokens, from ``start`` on. A DatasetError if the index is damaged.
         """
-        pointers, firsts, itemsize = self._pointers, self._firsts, self._itemsize
-        key = pointers.__getitem__
-        low = bisect_right(firsts, start * itemsize, 0, self._count, key=key)
-        high = bisect_right(firsts, stop * itemsize, low, self._count, key=key)
+        pointers, firsts, count = self._pointers, self._firsts, self._count
+        key, itemsize = pointers.__getitem__, self._index.dtype.itemsize
+        try:
+            low = bisect_right(firsts, start * itemsize, 0, count, key=key)
+            high = bisect_right(firsts, stop * itemsize, low, count, key=key)
+        except IndexError:
+            self._check(0, count)
+            raise
+        # A damaged entry that led the search astray is next to where it ended.
+        block, last = (
+            max(low - 2, 0) // _CHECKED_AT_ONCE,
+            (high + 1) // _CHECKED_AT_ONCE,
+        )
+        while (block := self._checked.find(0, block, last + 1)) >= 0:
+            at = block * _CHECKED_AT_ONCE
+            self._check(at, min(at + _CHECKED_AT_ONCE, count))
+            self._checked[block] = 1
         return [pointers[one] // itemsize - start for one in firsts[low:high]]
+
+    def _check(self, low: int, high: int) -> None:
+        """Check that documents start in order, and where the sequence before ends."""
+        address, _, dtype, sequences, _ = self._index
+        before = max(0, self._firsts[low - 1]) if low else 0
+        firsts = np.frombuffer(self._firsts[low:high], np.int64)
+        if (np.diff(firsts, prepend=before) >= 0).all() and (firsts < sequences).all():
+            inner = firsts[firsts > 0]
+            pointers = np.frombuffer(self._pointers, np.int64)
+            sizes = np.frombuffer(self._sizes, np.int32)[inner - 1].astype(np.int64)
+            starts, ends = pointers[inner], pointers[inner - 1] + sizes * dtype.itemsize
+            if (starts == ends).all():
+                return
+        for number, first in enumerate(firsts.tolist(), low):
+            start = end = 0
+            if (is_known := before <= first < sequences) and first:
+                start = self._pointers[first]
+                end = (
+                    self._pointers[first - 1] + self._sizes[first - 1] * dtype.itemsize
+                )
+            if start != end or not (is_known or before <= first == sequences):
+                raise DatasetError(
+                    f"{address!r} is damaged: document {number:,} starts with sequence "
+                    f"{first:,} of {sequences:,}, after {before:,}, at byte {start:,}, "
+                    f"after {end:,}; write the index again",
+                    location=address,
+                )
+            before = first
 
 
 def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[bytes]:

@@ -55,11 +55,19 @@ def make_sink(
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Run a method in a thread; a caller that is cancelled waits for its end."""
+    """Run a method in a thread; a caller that is cancelled waits for its end.
+
+    Errors of a full disk, which name no file, get the sink's label.
+    """
 
     @functools.wraps(method)
-    async def run(*args: Any) -> T:
-        return await in_thread(method, *args)
+    async def run(sink: Any, *args: Any) -> T:
+        try:
+            return await in_thread(method, sink, *args)
+        except OSError as error:
+            if error.errno is not None and error.filename is None:
+                error.filename = sink.label
+            raise
 
     return run
 

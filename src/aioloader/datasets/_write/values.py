@@ -1,8 +1,15 @@
 """Samples to the bytes of tar members and to the columns of tables."""
 
+import contextlib
 import io
+import math
+import reprlib
 import tarfile
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from functools import partial
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -13,6 +20,10 @@ from aioloader.datasets._tar import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8
+# Errors of pyarrow are ValueErrors or TypeErrors, too.
+_UNFIT = ValueError, TypeError, OverflowError, NotImplementedError
+_REPR = reprlib.Repr()
+_REPR.maxother = 60
 
 
 # -- members of a tar ---------------------------------------------------------------
@@ -29,15 +40,16 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     parts = []
     for name, value in members.items():
         # A reader must find the same key and field.
-        if not is_path or split_name(f"{key}.{name}") != (key, name):
+        file = f"{key}.{name}"
+        if not is_path or "\0" in file or split_name(file) != (key, name):
             raise ValueError(
                 f"a tar cannot hold the key {key!r} with {name!r}: keys are relative "
                 f"paths without a dot in the last part, or in the whole if there is "
-                f"one part"
+                f"one part, and names have no NUL"
             )
         try:
             data = encode(value, name)
-            info = tarfile.TarInfo(f"{key}.{name}")
+            info = tarfile.TarInfo(file)
             info.size, info.mode = len(data), 0o444
             header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
         except (TypeError, ValueError, OSError) as error:
@@ -50,29 +62,122 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
 # -- rows of a table ----------------------------------------------------------------
 
 
-def table_of(pa: Any, rows: list[dict[str, Any]], schema: Any) -> Any:
-    """Return rows as a table of pyarrow, of a given schema or of their own."""
-    if schema is None:
-        names = dict.fromkeys(name for row in rows for name in row)
-        return pa.table({name: _column(pa, rows, name) for name in names})
-    columns = [_column(pa, rows, field.name, field.type) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
+def table_of(
+    pa: Any, rows: list[dict[str, Any]], first: int, schema: Any, *, may_round: bool
+) -> Any:
+    """Return rows as a table of pyarrow, of a given schema or of their own.
+
+    A ValueError if a row would not be read back unchanged: it is taken out of ``rows``.
+
+    Args:
+        pa: The module.
+        rows: The rows.
+        first: Number of the first row.
+        schema: Its schema, or None.
+        may_round: Whether numbers may be rounded to floats of the schema.
+    """
+    fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
+    if schema is not None:
+        fields = {field.name: field for field in schema}
+    columns = {}
+    for name, field in fields.items():
+        # pyarrow takes only arrays of one dimension.
+        values = [
+            value.tolist()
+            if isinstance(value, np.ndarray) and value.ndim != 1
+            else value
+            for value in (row.get(name) for row in rows)
+        ]
+        make = partial(_array, pa, field, may_round=may_round)
+        try:
+            columns[name] = make(values)
+        except _UNFIT as error:
+            row, why = _first_unfit(make, values)
+            del rows[row]
+            what = "one type" if field is None else str(field.type)
+            raise ValueError(
+                f"column {name!r} cannot be written as {what}: row {first + row:,}: "
+                f"{why}; pass a schema that fits all rows"
+            ) from error
+    return pa.table(columns, schema)
 
 
-def _column(pa: Any, rows: list[dict[str, Any]], name: str, kind: Any = None) -> Any:
-    # pyarrow takes only arrays of one dimension.
-    values = [
-        value.tolist() if isinstance(value, np.ndarray) and value.ndim != 1 else value
-        for value in (row.get(name) for row in rows)
-    ]
-    try:
-        return pa.array(values, kind)
-    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        what = "one type" if kind is None else str(kind)
-        raise ValueError(
-            f"column {name!r} cannot be written as {what}: {error}; pass a schema that "
-            f"fits all rows"
-        ) from error
+def _first_unfit(
+    make: Callable[[list[Any]], Any], values: list[Any]
+) -> tuple[int, str]:
+    """Return which value does not fit, or not those before it, and why."""
+
+    def why(count: int) -> str:
+        try:
+            make(values[:count])
+        except _UNFIT as error:
+            return str(error) or repr(error)
+        return ""
+
+    counts = range(1, len(values) + 1)
+    row = bisect_left(counts, 1, key=lambda count: bool(why(count)))
+    return row, why(row + 1)
+
+
+def _array(pa: Any, field: Any, values: list[Any], *, may_round: bool) -> Any:
+    """Return an array of the type of a field, if any, which holds just the values.
+
+    pyarrow cuts silently what a type has no room for: 0.75 as int64, fields of structs.
+    """
+    kind: Any = None if field is None else field.type
+    found: Any = None
+    with contextlib.suppress(*_UNFIT):
+        found = pa.array(values)
+    is_found = found is not None and (kind is None or found.type == kind)
+    array = found if is_found else pa.array(values, kind)
+    if array.null_count and field is not None and not field.nullable:
+        raise ValueError("there is no value, and the column is not nullable")
+    # Even what is found may be cut: datetimes after a date, 0.5 of float16 after 1.
+    is_mixed = len({*map(type, values)} - {type(None)}) > 1
+    is_sure = found is not None and not is_mixed and "date32" not in str(found.type)
+    if is_sure and (is_found or _is_same(found, array, may_round=may_round)):
+        return array
+    for value, read in zip(values, array.to_pylist(), strict=True):
+        if not _is_kept(value, read, may_round=may_round):
+            raise ValueError(f"{_REPR.repr(value)} would become {_REPR.repr(read)}")
+    return array
+
+
+def _is_same(found: Any, array: Any, *, may_round: bool) -> bool:
+    """Return whether arrays are known to have the same values; quick."""
+    from pyarrow import compute, types  # noqa: PLC0415  (as in ``writers``)
+
+    with contextlib.suppress(*_UNFIT):
+        if array.cast(found.type).equals(found):
+            return True
+    while all(hasattr(one.type, "value_field") for one in (array, found)):
+        array, found = array.flatten(), found.flatten()
+    if not may_round or not all(types.is_floating(one.type) for one in (array, found)):
+        return False
+    return bool(compute.is_finite(array).equals(compute.is_finite(found)))
+
+
+def _is_kept(value: Any, read: Any, *, may_round: bool) -> bool:
+    """Return whether a value is what is read, also if pyarrow has another type for it.
+
+    So it is if they cannot be compared: an integer as a timestamp.
+    """
+    kept = partial(_is_kept, may_round=may_round)
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        there = dict(read)
+        return all(name in there and kept(value[name], there[name]) for name in value)
+    if isinstance(read, (list, tuple)):
+        return len(value) == len(read) and all(map(kept, value, read))
+    if isinstance(value, Number) and isinstance(read, Number):
+        is_rounded = may_round and isinstance(read, float) and math.isfinite(read)
+        return bool(is_rounded or value == read or value != value)  # noqa: PLR0124  (NaN)
+    if isinstance(value, datetime) and isinstance(read, date):
+        if not isinstance(read, datetime):
+            read = datetime.combine(read, time(), value.tzinfo)
+        return value == read or (value.tzinfo is None) != (read.tzinfo is None)
+    return value == read or not isinstance(value, (time, timedelta))
 
 
 def copied(value: Any) -> Any:
