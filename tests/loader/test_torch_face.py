@@ -10,9 +10,7 @@ import torch
 import torch.utils.data
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import (
-    IterableDataset,
-)
+from torch.utils.data import IterableDataset, TensorDataset
 from torch.utils.data.dataloader import (
     _DatasetKind,
     _InfiniteConstantSampler,
@@ -244,6 +242,31 @@ def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
         return found
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {
+            "_auto_collation": lambda _self: False,
+            "_index_sampler": lambda self: self.batch_sampler,
+        },
+        {"_index_sampler": lambda _self: [[3, 1], [0]]},
+    ],
+    ids=["a read per batch", "other batches"],
+)
+def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
+    """By torch's private names: the order, and whether samples are collated."""
+    members = {name: property(get) for name, get in names.items()}
+
+    def found(base: Any) -> tuple[int, list[Any]]:
+        torch.manual_seed(3)
+        dataset, cls = TensorDataset(torch.arange(6.0)), type("Sub", (base,), members)
+        loader = cls(dataset, 3, shuffle=True, num_workers=num_workers)
+        return len(loader), [[part.tolist() for part in batch] for batch in loader]
+
+    assert found(DataLoader) == found(TorchLoader)
 
 
 class Counted(DataLoader[Any]):

@@ -51,10 +51,15 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
     _is_subclassed = False
+    _has_own_order = False  # a subclass overrides torch's names for it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._is_subclassed = TorchLoader not in cls.__bases__
+        cls._has_own_order = any(
+            getattr(cls, name) is not getattr(TORCH_LOADER, name)
+            for name in ("_auto_collation", "_index_sampler")
+        )
         _make_explicit(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
