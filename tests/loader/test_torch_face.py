@@ -17,7 +17,13 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-from aioloader import DataLoader, Retry, default_collate, default_convert
+from aioloader import (
+    DataLoader,
+    Retry,
+    ShuffledIndices,
+    default_collate,
+    default_convert,
+)
 from aioloader._loader.torch_compat import check_torch_suffices
 from samples import AsyncMap
 
@@ -259,6 +265,8 @@ def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
 def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
     """By torch's private names: the order, and whether samples are collated."""
     members = {name: property(get) for name, get in names.items()}
+    with pytest.raises(TypeError, match="do not follow the epochs of ShuffledIndices"):
+        type("Sub", (DataLoader,), members)(range(4), sampler=ShuffledIndices(4, 0))
 
     def found(base: Any) -> tuple[int, list[Any]]:
         torch.manual_seed(3)

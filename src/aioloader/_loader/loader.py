@@ -316,6 +316,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
         self.collate_fn = collate_fn
         self._dataset_kind = dataset_kind(dataset, options.kind)
         self._IterableDataset_len_called = None
+        if self._has_own_order:
+            torch_compat.refuse_keyed(self)
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
         if self.num_workers:

@@ -20,6 +20,8 @@ from typing_extensions import TypeVar
 from aioloader._loader.arguments import context_of
 from aioloader._loader.options import ADDED, TORCHS, Added
 from aioloader._observe.warnings import warn
+from aioloader._order.epoch import index_sampler_of
+from aioloader._order.permutation import KeyedOrder
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 Batch = TypeVar("Batch", default=Any)
@@ -176,6 +178,17 @@ def refuse_overridden(cls: Any, base: Any) -> None:
                 f"{cls.__name__} overrides {name}, which serves `for` alone: iterate "
                 "with `for`, or override __aiter__ too"
             )
+
+
+def refuse_keyed(loader: Any) -> None:
+    """Refuse a subclass with its own order over one that has a new epoch each time."""
+    order = index_sampler_of(loader.sampler, loader.batch_sampler)
+    if isinstance(order, KeyedOrder):
+        raise TypeError(
+            f"{type(loader).__name__} overrides _index_sampler or _auto_collation, "
+            f"which do not follow the epochs of {type(order).__name__} (rank= with "
+            "shuffle=True makes one): pass a batch_sampler= instead of overriding"
+        )
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:
