@@ -148,6 +148,12 @@ def collates_as_torch() -> bool:
     return bool(torch_rules.default_collate_fn_map == _STANDARD)
 
 
+def changed_rules() -> dict[Any, Any]:
+    """Return the entries of torch's registry that a user has added or replaced."""
+    rules = torch_rules.default_collate_fn_map.items()
+    return {kind: rule for kind, rule in rules if _STANDARD.get(kind) is not rule}
+
+
 def _collate(samples: Sequence[Any]) -> Any:
     first = samples[0]
     return (_RULES.get(type(first)) or _rule_for(first))(samples)

@@ -299,8 +299,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         options = Options(attributes_of(self), WHOLE)
         arguments.check_together(options, shuffle)
         if options.chooses:
-            for name, value in auto.first_values(options).items():
-                self._replace(name, value)
+            auto.begin(self, options)
         if multiprocessing_context is not None:
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
