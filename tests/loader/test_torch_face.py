@@ -11,6 +11,7 @@ import torch.utils.data
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data._utils import collate as torch_rules
 from torch.utils.data.dataloader import (
     _DatasetKind,
     _InfiniteConstantSampler,
@@ -99,6 +100,14 @@ def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
     assert ours._iterator is theirs._iterator is None
     batched = ours.batch_size is not None or "batch_sampler" in arguments
     assert ours.collate_fn is (default_collate if batched else default_convert)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_functions_put_in_place_of_torchs_collate(size: Any, monkeypatch: Any) -> None:
+    """Set-up code of libraries replaces torch's defaults in their module."""
+    for name in ("default_collate", "default_convert"):
+        monkeypatch.setattr(torch_rules, name, lambda found, name=name: (name, found))
+    assert list(DataLoader([1], size)) == list(TorchLoader([1], size))  # type: ignore[arg-type]
 
 
 def test_public_attributes_are_arguments() -> None:

@@ -35,6 +35,8 @@ from aioloader._transport.slots import MIN_BYTES, Lender
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
+# In place of torch's own, under whose name a program may have put another function.
+OURS: dict[Any, Any] = {}
 
 
 # By thread: ``pool``, from which it may allocate batches.
@@ -82,6 +84,9 @@ def default_collate(samples: Sequence[Any]) -> Any:
     if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
         return samples.collate()  # columns
     return _collate(samples)
+
+
+OURS[torch_collate] = default_collate
 
 
 def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
