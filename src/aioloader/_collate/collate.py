@@ -362,15 +362,16 @@ def _rule_for(value: object) -> Collate:
 
 
 def _is_buffer(value: object) -> bool:
-    """Return whether ``value`` supports the buffer protocol and is not iterable.
+    """Return whether ``value`` is a read-only buffer, no scalar, and not iterable.
 
     ``collections.abc.Buffer`` needs Python 3.12.
     """
     try:
-        memoryview(value).release()  # type: ignore[arg-type]
+        with memoryview(value) as memory:  # type: ignore[arg-type]
+            is_read_only = memory.readonly  # unlike what ctypes makes
     except TypeError:
         return False
-    return not isinstance(value, Iterable)
+    return is_read_only and not isinstance(value, (Iterable, np.generic))
 
 
 # -- how long it takes ----------------------------------------------------------------
