@@ -264,7 +264,9 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     The memory returns to its pool when the tensor and all its views are gone.
     """
     slot = _lent(math.prod(shape) * dtype.itemsize)
-    return None if slot is None else torch.frombuffer(slot, dtype=dtype).view(shape)
+    if slot is None:
+        return None
+    return torch.frombuffer(slot, dtype=dtype).view(shape).data  # no view, for autograd
 
 
 def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
