@@ -226,25 +226,34 @@ def test_rows_are_selected_on_the_cpu(make: Any) -> None:
     assert epoch(torch.device("meta")) == epoch(contextlib.nullcontext())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TensorDataset(torch.arange(6.0).to_sparse()),
-        lambda: TensorDataset(torch.nn.Parameter(torch.arange(6.0))),
-        lambda: type("Mine", (TensorDataset,), {"__getitem__": lambda s, i: i * 2})(
-            torch.arange(6.0)
-        ),
-    ],
-    ids=["sparse", "parameter", "subclass"],
-)
-def test_unusual_tensors_are_not_gathered(make: Any) -> None:
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "sparse": lambda: TensorDataset(torch.arange(6.0).to_sparse()),
+    "parameter": lambda: TensorDataset(torch.nn.Parameter(torch.arange(6.0))),
+    "subclass": lambda: type(
+        "Mine", (TensorDataset,), {"__getitem__": lambda s, i: i * 2}
+    )(torch.arange(6.0)),
+}
+
+
+@pytest.mark.parametrize("indices", [range(6), [True, 2], [0, 9]])
+@pytest.mark.parametrize("name", [*UNUSUAL, "tensors"])
+def test_unusual_tensors_are_not_gathered(name: str, indices: Any) -> None:
     """What an index cannot serve takes the ordinary way, with torch's result."""
-    ours, theirs = DataLoader(make(), batch_size=2), TorchLoader(make(), batch_size=2)
-    try:
-        expected = list(theirs)
-    except RuntimeError as error:
-        with pytest.raises(RuntimeError, match=str(error)[:20]):
-            list(ours)
-    else:
-        for one, other in zip(ours, expected, strict=True):
-            assert torch.equal(torch.as_tensor(one[0]), torch.as_tensor(other[0]))
+    dataset = UNUSUAL.get(name, lambda: tensors(6))()
+
+    def found(cls: Any) -> Any:
+        try:
+            return [one[0].tolist() for one in cls(dataset, 2, sampler=indices)]
+        except (RuntimeError, IndexError) as error:
+            return type(error), str(error)[:20]
+
+    assert found(DataLoader) == found(TorchLoader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_big_batches_are_no_views(dtype: Any, num_workers: int) -> None:
+    """So they can be detached in place, as torch's."""
+    samples = [torch.ones(1 << 18, dtype=dtype)] * 2
+    for batch in DataLoader(samples, 2, num_workers=num_workers):
+        assert not batch.requires_grad_().detach_().requires_grad

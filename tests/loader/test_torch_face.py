@@ -10,16 +10,21 @@ import torch
 import torch.utils.data
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import (
-    IterableDataset,
-)
+from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data._utils import collate as torch_rules
 from torch.utils.data.dataloader import (
     _DatasetKind,
     _InfiniteConstantSampler,
     _SingleProcessDataLoaderIter,
 )
 
-from aioloader import DataLoader, Retry, default_collate, default_convert
+from aioloader import (
+    DataLoader,
+    Retry,
+    ShuffledIndices,
+    default_collate,
+    default_convert,
+)
 from aioloader._loader.torch_compat import check_torch_suffices
 from samples import AsyncMap
 
@@ -95,6 +100,14 @@ def test_it_shows_what_torchs_shows(arguments: dict[str, Any]) -> None:
     assert ours._iterator is theirs._iterator is None
     batched = ours.batch_size is not None or "batch_sampler" in arguments
     assert ours.collate_fn is (default_collate if batched else default_convert)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_functions_put_in_place_of_torchs_collate(size: Any, monkeypatch: Any) -> None:
+    """Set-up code of libraries replaces torch's defaults in their module."""
+    for name in ("default_collate", "default_convert"):
+        monkeypatch.setattr(torch_rules, name, lambda found, name=name: (name, found))
+    assert list(DataLoader([1], size)) == list(TorchLoader([1], size))  # type: ignore[arg-type]
 
 
 def test_public_attributes_are_arguments() -> None:
@@ -244,6 +257,33 @@ def test_samplers_that_repeat_for_ever(guarded: bool, num_workers: int) -> None:
         return found
 
     assert epochs(DataLoader) == epochs(torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "names",
+    [
+        {
+            "_auto_collation": lambda _self: False,
+            "_index_sampler": lambda self: self.batch_sampler,
+        },
+        {"_index_sampler": lambda _self: [[3, 1], [0]]},
+    ],
+    ids=["a read per batch", "other batches"],
+)
+def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
+    """By torch's private names: the order, and whether samples are collated."""
+    members = {name: property(get) for name, get in names.items()}
+    with pytest.raises(TypeError, match="do not follow the epochs of ShuffledIndices"):
+        type("Sub", (DataLoader,), members)(range(4), sampler=ShuffledIndices(4, 0))
+
+    def found(base: Any) -> tuple[int, list[Any]]:
+        torch.manual_seed(3)
+        dataset, cls = TensorDataset(torch.arange(6.0)), type("Sub", (base,), members)
+        loader = cls(dataset, 3, shuffle=True, num_workers=num_workers)
+        return len(loader), [[part.tolist() for part in batch] for batch in loader]
+
+    assert found(DataLoader) == found(TorchLoader)
 
 
 class Counted(DataLoader[Any]):

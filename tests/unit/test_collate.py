@@ -1,5 +1,6 @@
 """Collating as torch does."""
 
+import ctypes
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
@@ -117,6 +118,8 @@ def outcome(collate: Any, samples: Any) -> tuple[type, str]:
         [torch.zeros(2), torch.zeros(3)],
         [np.zeros(2), np.zeros(3)],
         [torch.zeros(2).to_sparse()] * 2,
+        [np.zeros(1, "f4,i8")[0]] * 2,
+        [ctypes.c_int(3)] * 2,
     ],
 )
 def test_errors_are_torchs(samples: Any) -> None:

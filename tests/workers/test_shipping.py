@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import multiprocessing
+import operator
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from aioloader import DataLoader
 from aioloader.errors import WorkerStartError
@@ -167,8 +169,54 @@ def test_surroundings_arrive(elsewhere: Path) -> None:
     )
 
 
+@functools.cache
+def table() -> dict[str, int]:
+    """Return what is read once per process."""
+    return {"seven": 7}
+
+
+@functools.singledispatch
+def word(_value: Any) -> str:
+    return "any"
+
+
+word.register(int, lambda _value: "int")
+
+
+class Cached:
+    """Computes a value once."""
+
+    @functools.cached_property
+    def side(self) -> int:
+        return len(table())
+
+
+def test_functions_with_caches_arrive() -> None:
+    """From modules that workers cannot import, such as the script."""
+
+    def question(_dataset: Any) -> Any:
+        return table()["seven"], word(1), word(""), Cached().side
+
+    assert asked(None, question) == (7, "int", "any", 1)
+
+
+def test_registered_collate_functions_arrive(monkeypatch: Any) -> None:
+    """``default_collate`` follows the script's registry in workers."""
+    monkeypatch.setitem(default_collate_fn_map, str, lambda words, **_: "|".join(words))
+    assert list(DataLoader(["a", "b"], 2, num_workers=1, **SERVED)) == ["a|b"]
+
+
+class Lost(Numbers):
+    """Cannot be found where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return operator.attrgetter(f"here_{os.getpid()}"), (os,)
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     """One error, when the first batch is asked for, by path and with the way out."""
+    with pytest.raises(WorkerStartError, match=r"no attribute 'here_.* script imports"):
+        list(DataLoader(Lost(), num_workers=1, **SERVED))
 
     class Opened(Numbers):
         def __init__(self) -> None:

@@ -35,6 +35,8 @@ from aioloader._transport.slots import MIN_BYTES, Lender
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 default_convert: Callable[[Any], Any] = torch_convert
+# In place of torch's own, under whose name a program may have put another function.
+OURS: dict[Any, Any] = {}
 
 
 # By thread: ``pool``, from which it may allocate batches.
@@ -82,6 +84,9 @@ def default_collate(samples: Sequence[Any]) -> Any:
     if not isinstance(samples, (list, tuple)) and hasattr(samples, "collate"):
         return samples.collate()  # columns
     return _collate(samples)
+
+
+OURS[torch_collate] = default_collate
 
 
 def varlen_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,6 +151,12 @@ def _joined(arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
 def collates_as_torch() -> bool:
     """Return whether torch's registry is unchanged."""
     return bool(torch_rules.default_collate_fn_map == _STANDARD)
+
+
+def changed_rules() -> dict[Any, Any]:
+    """Return the entries of torch's registry that a user has added or replaced."""
+    rules = torch_rules.default_collate_fn_map.items()
+    return {kind: rule for kind, rule in rules if _STANDARD.get(kind) is not rule}
 
 
 def _collate(samples: Sequence[Any]) -> Any:
@@ -253,7 +264,9 @@ def borrowed(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
     The memory returns to its pool when the tensor and all its views are gone.
     """
     slot = _lent(math.prod(shape) * dtype.itemsize)
-    return None if slot is None else torch.frombuffer(slot, dtype=dtype).view(shape)
+    if slot is None:
+        return None
+    return torch.frombuffer(slot, dtype=dtype).view(shape).data  # no view, for autograd
 
 
 def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -351,15 +364,16 @@ def _rule_for(value: object) -> Collate:
 
 
 def _is_buffer(value: object) -> bool:
-    """Return whether ``value`` supports the buffer protocol and is not iterable.
+    """Return whether ``value`` is a read-only buffer, no scalar, and not iterable.
 
     ``collections.abc.Buffer`` needs Python 3.12.
     """
     try:
-        memoryview(value).release()  # type: ignore[arg-type]
+        with memoryview(value) as memory:  # type: ignore[arg-type]
+            is_read_only = memory.readonly  # unlike what ctypes makes
     except TypeError:
         return False
-    return not isinstance(value, Iterable)
+    return is_read_only and not isinstance(value, (Iterable, np.generic))
 
 
 # -- how long it takes ----------------------------------------------------------------

@@ -3,10 +3,12 @@
 Used for a ``TensorDataset``, in this process and in workers.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
@@ -58,14 +60,22 @@ class Rows:
 
     def collate(self) -> list[torch.Tensor]:
         """Return one tensor per tensor of the dataset, in memory lent for the batch."""
-        index = _as_index(self._indices)
-        if index is None:
-            samples = [tuple(t[at] for t in self._tensors) for at in self._indices]
-            columns: list[torch.Tensor] = default_collate(samples)
-            return columns
-        if len(index) and int(index.min()) < 0:  # counted from the end, as in a list
-            index = torch.where(index < 0, index + len(self._tensors[0]), index)
-        return [_gather(tensor, index) for tensor in self._tensors]
+        tensors, indices, index = self._tensors, self._indices, _as_index(self._indices)
+        least = int(index.min()) if index is not None and len(index) else 2
+        if index is not None and not (least < 2 and _has_bools(indices)):
+            if least < 0:  # counted from the end, as in a list
+                index = torch.where(index < 0, index + len(tensors[0]), index)
+            with contextlib.suppress(IndexError):  # raised below, with its numbers
+                return [_gather(tensor, index) for tensor in tensors]
+        samples = [tuple(tensor[at] for tensor in tensors) for at in indices]
+        columns: list[torch.Tensor] = default_collate(samples)
+        return columns
+
+
+def _has_bools(indices: Any) -> bool:
+    """Tell whether some are bools, which select a mask's rows and not 0 and 1."""
+    is_listed = isinstance(indices, (list, tuple))
+    return is_listed and not {bool, np.bool_}.isdisjoint(map(type, indices))
 
 
 def _as_index(indices: Any) -> torch.Tensor | None:

@@ -44,21 +44,20 @@ def check_auto(options: Options) -> None:
         raise ValueError(f"num_workers='auto' would change what is loaded: {reason}")
 
 
-def first_values(options: Options) -> dict[str, Any]:
-    """Return the first values of the chosen numbers, by the kind of the dataset.
+def begin(loader: Any, options: Options) -> None:
+    """Set the first values of the chosen numbers, by the kind of the dataset.
 
     Whether there are workers at all depends on the kind alone, since draws depend on
     it: there are none if only coroutines, or nothing, would run in them.
     """
-    found: dict[str, Any] = {}
-    if isinstance(options.num_workers, Chosen):
-        found["num_workers"] = Chosen(_first_workers(options))
+    workers = options.num_workers
+    if isinstance(workers, Chosen):
+        workers = Chosen(_first_workers(options))
+        loader._replace("num_workers", workers)
     if isinstance(options.prefetch_factor, Chosen) and not options.is_plain:
-        found["prefetch_factor"] = Chosen(3)
-    workers = found.get("num_workers", options.num_workers)
+        loader._replace("prefetch_factor", Chosen(3))
     if isinstance(options.concurrency, Chosen) and workers and options.reads_in_workers:
-        found["concurrency"] = Chosen(_IN_WORKERS)
-    return found
+        loader._replace("concurrency", Chosen(_IN_WORKERS))
 
 
 def _first_workers(options: Options) -> int:

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
+from torch.utils.data._utils import collate as torch_rules
 
-from aioloader._collate.collate import default_collate, default_convert
+from aioloader._collate.collate import OURS
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
 from aioloader._loader.observed import Observed
@@ -299,8 +300,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         options = Options(attributes_of(self), WHOLE)
         arguments.check_together(options, shuffle)
         if options.chooses:
-            for name, value in auto.first_values(options).items():
-                self._replace(name, value)
+            auto.begin(self, options)
         if multiprocessing_context is not None:
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
@@ -312,10 +312,14 @@ class DataLoader(Observed, TorchLoader[Batch]):
         made = make_samplers(options, ranks, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
-            collate_fn = default_collate if self._auto_collation else default_convert
+            name = "default_collate" if self._auto_collation else "default_convert"
+            found = getattr(torch_rules, name)  # a program may have replaced it
+            collate_fn = OURS.get(found, found)
         self.collate_fn = collate_fn
         self._dataset_kind = dataset_kind(dataset, options.kind)
         self._IterableDataset_len_called = None
+        if self._has_own_order:
+            torch_compat.refuse_keyed(self)
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
         if self.num_workers:

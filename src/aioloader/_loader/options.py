@@ -343,7 +343,19 @@ _added_of = operator.attrgetter(*ADDED)
 def attributes_of(loader: Any) -> tuple[Any, ...]:
     """Return the arguments of a loader as they are now."""
     values: tuple[Any, ...] = _torchs_of(loader) + _added_of(loader._own or loader)
+    if loader._has_own_order and vars(loader).get("_DataLoader__initialized"):
+        return _reordered(loader, dict(zip(NAMES, values, strict=True)))
     return values
+
+
+def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return arguments with the order of a subclass that overrides torch's names."""
+    order = loader._index_sampler
+    if loader._auto_collation:
+        values["batch_sampler"] = order
+    else:
+        values |= {"sampler": order, "batch_sampler": None, "batch_size": None}
+    return tuple(values.values())
 
 
 def argument(loader: Any, name: str) -> Any:

@@ -20,6 +20,8 @@ from typing_extensions import TypeVar
 from aioloader._loader.arguments import context_of
 from aioloader._loader.options import ADDED, TORCHS, Added
 from aioloader._observe.warnings import warn
+from aioloader._order.epoch import index_sampler_of
+from aioloader._order.permutation import KeyedOrder
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async
 
 Batch = TypeVar("Batch", default=Any)
@@ -51,10 +53,15 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
     # These in a subclass of aioloader's loader.
     _own: SimpleNamespace | None = None
     _is_subclassed = False
+    _has_own_order = False  # a subclass overrides torch's names for it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._is_subclassed = TorchLoader not in cls.__bases__
+        cls._has_own_order = any(
+            getattr(cls, name) is not getattr(TORCH_LOADER, name)
+            for name in ("_auto_collation", "_index_sampler")
+        )
         _make_explicit(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -171,6 +178,17 @@ def refuse_overridden(cls: Any, base: Any) -> None:
                 f"{cls.__name__} overrides {name}, which serves `for` alone: iterate "
                 "with `for`, or override __aiter__ too"
             )
+
+
+def refuse_keyed(loader: Any) -> None:
+    """Refuse a subclass with its own order over one that has a new epoch each time."""
+    order = index_sampler_of(loader.sampler, loader.batch_sampler)
+    if isinstance(order, KeyedOrder):
+        raise TypeError(
+            f"{type(loader).__name__} overrides _index_sampler or _auto_collation, "
+            f"which do not follow the epochs of {type(order).__name__} (rank= with "
+            "shuffle=True makes one): pass a batch_sampler= instead of overriding"
+        )
 
 
 def check_torch_suffices(loader: TorchLoader[Any]) -> None:

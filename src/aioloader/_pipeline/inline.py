@@ -95,8 +95,10 @@ class GatherFeed(Feed):
                 batch = [_copied(tensor, chunk) for tensor in self._tensors]
             else:
                 batch = [tensor.index_select(0, chunk) for tensor in self._tensors]
-        except BaseException:
+        except BaseException as error:
             self._progress.fail(number)
+            if isinstance(error, IndexError):
+                [tensor[at] for tensor in self._tensors for at in chunk]  # names it
             raise
         taken = perf_counter()
         self.counters.waited += taken - asked

@@ -7,8 +7,12 @@ pickle is tried first; objects that it refuses (lambdas, local classes, classes 
 """
 
 import copyreg
+import functools
 import io
+import operator
 import pickle
+import sys
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -58,10 +62,41 @@ def encode_by_value(
     """Encode for a process that has another ``__main__`` or lacks our modules."""
     import cloudpickle
 
-    table = ChainMap(dict(reducers), cloudpickle.Pickler.dispatch_table)
+    table = ChainMap(dict(reducers), _BY_VALUE, cloudpickle.Pickler.dispatch_table)
     # A new class: the pickler reads the table of its class when it is made.
     pickler = type("ByValue", (cloudpickle.Pickler,), {"dispatch_table": table})
     return _dump(pickler, value, least_bytes)
+
+
+def _reduce_cached(function: Any) -> Any:
+    """Reduce a function with a cache to its parts, unless it can be imported."""
+    import cloudpickle
+
+    module = function.__module__
+    try:
+        found = operator.attrgetter(function.__qualname__)(sys.modules.get(module))
+    except AttributeError:  # it is local, or has another name
+        found = None
+    sent = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    if found is function and module not in sent:
+        return function.__reduce__()
+    return _cache_again, (function.__wrapped__, function.cache_parameters())
+
+
+def _cache_again(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_property(value: functools.cached_property[Any]) -> Any:
+    return functools.cached_property, (value.func,), {"attrname": value.attrname}
+
+
+# What cloudpickle refuses, or would look up by name; ``singledispatch`` has the last.
+_BY_VALUE: dict[type, Callable[[Any], Any]] = {
+    functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001  (it has no other name)
+    functools.cached_property: _reduce_property,
+    weakref.WeakKeyDictionary: lambda value: (type(value), (dict(value),)),
+}
 
 
 def _dump(

@@ -9,7 +9,7 @@ from aioloader._transport.codec import Reducers, encode_by_value
 _NONE: Reducers = {}
 _PARTS = (
     *("dataset", "transform", "collate_fn", "worker_init_fn", "lifespan"),
-    *("on_error", "retry"),
+    *("on_error", "retry", "default_collate_fn_map"),
 )
 
 
@@ -25,8 +25,9 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
                 f"{what} cannot be pickled, so it cannot be sent to worker processes: "
                 f"a {type(culprit).__name__!r} object ({error}); open it in the worker "
                 "(lazily, in `lifespan=` or in `worker_init_fn`), leave it out in "
-                "`__getstate__`, let workers inherit it with "
-                "multiprocessing_context='fork', or use workers='thread'"
+                "`__getstate__`, define it in a module that your script imports, let "
+                "workers inherit it with multiprocessing_context='fork', or use "
+                "workers='thread'"
             )
     return (
         f"what the workers need cannot be pickled: {error}; "

@@ -100,7 +100,7 @@ def _rebuild_rare(
     bits: tuple[bool, bool],
 ) -> torch.Tensor:
     memory = torch.frombuffer(buffer, dtype=dtype)
-    return _flipped(memory.as_strided(shape, strides), *bits)
+    return _flipped(memory.as_strided(shape, strides), *bits).data  # no view
 
 
 def _rebuild_quietly(rebuild: Callable[..., torch.Tensor], args: Any) -> torch.Tensor:

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+from torch.utils.data._utils import collate as torch_rules
 
+from aioloader._collate.collate import changed_rules
 from aioloader._pipeline.batch_maker import BatchMaker, Recipe
 from aioloader._transport.codec import (
     ONLY_TO_WORKERS,
@@ -57,6 +59,8 @@ class WorkerSpec(Recipe):
     # Whether the user's objects hold random generators, of which each worker has a
     # copy.
     has_generators: bool = False
+    # What the user has registered: the script does not run in workers.
+    default_collate_fn_map: dict[Any, Any] = field(default_factory=changed_rules)
 
     @property
     def is_addressed(self) -> bool:
@@ -71,6 +75,7 @@ class WorkerSpec(Recipe):
 
     def begin(self, worker: int) -> None:
         """Make this process a worker, and seed its generators."""
+        torch_rules.default_collate_fn_map.update(self.default_collate_fn_map)
         seed = seed_worker(self.base_seed, worker)
         be_worker_process(WorkerInfo(worker, self.num_workers, seed, self.dataset))
 
@@ -226,7 +231,11 @@ def ship(spec: WorkerSpec) -> int:
 
 
 def receive(file: int) -> WorkerSpec:
-    """Return the spec in ``file``; its buffers are private, writable mappings."""
+    """Return the spec in ``file``; its buffers are private, writable mappings.
+
+    Raises:
+        WorkerStartError: If it refers to something by a name that is unknown here.
+    """
     memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
     count = int(np.frombuffer(memory, "<q", 1)[0])
     at, parts = (count + 1) * 8, []
@@ -234,7 +243,14 @@ def receive(file: int) -> WorkerSpec:
         at += _gap(at, nbytes)
         parts.append(memory[at : at + nbytes])
         at += nbytes
-    spec: WorkerSpec = decode(parts[0], parts[1:])
+    try:
+        spec: WorkerSpec = decode(parts[0], parts[1:])
+    except (AttributeError, ImportError) as error:
+        raise WorkerStartError(
+            f"what the workers need cannot be unpickled there: {error}; define it in a "
+            "module that your script imports (the script does not run in these "
+            "workers), or let workers inherit it with multiprocessing_context='fork'"
+        ) from error
     return spec
 
 
