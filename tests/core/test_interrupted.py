@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import aioloader
 from aioloader import DataLoader
+from aioloader.errors import LoaderClosedError
 from core.kit import BY, IN_PROCESS, WAYS, make, quiet, step
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect
 from stateful import Kept, Plain
@@ -43,41 +44,39 @@ class Interrupts:
         return index
 
 
-class Map(SyncMap):
+class Map(Interrupts):
     """Samples that are interrupted."""
 
-    def __init__(self, at: int) -> None:
-        super().__init__(24)
-        self.interrupts = Interrupts(at)
+    def __len__(self) -> int:
+        return 24
 
-    def __getitem__(self, index: int) -> Any:
-        return self.interrupts.give(index)
+    __getitem__ = Interrupts.give
 
 
-class Steps(IterableDataset[int]):
+class Steps(Interrupts, IterableDataset[int]):
     """A stream that is interrupted, and goes on from its place."""
 
-    def __init__(self, at: int) -> None:
-        self.interrupts = Interrupts(at)
-
     def __iter__(self) -> Any:
-        return map(self.interrupts.give, range(24))
+        return map(self.give, range(24))
 
 
-async def to_end(loader: Any, found: list[Any], at: int = -1) -> None:
-    """Add the batches to ``found``; be interrupted after ``at`` of them."""
+def add(found: list[Any], batch: Any, at: int) -> None:
+    """Add a batch to ``found``; be interrupted after ``at`` of them."""
+    found.append(batch.tolist())
+    if len(found) == at:
+        raise KeyboardInterrupt
+
+
+async def to_end(loader: Any, found: list[Any], at: int) -> None:
+    """Add all by ``async for``."""
     async for batch in loader:
-        found.append(batch.tolist())
-        if len(found) == at:
-            raise KeyboardInterrupt
+        add(found, batch, at)
 
 
-def for_to_end(loader: Any, found: list[Any], at: int = -1) -> None:
+def for_to_end(loader: Any, found: list[Any], at: int) -> None:
     """The same, by ``for``."""
     for batch in loader:
-        found.append(batch.tolist())
-        if len(found) == at:
-            raise KeyboardInterrupt
+        add(found, batch, at)
 
 
 CONSUMERS: dict[str, Any] = {
@@ -87,6 +86,17 @@ CONSUMERS: dict[str, Any] = {
     "caller": ("caller", lambda *args: asyncio.run(to_end(*args))),
 }
 WARNS = pytest.mark.filterwarnings("ignore:.*has no state_dict:UserWarning")
+
+
+def interrupted(loader: Any, consume: Any, at: int = -1) -> tuple[list[Any], Any]:
+    """Return what was delivered before the interrupt, and the state after it."""
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        consume(loader, found, at)
+    state = loader.state_dict()
+    loader.close()
+    assert loader.state_dict() == state
+    return found, state
 
 
 def resumed(make_one: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
@@ -103,14 +113,8 @@ def resumed(make_one: Callable[[], DataLoader[Any]], state: Any) -> list[Any]:
 def test_an_interrupt_in_a_sample(at: int, kind: Any, consumer: str) -> None:
     """The batch under way was not delivered: it is the next one."""
     way, consume = CONSUMERS[consumer]
-    loader = make(way, kind(at))
-    found: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        consume(loader, found)
+    found, state = interrupted(make(way, kind(at)), consume)
     assert found == BATCHES[: at // 4]
-    state = loader.state_dict()
-    loader.close()
-    assert loader.state_dict() == state
     assert resumed(lambda: make("for", kind(-1)), state) == BATCHES[at // 4 :]
 
 
@@ -127,12 +131,7 @@ def test_an_interrupt_in_the_consumer(kind: Any, consumer: str, by: str) -> None
     if kind is Plain and by == "processes":
         pytest.skip("batches of workers are others")
     way, consume = CONSUMERS[consumer]
-    loader = make(way, kind(24), **BY[by])
-    found: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        consume(loader, found, 2)
-    state = loader.state_dict()
-    loader.close()
+    _, state = interrupted(make(way, kind(24), **BY[by]), consume, 2)
     assert resumed(lambda: make("for", kind(24), **BY[by]), state) == BATCHES[2:]
 
 
@@ -162,12 +161,7 @@ WAITS = [(IN_PROCESS, 0), (IN_PROCESS, 9), ({"prefetch_factor": 1}, 0)]
 def test_an_interrupt_in_a_wait(options: Any, consumer: str, at: int) -> None:
     """The state is that of what the consumer has seen, and the rest follows."""
     way, consume = CONSUMERS[consumer]
-    loader = make(way, Signals(at), **options)
-    found: list[Any] = []
-    with pytest.raises(KeyboardInterrupt):
-        consume(loader, found)
-    state = loader.state_dict()
-    loader.close()
+    found, state = interrupted(make(way, Signals(at), **options), consume)
     assert found == BATCHES[: len(found)]
     assert resumed(lambda: make("for", Numbers(24)), state) == BATCHES[len(found) :]
 
@@ -183,15 +177,17 @@ class Interrupter:
     A function of the package is entered, or (``c_return``) one of C returns to it.
     """
 
-    def __init__(self, at: int, *events: str) -> None:
+    def __init__(self, at: int, *events: str, of: str = "") -> None:
         self.left = at
         self.events = events
+        self.of = of
         self.where = ""
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         # What a finalizer raises is printed, and lost to whoever iterates.
         caller = frame.f_back.f_code.co_filename if frame.f_back else ""
         is_ours = PACKAGE in frame.f_code.co_filename
+        is_ours = is_ours and frame.f_code.co_qualname.endswith(self.of)
         if event not in self.events or not is_ours:
             return
         if not caller.endswith("weakref.py"):
@@ -225,7 +221,7 @@ PLACES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
-    """Whatever was not returned was not delivered, and what was returned was."""
+    """What was returned was delivered, and nothing else; it is whole, or raises."""
     expected = [[0, 1], [2, 3], [4, 5], [6, 7]]
     of, options = PLACES[place]
     is_whole = place in {"inline", "stateful"}  # else a start is not looked at
@@ -242,6 +238,9 @@ def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             steps(iterator, found, interrupter)
         state = one.state_dict()
+        if place in {"ahead", "threads"}:  # nothing is lost in silence, or waited for
+            with contextlib.suppress(LoaderClosedError):
+                assert found + [batch.tolist() for batch in iterator] == expected
         one.close()
         rest = resumed(loader, state) if found != expected else []
         assert found + rest == expected, (interrupter.where, found, rest)
@@ -249,6 +248,21 @@ def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
             assert at > 50
             return
     raise AssertionError("never ran to the end")
+
+
+@pytest.mark.parametrize("of", ["Feed._account", "ProcessPool._collect_results"])
+def test_an_interrupt_beside_processes(of: str) -> None:
+    """The result in hand is lost, so the iteration ends, and not as an epoch does."""
+    with DataLoader(Numbers(24), 2, num_workers=1) as loader:
+        iterator = iter(loader)
+        found = [next(iterator).tolist()]
+        with pytest.raises(KeyboardInterrupt):
+            steps(iterator, found, Interrupter(0, "call", of=of))
+        for _ in range(2):
+            with pytest.raises(LoaderClosedError, match="start a new iteration"):
+                next(iterator)
+        iterator.close()
+        assert list(iterator) == []
 
 
 # -- in flight ----------------------------------------------------------------------

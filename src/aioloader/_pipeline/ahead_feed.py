@@ -19,7 +19,7 @@ from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.cpu import in_new_thread, stack_of
 from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
 from aioloader._pipeline.pipeline import HOP, Pipeline
-from aioloader._pipeline.plain import TURN, Feed
+from aioloader._pipeline.plain import INTERRUPTS, TURN, Feed
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 from aioloader.protocols import Kind
 
@@ -89,7 +89,7 @@ class AheadFeed(Feed):
         self._in_flight: dict[int, int] = {}
         self._samples = 0
         self._is_exhausted = False  # there is nothing more to request
-        self._is_cut = False  # cut short by an error of the sampler
+        self._is_cut = False  # cut short: by an error of the sampler, say
         self._repeats = False  # the requests are for samples of a stream's beginning
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._lock = fork_safe(threading.RLock())
@@ -234,9 +234,7 @@ class AheadFeed(Feed):
             task.again = self._repeats
             self.pipeline.submit(task)
         except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
-            self._is_exhausted = self._is_cut = True
-            text = "the loader was interrupted; start a new iteration"
-            self.pipeline.fail(LoaderClosedError(text))
+            self._cut()
             raise
 
     # -- results in -----------------------------------------------------------------
@@ -251,23 +249,35 @@ class AheadFeed(Feed):
             while not self.is_finished:
                 try:
                     item = self._results.pop_nowait()
-                except BaseException:
+                except BaseException as error:
                     self.dismiss()
+                    self._was_interrupted = isinstance(error, INTERRUPTS)
                     raise
-                if item is not None:
-                    self._account(*item)
-                if self._is_exhausted and not self._in_flight:
-                    self.is_finished = self._is_cut or self._may_end()
-                if item is None:
-                    break
-                if self.is_finished:
-                    self._results.finish()  # other consumers may be waiting
-                # Last: an interrupt after this would lose the batch, and user code,
-                # such as the sampler, has run before.
-                number, result = item
-                if self._note(number, result, self._asked, perf_counter()):
-                    return result.batch
+                is_lost = True
+                try:
+                    if item is not None:
+                        self._account(*item)
+                    if self._is_exhausted and not self._in_flight:
+                        self._end()
+                    if item is None:
+                        break
+                    # Last: an interrupt after this would lose the batch, and user code,
+                    # such as the sampler, has run before.
+                    number, result = item
+                    is_lost = result.error is None
+                    if self._note(number, result, self._asked, perf_counter()):
+                        return result.batch
+                except BaseException:
+                    if is_lost:
+                        self._cut()
+                    raise
             return _NOTHING
+
+    def _cut(self) -> None:
+        """End early: a request or a result was lost; later steps raise."""
+        self._is_exhausted = self._is_cut = True
+        self.dismiss()
+        self._was_interrupted = True
 
     def _account(self, number: int, result: BatchResult) -> None:
         """Count a delivered result and issue new requests in its place."""
@@ -287,6 +297,12 @@ class AheadFeed(Feed):
             self.when_exhausted()
         self.counters.in_flight = len(self._in_flight)
 
+    def _end(self) -> None:
+        """End, if it may: nothing is under way or to be requested."""
+        self.is_finished = self._is_cut or self._may_end()
+        if self.is_finished:
+            self._results.finish()  # other consumers may be waiting
+
     def _may_end(self) -> bool:
         """Tell whether to end, now that nothing is under way or to be requested."""
         return True
@@ -295,11 +311,12 @@ class AheadFeed(Feed):
 
     def _finish(self) -> None:
         """Note that the epoch is over, unless it was only closed."""
+        self._check()
         if self._is_exhausted and not (self._in_flight or self._is_cut):
             self._progress.is_over = True
 
     def dismiss(self) -> None:
-        self.is_finished = True
+        self.is_finished, self._was_interrupted = True, False
         self.counters.in_flight = 0
         self.pipeline.dismiss()
 

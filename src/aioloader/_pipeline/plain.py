@@ -28,11 +28,13 @@ from aioloader._order.raising import raisable
 from aioloader._pipeline.awaiting import SideLoop, refuse_coroutines
 from aioloader._pipeline.batch_task import place_of
 from aioloader._transport.slots import SlotPool
+from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from aioloader._order.orders import Turns
     from aioloader._pipeline.batch_task import BatchResult
 
+INTERRUPTS = KeyboardInterrupt, SystemExit
 # Seconds after which a task that never waits gives the other tasks of its loop a turn.
 TURN = 0.001
 
@@ -47,6 +49,7 @@ class Feed(abc.ABC):
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.counters: Counters = epoch.counters
         self.is_finished: bool = False  # there are no more batches
+        self._was_interrupted = False  # before the end: later steps raise
         self.epoch = epoch
         self._records = epoch.counters.records
         self._progress = epoch.progress
@@ -64,10 +67,19 @@ class Feed(abc.ABC):
         try:
             return next(self._requests)
         except BaseException as error:
-            if isinstance(error, StopIteration) and not self.is_finished:
-                self._progress.is_over = True
+            if isinstance(error, StopIteration):
+                self._check()
+                if not self.is_finished:
+                    self._progress.is_over = True
             self.close()
+            self._was_interrupted = isinstance(error, INTERRUPTS)
             raise
+
+    def _check(self) -> None:
+        """Raise if an interrupt has ended the iteration."""
+        if self._was_interrupted:
+            text = "the loader was interrupted; start a new iteration"
+            raise LoaderClosedError(text) from None
 
     # -- the end of each batch ------------------------------------------------------
 
@@ -120,6 +132,7 @@ class Feed(abc.ABC):
     def close(self) -> None:
         """Release what the iteration holds, and wait for it."""
         self._requests, self.is_finished = iter(()), True
+        self._was_interrupted = False
 
     async def aclose(self) -> None:
         """Release what the iteration holds, without blocking the loop."""
