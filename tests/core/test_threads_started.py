@@ -273,11 +273,7 @@ async def test_a_later_epoch_opens_no_loop(way: str, monkeypatch: MONKEYS) -> No
         await collect(loader)
         async for _ in loader:
             break
-        monkeypatch.setattr(
-            asyncio.BaseEventLoop,
-            "__init__",
-            noting,
-        )
+        monkeypatch.setattr(asyncio.BaseEventLoop, "__init__", noting)
         monkeypatch.setattr("uvloop.new_event_loop", lambda: noting(None))
         assert labels(await bounded(collect(loader))) == EXPECTED
     assert opened == []

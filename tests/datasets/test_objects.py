@@ -16,11 +16,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset, Requests
 from aioloader.datasets._stores.flights import Flights
-from aioloader.datasets._stores.requests import (
-    Server,
-    Tries,
-    UnreachableError,
-)
+from aioloader.datasets._stores.requests import Server, Tries, UnreachableError
 from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import (
@@ -57,11 +53,7 @@ async def test_missing_object(dataset: ObjectDataset) -> None:
     ],
 )
 async def test_http_failures(
-    loopback: Any,
-    serve: Serve,
-    what: str,
-    kind: type[DatasetError],
-    words: str,
+    loopback: Any, serve: Serve, what: str, kind: type[DatasetError], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as caught:
         await serve(what, "cats/z.bin")[0]

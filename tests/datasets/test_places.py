@@ -33,10 +33,7 @@ from aioloader.datasets._arrow import copies
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Piece, Version
-from aioloader.errors import (
-    DatasetError,
-    ObjectNotFoundError,
-)
+from aioloader.errors import DatasetError, ObjectNotFoundError
 from beside import beside
 from datasets.changing import ChangingServer
 from datasets.shards import NAMES, bytes_of, name_of, names, read, write_tar
@@ -474,12 +471,7 @@ OWN: Any = partial(ByteStream, make=own_format.records)
 @pytest.mark.parametrize("share", [0.3, 0.65, 0.95])
 @pytest.mark.parametrize(
     ("stream", "make"),
-    [
-        (TextDataset, lines),
-        (TarDataset, tar),
-        (ArrowDataset, arrow),
-        (OWN, records),
-    ],
+    [(TextDataset, lines), (TarDataset, tar), (ArrowDataset, arrow), (OWN, records)],
 )
 def test_up_to_eight_megabytes(
     stream: Any, make: Callable[[int], bytes], share: float
@@ -500,10 +492,7 @@ def test_the_row_group() -> None:
 
 @pytest.mark.parametrize(
     ("stream", "make", "ending"),
-    [
-        (TextDataset, packed, ".gz"),
-        (ArrowDataset, partial(arrow, ending="arrows"), ""),
-    ],
+    [(TextDataset, packed, ".gz"), (ArrowDataset, partial(arrow, ending="arrows"), "")],
     ids=["gzip", "arrow stream"],
 )
 def test_the_shard_from_its_start(

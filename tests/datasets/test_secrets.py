@@ -345,10 +345,7 @@ def test_constructors_that_raise_tell_no_secret(make: Any, url: str) -> None:
     ["text", "tar", "parquet", "pattern", "few", "object", "given", "key", "listing"],
 )
 async def test_errors_of_reading(
-    what: str,
-    kind: str,
-    loopback: Any,
-    caplog: pytest.LogCaptureFixture,
+    what: str, kind: str, loopback: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     key = "cats/big.bin" if what == "cut" else "no/such"

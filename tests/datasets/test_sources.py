@@ -17,15 +17,9 @@ from urllib.parse import unquote, urlsplit
 import fsspec  # type: ignore[import-untyped]
 import pyarrow as pa
 import pytest
-from fsspec.implementations.dirfs import (  # type: ignore[import-untyped]
-    DirFileSystem,
-)
-from fsspec.implementations.local import (  # type: ignore[import-untyped]
-    LocalFileSystem,
-)
-from fsspec.implementations.memory import (  # type: ignore[import-untyped]
-    MemoryFileSystem,
-)
+from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from aioloader import DataLoader
 from aioloader.datasets import (

@@ -12,11 +12,7 @@ import pytest
 from aioloader.datasets import SQLDataset
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets.sql import SQLFormat, SQLRows
-from aioloader.errors import (
-    DatasetError,
-    ObjectNotFoundError,
-    ObjectPermissionError,
-)
+from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.pg import (
     PASSWORD,

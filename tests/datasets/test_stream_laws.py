@@ -126,10 +126,7 @@ async def test_a_state_of_other_shards(make: Make, tmp_path: Path) -> None:
     count = known["count"]
     for other, words in (
         ({"count": count + 1}, f"saved with {count + 1} shards, but .* has {count};"),
-        (
-            {"names": "0"},
-            f"saved with {count} shards, but .* has others, of ",
-        ),
+        ({"names": "0"}, f"saved with {count} shards, but .* has others, of "),
     ):
         source_state(state)["shards"] = {**known, **other}
         stream.load_position(state)

@@ -274,11 +274,7 @@ def test_small_batches_leave_memory_flat() -> None:
 @ON_FAKE
 @pytest.mark.parametrize(
     ("batches", "by_name"),
-    [
-        (1000, False),
-        (1000, True),
-        pytest.param(10_000, False, marks=pytest.mark.fuzz),
-    ],
+    [(1000, False), (1000, True), pytest.param(10_000, False, marks=pytest.mark.fuzz)],
 )
 def test_ten_thousand(batches: int, by_name: bool) -> None:
     """None wrong, no block left on the device, no slot locked; see ``Held``."""

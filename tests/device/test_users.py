@@ -317,11 +317,7 @@ def test_a_compiled_step_sees_ordinary_tensors() -> None:
 
     torch._dynamo.reset()
     loader = DataLoader(
-        Pictures(),
-        4,
-        num_workers=2,
-        device=DEVICE,
-        collate_fn=without_names,
+        Pictures(), 4, num_workers=2, device=DEVICE, collate_fn=without_names
     )
     for number, batch in enumerate(loader):
         assert {type(one) for one in batch.values()} == {torch.Tensor}

@@ -259,10 +259,7 @@ ELSEWHERE = {
         "",  # torch's own
         _NOT_COLLATED,
     ),
-    "_collate/collate.py:_rule_for": (
-        "",
-        _NOT_COLLATED,
-    ),
+    "_collate/collate.py:_rule_for": ("", _NOT_COLLATED),
     "a file of tokens": (
         "datasets/_tokens/files.py",
         (
@@ -271,10 +268,7 @@ ELSEWHERE = {
         ),
     ),
     # Not raised there: a note, and what a function returns.
-    "note": (
-        "_workers/remote_tasks.py",
-        "Caught … in DataLoader worker process …",
-    ),
+    "note": ("_workers/remote_tasks.py", "Caught … in DataLoader worker process …"),
     "stores": ("datasets/_stores/failures.py", "cannot … …: …"),
     "databases": ("datasets/_sql/address.py", "cannot … of …: …"),
 }
@@ -285,9 +279,7 @@ SHORTEST = 12
 def texts_in(module: str) -> list[str]:
     """Return all that a module may say; without a module, what torch's rules say."""
     if not module:
-        from torch.utils.data._utils.collate import (  # noqa: PLC0415
-            default_collate_err_msg_format,
-        )
+        from torch.utils.data._utils.collate import default_collate_err_msg_format  # noqa: PLC0415
 
         return [default_collate_err_msg_format.replace("{}", HOLE)]
     tree = ast.parse((SOURCE / module).read_text())

@@ -251,10 +251,7 @@ async def test_rows_become_features(server: Server) -> None:
     example = importlib.import_module("postgres_features")
     lines = await asyncio.to_thread(ran, "postgres_features.py", server.url())
     shapes = "'prices': (64, 7), 'stars': (64,), 'tags': (64, 3), 'embedding': (64, 8)"
-    assert lines == [
-        f"{{'id': (64,), {shapes}}}",
-        "5000 rows, 5000 of them different",
-    ]
+    assert lines == [f"{{'id': (64,), {shapes}}}", "5000 rows, 5000 of them different"]
     async with example.make_loader(server.url()) as loader:
         async for batch in loader:
             ids = batch["id"]

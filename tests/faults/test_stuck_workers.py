@@ -45,11 +45,7 @@ def raised(loader: DataLoader[Any], consume: Any) -> str:
 def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
     """Batch, worker, pid, stage, and its Python stack, even when it is stopped."""
     loader = DataLoader(
-        Faulty(8, (5,), act),
-        4,
-        num_workers=1,
-        timeout=TIMEOUT,
-        persistent_workers=True,
+        Faulty(8, (5,), act), 4, num_workers=1, timeout=TIMEOUT, persistent_workers=True
     )
     text = raised(loader, consume)
     assert f"timed out after {TIMEOUT} seconds: batch 1" in text

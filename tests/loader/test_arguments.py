@@ -14,11 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from aioloader import (
-    DataLoader,
-    ShuffledIndices,
-    Skip,
-)
+from aioloader import DataLoader, ShuffledIndices, Skip
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 from working import Numbers
 
@@ -98,12 +94,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         r"^prefetch_device=2 is now device=Device\(\.\.\., ahead=2\)$",
     ),
     (DATA, {"device_keys": ["a"]}, TypeError, r"Device\(\.\.\., keys=\['a'\]\)$"),
-    (
-        DATA,
-        {"device_transform": len},
-        TypeError,
-        r"Device\(\.\.\., transform=<",
-    ),
+    (DATA, {"device_transform": len}, TypeError, r"Device\(\.\.\., transform=<"),
     (DATA, {"batchsize": 2}, TypeError, "unexpected keyword argument 'batchsize'"),
 ]
 

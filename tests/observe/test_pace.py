@@ -132,8 +132,7 @@ SETTINGS = st.one_of(
     ),
     st.builds(
         lambda number, each: replace(
-            workers(number, window=number * each, concurrency=8),
-            reads_in_workers=False,
+            workers(number, window=number * each, concurrency=8), reads_in_workers=False
         ),
         st.integers(1, 4),
         st.integers(2, 3),

@@ -276,11 +276,7 @@ class Plain(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "options", "words"),
     [
-        (
-            SyncMap(),
-            {"rng": "worker"},
-            "random numbers depend on the number",
-        ),
+        (SyncMap(), {"rng": "worker"}, "random numbers depend on the number"),
         (Plain(), {}, "each worker reads a part of an iterable"),
         (AsyncStream(), {"fetch": "workers"}, "each worker reads a part"),
         (Counted(), {}, "a stateful dataset has a state in each worker"),

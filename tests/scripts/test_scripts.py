@@ -61,11 +61,7 @@ def line_of(case: str) -> str:
 def test_scripts(case: str, tmp_path: Path) -> None:
     """The same output, exit status, number of tracebacks, and nothing left."""
     theirs, ours = run_both(
-        case,
-        tmp_path,
-        line_of(case),
-        RUN.get(case, PYTHON),
-        ARGUMENTS.get(case, ()),
+        case, tmp_path, line_of(case), RUN.get(case, PYTHON), ARGUMENTS.get(case, ())
     )
     assert theirs.output, theirs.errors
     assert ours.seen == theirs.seen, ours.errors

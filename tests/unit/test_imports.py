@@ -171,10 +171,7 @@ def test_importing_the_datasets() -> None:
     assert (
         not found.intersection(NOT_BY_A_LOADER)
         - {"aiofiles", "sqlite3"}
-        - {
-            "aioloader.datasets",
-            "braceexpand",
-        }
+        - {"aioloader.datasets", "braceexpand"}
     )
 
 

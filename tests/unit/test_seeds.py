@@ -8,13 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._workers.rng import (
-    Keyed,
-    key_of,
-    seed_all,
-    states,
-    swapped_in,
-)
+from aioloader._workers.rng import Keyed, key_of, seed_all, states, swapped_in
 
 
 def drawn() -> tuple[float, float, float]:

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    ChainDataset,
-    ConcatDataset,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader

@@ -22,13 +22,7 @@ from aioloader.errors import (
 from faulty import AsyncFaulty, Faulty, kill_and_wait, kill_itself, outcomes
 from lifespans import on_loop, plain
 from samples import AsyncStream, collect, labels
-from workers.ray_cluster import (
-    begun,
-    cluster,
-    let_go,
-    nothing_is_left,
-    wait_for,
-)
+from workers.ray_cluster import begun, cluster, let_go, nothing_is_left, wait_for
 from workers.test_failures import Fragile, Stubborn
 from workers.test_info import seed_everything
 from workers.test_lifespan import LoggedAsyncMap, LoggedMap, lives
@@ -379,10 +373,7 @@ class Guarded(LoggedMap):
 
 @pytest.mark.parametrize(
     ("make", "lifespan"),
-    [
-        pytest.param(Guarded, plain, marks=pytest.mark.fuzz),
-        (LoggedAsyncMap, on_loop),
-    ],
+    [pytest.param(Guarded, plain, marks=pytest.mark.fuzz), (LoggedAsyncMap, on_loop)],
 )
 def test_once_in_each_actor(make: Any, lifespan: Any, tmp_path: Path) -> None:
     """Entered before it reads, and left when it ends."""

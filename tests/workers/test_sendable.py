@@ -41,11 +41,7 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-OPTIONS: dict[str, Any] = {
-    "batch_size": None,
-    "collate_fn": as_it_is,
-    "num_workers": 2,
-}
+OPTIONS: dict[str, Any] = {"batch_size": None, "collate_fn": as_it_is, "num_workers": 2}
 FORKED: dict[str, Any] = {**OPTIONS, "multiprocessing_context": "fork"}
 
 # What torch's workers lose or break, and ours deliver as it was sent: bits of views,

@@ -16,12 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from aioloader import DataLoader, Retry, get_worker_info
 from beside import beside
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
-from working import (
-    Numbers,
-    double_async,
-    first,
-    total_async,
-)
+from working import Numbers, double_async, first, total_async
 
 
 def make(dataset: Any, **options: Any) -> Any:
@@ -49,10 +44,7 @@ async def test_map_style(name: Any, options: dict[str, Any]) -> None:
     expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
     torch.manual_seed(4)
     loader = make(name(), **options)
-    found = [
-        labels(await collect(loader)),
-        labels(await beside(lambda: list(loader))),
-    ]
+    found = [labels(await collect(loader)), labels(await beside(lambda: list(loader)))]
     assert (found, torch.rand(1)) == expected
 
 

@@ -377,10 +377,7 @@ class ByteStream(StoredStream[Sample_co]):
     cuts: ClassVar[Cuts | None] = None
 
     def __init__(
-        self,
-        addresses: "Addresses",
-        make: Make,
-        **options: Unpack[StreamOptions],
+        self, addresses: "Addresses", make: Make, **options: Unpack[StreamOptions]
     ) -> None:
         made_by = partial(ByteFormat, make=make, cuts=self.cuts)
         super().__init__(addresses, made_by, **options)

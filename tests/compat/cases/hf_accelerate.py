@@ -33,9 +33,7 @@ def accelerator(kit: Kit, steps: int = 1, **options: Any) -> Accelerator:
     configuration = DataLoaderConfiguration(**options)
     set_seed(7)
     return Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=steps,
-        dataloader_config=configuration,
+        cpu=True, gradient_accumulation_steps=steps, dataloader_config=configuration
     )
 
 

@@ -126,11 +126,7 @@ class Known(NamedTuple):
 
 # Opened with it, a pipe does not wait for its other end.
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _WORDS = {"e": "ETag", "w": "ETag or date", "t": "modification time"}
 NOTHING = Known()
 
