@@ -290,7 +290,8 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
     to the inner dataset, which decides there. Other plain wrappers of async datasets
     (``StackDataset``) look into the samples, so theirs is not used.
     """
-    if type(dataset) is Subset and batch_getter(dataset.dataset) is None:
+    is_torchs = Subset.__getitems__.__module__ == Subset.__module__  # not replaced
+    if type(dataset) is Subset and is_torchs and batch_getter(dataset.dataset) is None:
         return None
     mro = type(dataset).__mro__
     item, items = (

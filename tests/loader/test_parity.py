@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     ChainDataset,
     ConcatDataset,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     StackDataset,
     Subset,
     TensorDataset,
@@ -246,6 +249,33 @@ def test_unusual_tensors_are_not_gathered(name: str, indices: Any) -> None:
             return [one[0].tolist() for one in cls(dataset, 2, sampler=indices)]
         except (RuntimeError, IndexError) as error:
             return type(error), str(error)[:20]
+
+    assert found(DataLoader) == found(TorchLoader)
+
+
+REPLACED: list[tuple[Any, str, Any]] = [
+    (RandomSampler, "__iter__", lambda _self: iter([3, 0, 2])),
+    (SequentialSampler, "__iter__", lambda _self: iter([3, 0, 2])),
+    (BatchSampler, "__iter__", lambda _self: iter([[3, 0], [2], [1]])),
+    (Subset, "__getitems__", lambda _self, indices: [-at for at in indices]),
+]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("cls", "name", "method"), REPLACED)
+def test_methods_put_in_place_of_torchs(
+    num_workers: int, cls: Any, name: str, method: Any, monkeypatch: Any
+) -> None:
+    """In torch's own classes, for a fixed order in a test: they are called."""
+    monkeypatch.setattr(cls, name, method)
+
+    def found(base: Any) -> Any:
+        shuffle = cls is RandomSampler
+        numbers: Any = range(6)
+        loader = base(
+            Subset(numbers, numbers), 2, shuffle=shuffle, num_workers=num_workers
+        )
+        return len(loader), [batch.tolist() for batch in loader]
 
     assert found(DataLoader) == found(TorchLoader)
 

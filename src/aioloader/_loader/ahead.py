@@ -23,6 +23,12 @@ from aioloader.protocols import Kind
 
 # Above this, drawing a permutation would hold up the consumer for milliseconds.
 _MOST_INDICES = 1 << 18
+_KNOWN = {
+    RandomSampler,
+    SequentialSampler,
+    ShuffledIndices,
+    _InfiniteConstantSampler,
+}
 
 
 def can_look_ahead(options: Options) -> bool:
@@ -45,13 +51,11 @@ def can_look_ahead(options: Options) -> bool:
         return False  # a wrong guess would draw from the generators of the workers
     if holds_shared_memory(options.dataset, options.transform, options.collate_fn):
         return False
-    if type(sampler) is RandomSampler:
-        return sampler.num_samples <= _MOST_INDICES
-    return type(sampler) in {
-        SequentialSampler,
-        ShuffledIndices,
-        _InfiniteConstantSampler,
-    }
+    if type(sampler) not in _KNOWN or (
+        type(sampler).__iter__.__module__ != type(sampler).__module__  # replaced
+    ):
+        return False
+    return type(sampler) is not RandomSampler or sampler.num_samples <= _MOST_INDICES
 
 
 def _order_of(options: Options) -> list[Any]:

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from aioloader._device.naming import Device, current_accelerator, device_of
 from aioloader._observe.warnings import warn
@@ -257,10 +257,10 @@ class Options(Added):
     def global_batch_size(self) -> int | None:
         """Samples per batch on all ranks together; None with a batch sampler."""
         size = self.batch_size or 1
-        if type(self.batch_sampler) is BatchSampler:
+        if self.batch_sampler is not None:
+            if self.index_sampler is self.batch_sampler:
+                return None
             size = self.batch_sampler.batch_size
-        elif self.batch_sampler is not None:
-            return None
         return size * self.part.world_size
 
     @cached_property
@@ -279,8 +279,9 @@ class Options(Added):
         if self.kind is not Kind.MAP:
             size, drop_last = self.batch_size or 1, self.drop_last
             return part.batches(len(self.dataset), size, drop_last=drop_last)
-        found, size, drop_last = len(self.index_sampler), 1, False
-        if type(batches) is BatchSampler:
+        sampler, size, drop_last = self.index_sampler, 1, False
+        found = len(sampler)
+        if batches is not None and sampler is not batches:
             size, drop_last = batches.batch_size, batches.drop_last
         return part.batches(found, size, drop_last=drop_last)
 

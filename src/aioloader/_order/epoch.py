@@ -340,8 +340,12 @@ class EpochNumbers:
 
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
-    """Return the sampler that determines the order: of batches, or else of indices."""
-    if type(batch_sampler) is BatchSampler:
+    """Return the sampler that determines the order: of batches, or else of indices.
+
+    A program may have replaced the ``__iter__`` of one of torch's classes.
+    """
+    is_torchs = type(batch_sampler) is BatchSampler
+    if is_torchs and BatchSampler.__iter__.__module__ == BatchSampler.__module__:
         return batch_sampler.sampler
     return sampler if batch_sampler is None else batch_sampler
 
@@ -355,10 +359,10 @@ def order_of(
     """
     saved, drop_last = saved or {}, False
     size: int | None = 1 if batch_sampler is None else None
-    is_torchs = type(batch_sampler) is BatchSampler
+    sampler = index_sampler_of(sampler, batch_sampler)
+    is_torchs = batch_sampler is not None and sampler is not batch_sampler
     if is_torchs:
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-    sampler = index_sampler_of(sampler, batch_sampler)
     sampler = () if sampler is None else sampler
     is_known = type(sampler) in {SequentialSampler, ShuffledIndices}
     draws: Draws | None = None
@@ -367,7 +371,7 @@ def order_of(
         is_known = is_whole and not sampler.replacement
         draws = Draws(sampler, saved) if is_known else None
     at = size, part, saved.get("pulled", 0)
-    if size and is_known:
+    if size and is_known and sampler.__iter__.__module__ == type(sampler).__module__:
         return IndexOrder(*at, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))
     return IteratedOrder(
