@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -169,11 +170,17 @@ def test_spawned_processes() -> None:
     """They know nothing of this process."""
     with process_pool("spawn") as executor:
         loader = make(Numbers(), executor, batch_size=4, transform=lambda x: x + 1)
-        assert [batch.tolist() for batch in loader] == [
-            [1, 2, 3, 4],
-            [5, 6, 7, 8],
-            [9, 10, 11, 12],
-        ]
+        assert torch.cat(list(loader)).tolist() == [*range(1, 13)]
+
+
+def test_threads_see_the_consumers_context_variables() -> None:
+    """As the loader's own threads do."""
+    name: ContextVar[str] = ContextVar("name", default="nobody")
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(name.set, "somebody").result()
+        name.set("ann")
+        loader = make(Numbers(2), executor, collate_fn=lambda _: name.get())
+        assert list(loader) == ["ann", "ann"]
 
 
 def test_an_init_function_is_the_executors() -> None:

@@ -84,11 +84,17 @@ class _Side:
     _locked: Container[int]  # the slots that the reader has locked, as far as known
 
     def __init__(self, descriptor: int | None = None) -> None:
+        is_new = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("aioloader-arena")
-            os.ftruncate(descriptor, _PAGE)
         self.descriptor = descriptor
-        self._states = mmap.mmap(descriptor, _PAGE)
+        try:
+            if is_new:
+                os.ftruncate(descriptor, _PAGE)
+            self._states = mmap.mmap(descriptor, _PAGE)
+        except BaseException:
+            self.close()
+            raise
         self._cells = memoryview(self._states)[_MOST_SLOTS:].cast("q")
 
     def free(self, ref: SlotRef) -> None:

@@ -88,7 +88,8 @@ class ExecutorWorkers(Pool):
         number = self._numbers.setdefault(ident, len(self._numbers))
         dataset = pipeline.maker.dataset
         with worker_thread(number, spec.num_workers, spec.base_seed, dataset):
-            result = pipeline.make(task)
+            # Two threads cannot be in one context at once.
+            result = pipeline.context.copy().run(pipeline.make, task)
         result.lane = number
         return result
 

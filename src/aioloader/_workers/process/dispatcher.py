@@ -110,10 +110,10 @@ class Dispatcher:
             stack.callback(queue.far.close)
             stack.callback(queue.near.close)  # workers then see the end of requests
         self.workers: list[Worker] = []
+        stack.callback(self._close_arenas)
         for number in range(spec.num_workers):
             queue = self.queues[number % len(self.queues)]
             self.workers.append(Worker(number, queue, ArenaReader(locker=locker)))
-        stack.callback(self._close_arenas)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Send a request for ``task``; a stream that has ended answers at once."""

@@ -205,10 +205,15 @@ class ForkLauncher(Launcher):
 
     def _fork(self) -> None:
         self.control, theirs = Channel.pair()
-        # Duplicates: a forked child closes all descriptors of this process's pools.
-        copies = [os.dup(end) for end in self._ends]
-        loader = os.pidfd_open(os.getpid())
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            # Duplicates: a forked child closes all descriptors of this process's pools.
+            copies: list[int] = []
+            for end in self._ends:
+                copies.append(os.dup(end))
+                stack.callback(os.close, copies[-1])
+            loader = os.pidfd_open(os.getpid())
+            stack.callback(os.close, loader)
             with _quiet_fork() as collects:
                 process: Any = multiprocessing.get_context("fork").Process(
                     target=be_forked,
@@ -226,10 +231,6 @@ class ForkLauncher(Launcher):
                 popen.finalizer()
                 popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
-        finally:
-            theirs.close()
-            for descriptor in (loader, *copies):
-                os.close(descriptor)
 
     def reopen(self, note: Note) -> None:  # noqa: ARG002  (as the other kind)
         """Raise: this process is not forked again in mid-epoch."""
