@@ -328,10 +328,6 @@ TABLE = pa.table(
 Make = Callable[[Path], Any]
 
 
-def in_memory(_folder: Path) -> Any:
-    return pa.concat_tables([TABLE[:33], TABLE[33:]])
-
-
 def hive(folder: Path) -> Any:
     options = {"partitioning_flavor": "hive", "max_rows_per_group": 20,
                "max_rows_per_file": 40}  # fmt: skip
@@ -373,7 +369,8 @@ def duckdb(_folder: Path) -> Any:
     return connection.sql("SELECT * FROM t ORDER BY n")
 
 
-SHARDED: list[Make] = [in_memory, hive, feather]
+IN_MEMORY = pa.concat_tables([TABLE[:33], TABLE[33:]])
+SHARDED: list[Make] = [lambda _: IN_MEMORY, hive, feather]
 STREAMED: list[Make] = [
     lambda _: reader, lambda _: batches, lambda _: Exported(), polars, duckdb
 ]  # fmt: skip

@@ -292,11 +292,23 @@ def escaped(name: str) -> str:
     return re.sub(r"([\\{},])", r"\\\1", pattern) if "{" in pattern else pattern
 
 
-async def check_names(chosen: set[str], depth: int, folder: Path, port: int) -> None:
+@pytest.mark.slow
+@settings(max_examples=3 if settings().max_examples < 100 else 100)
+@given(found=st.sets(SEGMENTS, min_size=1, max_size=8), depth=st.integers(0, 1))
+@example(found={*NASTY}, depth=1)
+async def test_in_a_store(
+    found: set[str],
+    depth: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    s3_bucket: str,
+    s3_port: int,
+) -> None:
     """Read files of these names from every kind of store, by pattern and by name."""
+    chosen = {name for name in found if len(os.fsencode(name)) < 200}
+    folder = tmp_path_factory.mktemp("names")
     below, prefix = "d/" * depth, f"{folder.name} x/"
     options: Any = {
-        "endpoint": f"http://127.0.0.1:{port}",
+        "endpoint": f"http://127.0.0.1:{s3_port}",
         "region": "us-east-1",
         "access_key_id": "id",
         "secret_access_key": "key",
@@ -326,24 +338,8 @@ async def check_names(chosen: set[str], depth: int, folder: Path, port: int) -> 
         exact = TextDataset([*map(escaped, keys)], store=store)
         assert await items(exact) == sorted(chosen)
         async with ObjectDataset(store, keys) as objects:
-            found = [bytes(await objects[at]).decode() for at in range(len(keys))]
-        assert found == sorted(chosen)
-
-
-@pytest.mark.slow
-@settings(max_examples=3 if settings().max_examples < 100 else 100)
-@given(found=st.sets(SEGMENTS, min_size=1, max_size=8), depth=st.integers(0, 1))
-@example(found={*NASTY}, depth=1)
-async def test_in_a_store(
-    found: set[str],
-    depth: int,
-    tmp_path_factory: pytest.TempPathFactory,
-    s3_bucket: str,
-    s3_port: int,
-) -> None:
-    chosen = {name for name in found if len(os.fsencode(name)) < 200}
-    folder = tmp_path_factory.mktemp("names")
-    await check_names(chosen, depth, folder, s3_port)
+            bodies = [bytes(await objects[at]).decode() for at in range(len(keys))]
+        assert bodies == sorted(chosen)
 
 
 # -- listings of many pages ------------------------------------------------------------

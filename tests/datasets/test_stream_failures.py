@@ -28,6 +28,8 @@ from datasets import shards
 from datasets.shards import read
 from datasets.test_interleave import Memory
 
+SKIP: Any = {"on_error": "skip", "collate_fn": list}
+
 
 def refused() -> Any:
     raise OSError("cannot connect")
@@ -86,7 +88,7 @@ DEAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", DEAD)
 async def test_it_ends_with_its_error(name: str) -> None:
-    loader: Any = DataLoader(DEAD[name](), 4, collate_fn=list, on_error="skip")
+    loader: Any = DataLoader(DEAD[name](), 4, **SKIP)
     with pytest.raises(OSError, match="cannot connect"):
         await beside(lambda: list(loader))
 
@@ -124,11 +126,10 @@ def missing(folder: Path, *names: str) -> Any:
 
 
 async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
-    skip: Any = {"on_error": "skip", "collate_fn": list}
-    loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **skip)
+    loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **SKIP)
     assert await beside(lambda: list(loader)) == [["a", "b"]]
     assert len(loader.skipped) == 1
-    loader = DataLoader(missing(tmp_path, "7.txt", "8.txt"), 4, **skip)
+    loader = DataLoader(missing(tmp_path, "7.txt", "8.txt"), 4, **SKIP)
     with pytest.raises(FileNotFoundError, match=r"8\.txt") as caught:
         await beside(lambda: list(loader))
     assert any("all samples of this stream failed" in n for n in caught.value.__notes__)
@@ -136,15 +137,8 @@ async def test_no_shard_can_be_opened(tmp_path: Path) -> None:
 
 async def test_one_shard_of_a_rank_may_be_skipped(tmp_path: Path) -> None:
     for rank, expected in ((0, [["a", "b"]]), (1, [])):
-        loader: Any = DataLoader(
-            missing(tmp_path, "0.txt", "7.txt"),
-            4,
-            rank=rank,
-            world_size=2,
-            tail="uneven",
-            on_error="skip",
-            collate_fn=list,
-        )
+        options = {"rank": rank, "world_size": 2, "tail": "uneven", **SKIP}
+        loader: Any = DataLoader(missing(tmp_path, "0.txt", "7.txt"), 4, **options)
         assert await beside(partial(list, loader)) == expected
         assert len(loader.skipped) == rank
 
@@ -425,7 +419,7 @@ async def test_what_was_missing_before_may_be_missing_still(
         assert len(errors) + len(more) >= 1
 
 
-async def test_it_is_refused_for_good(tmp_path: Path) -> None:
+async def test_it_is_refused_for_good_and_no_policy_skips_it(tmp_path: Path) -> None:
     stream = lines(tmp_path).shuffle(20)
     _, _, state = await read_all(stream, 3)
     hide(tmp_path, is_hidden=True)
@@ -436,14 +430,8 @@ async def test_it_is_refused_for_good(tmp_path: Path) -> None:
             await anext(iterator)
     assert iterator.state_dict()["streams"] == state["streams"]
     await iterator.aclose()
-
-
-async def test_no_policy_skips_it(tmp_path: Path) -> None:
-    stream = lines(tmp_path).shuffle(20)
-    _, _, state = await read_all(stream, 3)
-    hide(tmp_path, is_hidden=True)
     stream.load_state_dict(state)
-    loader: Any = DataLoader(stream, 4, collate_fn=list, on_error="skip")
+    loader: Any = DataLoader(stream, 4, **SKIP)
     with pytest.raises(ShardChangedError, match="restart the epoch"):
         await beside(lambda: list(loader))
 

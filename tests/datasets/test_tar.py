@@ -262,12 +262,8 @@ def test_only_the_last_byte_ends_an_archive() -> None:
 def test_a_sample_comes_when_the_next_begins() -> None:
     """Not only when the body that follows is here; and a piece may be any buffer."""
     first, second = member(b"a.x", b"1"), member(b"b.x", b"2" * 5000)
-    for buffer in (
-        bytes,
-        bytearray,
-        memoryview,
-        lambda data: io.BytesIO(data).getbuffer(),
-    ):
+    kinds: Any = bytes, bytearray, memoryview, lambda data: io.BytesIO(data).getbuffer()
+    for buffer in kinds:
         feed = Feed(URL, 0)
         reading = _tar.samples(1 << 20, "error", feed)
         for piece in (first, second[:512]):

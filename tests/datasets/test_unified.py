@@ -62,16 +62,13 @@ async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
         "s": pa.array(["c", None], pa.large_string()),
     }
     paths = written(tmp_path, first, second)
-    third = pa.table(first).cast(
-        pa.schema(
-            [
-                pa.field("s", pa.string(), nullable=False),
-                pa.field("n", pa.int32(), nullable=False),
-                ("x", pa.null()),
-                ("l", pa.list_(pa.int16())),
-            ]
-        )
-    )
+    fields = [
+        pa.field("s", pa.string(), nullable=False),
+        pa.field("n", pa.int32(), nullable=False),
+        ("x", pa.null()),
+        ("l", pa.list_(pa.int16())),
+    ]
+    third = pa.table(first).cast(pa.schema(fields))
     paths.append(write(tmp_path / "c.parquet", third))
     for order in (paths, paths[::-1]):
         rows = await read_all(ParquetFormat(order, Local()))
@@ -176,9 +173,8 @@ async def test_a_schema_says_what_columns_are(tmp_path: Path) -> None:
     made = ParquetFormat(paths, Local(), columns=["n"], schema=schema, nulls={"n": -1})
     assert await read_all(made) == [{"n": 1.0}, {"n": -1.0}]
     only = pa.schema([("z", pa.int8())])
-    assert (
-        await read_all(ParquetFormat(paths, Local(), schema=only)) == [{"z": None}] * 2
-    )
+    made = ParquetFormat(paths, Local(), schema=only)
+    assert await read_all(made) == [{"z": None}] * 2
 
 
 async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
@@ -454,12 +450,10 @@ def test_a_file_without_the_column(folder: Path) -> None:
 
 def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
     """Some writers keep it there too."""
-    place = tmp_path / "h" / "year=2022"
-    place.mkdir(parents=True)
-    pq.write_table(pa.table({"year": [7]}), place / "x.parquet")
-    other = tmp_path / "h" / "year=2023"
-    other.mkdir()
-    pq.write_table(pa.table({"year": [8]}), other / "x.parquet")
+    for year, value in ((2022, 7), (2023, 8)):
+        place = tmp_path / "h" / f"year={year}"
+        place.mkdir(parents=True)
+        pq.write_table(pa.table({"year": [value]}), place / "x.parquet")
     assert ours(ParquetDataset(PATTERN, store=tmp_path)) == [{"year": 7}, {"year": 8}]
     for filters in ([("year", "=", 8)], [("year", "=", 2023)]):
         stream = ParquetDataset(PATTERN, filters=filters, store=tmp_path)
@@ -473,14 +467,8 @@ def test_other_formats(columns: Any, tmp_path: Path) -> None:
         place.mkdir()
         write(place / "x.arrow", pa.table({"number": [1, 2]}))
         (place / "x.csv").write_text("number\n1\n2\n")
-    expected = [
-        {key: row[key] for key in columns or row}
-        for row in (
-            {"number": number, "year": year}
-            for number in (1, 2)
-            for year in (2022, 2023)
-        )
-    ]
+    rows = [{"number": n, "year": year} for n in (1, 2) for year in (2022, 2023)]
+    expected = [{key: row[key] for key in columns or row} for row in rows]
     for made in (
         ArrowDataset("**/*.arrow", columns, store=tmp_path),
         CSVDataset("**/*.csv", columns, store=tmp_path),

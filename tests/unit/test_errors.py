@@ -28,18 +28,13 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_crosses_a_pickle(error: errors.LoaderError) -> None:
-    """Type, message, fields and notes are kept."""
+def test_crosses_a_pickle_and_is_made_again(error: errors.LoaderError) -> None:
+    """Type, message, fields and notes are kept; of its text, as frameworks do it."""
     error.add_note("where")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == "m"
     assert vars(copy) == vars(error)
-
-
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_made_again_of_its_text(error: errors.LoaderError) -> None:
-    """As frameworks do that raise it in another process."""
     again = type(error)(str(error))
     fields = vars(error).keys() - {"__notes__"}
     assert (str(again), set(vars(again))) == ("m", fields)

@@ -14,34 +14,14 @@ import aioloader.datasets
 
 # What only some programs need, and what they cost.
 LATER = [
-    "PIL",
-    "adbc_driver_manager",
-    "adbc_driver_postgresql",
-    "adbc_driver_sqlite",
-    "aiofiles",
-    "aioloader._cli",
-    "aioloader._loader.sources",
-    "aioloader._observe.stats",
-    "aioloader._pipeline.inline",
-    "aioloader._workers.process.fork_server",
-    "aioloader._workers.process.pool",
-    "aioloader.datasets",
-    "aioloader.testing",
-    "asyncpg",
-    "braceexpand",
-    "moto",
-    "numpy.random",
-    "obstore",
-    "orjson",
-    "pandas",
-    "pyarrow",
-    "ray",
-    "sqlite3",
-    "tqdm",
-    "trio",
-    "uvloop",
-    "zstandard",
-]
+    "PIL", "adbc_driver_manager", "adbc_driver_postgresql", "adbc_driver_sqlite",
+    "aiofiles", "aioloader._cli", "aioloader._loader.sources",
+    "aioloader._observe.stats", "aioloader._pipeline.inline",
+    "aioloader._workers.process.fork_server", "aioloader._workers.process.pool",
+    "aioloader.datasets", "aioloader.testing", "asyncpg", "braceexpand", "moto",
+    "numpy.random", "obstore", "orjson", "pandas", "pyarrow", "ray", "sqlite3", "tqdm",
+    "trio", "uvloop", "zstandard",
+]  # fmt: skip
 # A loader over a sample list needs none of these either.
 NOT_BY_A_LOADER = [name for name in LATER if not name.startswith("aioloader._")]
 NOT_BY_A_LOADER = [name for name in NOT_BY_A_LOADER if name != "numpy.random"]

@@ -1,7 +1,6 @@
 """Batches as parcels: ``unpack(pack(x)) == x``, in the frame or in a slot."""
 
-import os
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,25 +11,19 @@ from torch.utils._pytree import tree_flatten
 
 from aioloader import default_collate
 from aioloader._collate.collate import lending
-from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader._workers.process.messages import Packer, slot_of, unpack
 from sendable import DTYPES
+from unit.test_arena import Pair
 
 INLINE = 1 << 14
 
 
-class Post:
+class Post(Pair):
     """A packer, and the reader's side of its arena."""
 
-    def __enter__(self) -> Self:
-        self.writer = ArenaWriter()
-        self.reader = ArenaReader(os.dup(self.writer.descriptor))
+    def __init__(self) -> None:
+        super().__init__()
         self.packer = Packer(self.writer, INLINE)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.reader.close()
-        self.writer.close()
 
     def frame(self, value: Any) -> bytes:
         """Return the frame of ``value``."""

@@ -51,7 +51,8 @@ def test_neighbours_are_scattered() -> None:
 
 def test_order_is_a_contract() -> None:
     """The order for a seed does not change between releases."""
-    assert ShuffledIndices(10, seed=1).take(0, 10).tolist() == GOLDEN
+    order = ShuffledIndices(10, seed=1).take(0, 10)
+    assert order.tolist() == [4, 3, 6, 9, 2, 1, 7, 5, 8, 0]
 
 
 def test_epochs_differ_and_return() -> None:
@@ -92,6 +93,3 @@ def test_refuses_other_sizes(n: int) -> None:
     """Only sizes whose indices fit in int64."""
     with pytest.raises(ValueError, match=r"n must be from 0 to 2\*\*63"):
         ShuffledIndices(n)
-
-
-GOLDEN = [4, 3, 6, 9, 2, 1, 7, 5, 8, 0]

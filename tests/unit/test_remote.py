@@ -76,15 +76,11 @@ def crossed(error: BaseException) -> BaseException:
     return copy.raisable()
 
 
-def _unicode_error() -> UnicodeDecodeError:
-    return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte")
-
-
 CROSSING = [
     ValueError("plain"),
     KeyError("key"),
     OSError(2, "No such file", "path"),
-    _unicode_error(),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte"),
     OddError(1, 2),
     KeywordError(code=4),
     KeywordError(code=4, table=torch.arange(5000)),

@@ -38,13 +38,12 @@ def metric(key: str, *, higher: bool) -> dict[str, Any]:
     return {"key": key, "title": f"{key} title", "spec": ",.1f", "higher": higher}
 
 
-def keep(folder: Path, name: str, **kept: Any) -> None:
-    text = {"question": name, "text": f"Is {name} fast?", "seconds": 1.0}
-    whole = text | {"environment": ENVIRONMENT, "targets": []} | kept
-    (folder / f"{name}.json").write_text(json.dumps(whole))
-
-
-def page(modules: dict[str, ModuleType], folder: Path) -> str:
+def page(modules: dict[str, ModuleType], folder: Path, **kept: Any) -> str:
+    """Return the page of a folder, in which the results of a question are kept."""
+    if kept:
+        text = {"question": "tiny", "text": "Is tiny fast?", "seconds": 1.0}
+        whole = text | {"environment": ENVIRONMENT, "targets": []} | kept
+        (folder / "tiny.json").write_text(json.dumps(whole))
     results = modules["figures"].read_all(folder)
     return str(modules["results_page"].page(results, folder / "plots"))
 
@@ -58,8 +57,7 @@ def test_a_loss_is_shown_as_plainly_as_a_win(
         "large: torch": [{"rate": 10.0}],
         "large: aioloader": [{"rate": 5.0}],
     }
-    keep(tmp_path, "tiny", metrics=[metric("rate", higher=True)], rounds=rounds)
-    text = page(modules, tmp_path)
+    text = page(modules, tmp_path, metrics=[metric("rate", higher=True)], rounds=rounds)
     assert "as good or better in 1 of 2 cases, worse in 1" in text
     assert "| torch | 20.0 ±25% | 2.00 |" in text
     assert "| torch | 10.0 | **0.50** |" in text
@@ -76,8 +74,7 @@ def test_what_a_peer_does_not_do_at_all_is_no_loss(
         "b: torch": [{"rate": 2.0}],
         "b: aioloader": [{"rate": 1.0}],
     }
-    keep(tmp_path, "tiny", metrics=[metric("rate", higher=True)], rounds=rounds)
-    text = page(modules, tmp_path)
+    text = page(modules, tmp_path, metrics=[metric("rate", higher=True)], rounds=rounds)
     assert "as good or better in 1 of 2 cases, worse in 1 (in bold)" in text
     assert "| torch: 0.0 | ∞ |" in text
 
@@ -88,8 +85,7 @@ def test_less_is_better_where_the_metric_says_so(
     rounds = {"torch": [{"us": 10.0}], "aioloader": [{"us": 4.0}]}
     missed = [{"text": "tiny has 4 in us, promised 3", "met": False}]
     metrics = [metric("us", higher=False)]
-    keep(tmp_path, "tiny", metrics=metrics, rounds=rounds, targets=missed)
-    text = page(modules, tmp_path)
+    text = page(modules, tmp_path, metrics=metrics, rounds=rounds, targets=missed)
     assert "| torch | 10.0 | 2.50 |" in text
     assert "**missed**: tiny has 4 in us, promised 3" in text
 
@@ -102,8 +98,7 @@ def test_curves_meet_where_their_ratio_passes_one(
         "aioloader": [{"1": 1.0, "100": 100.0}],
     }
     metrics = [metric(key, higher=True) for key in ("1", "100")]
-    keep(tmp_path, "tiny", metrics=metrics, rounds=rounds, axis="bytes")
-    text = page(modules, tmp_path)
+    text = page(modules, tmp_path, metrics=metrics, rounds=rounds, axis="bytes")
     assert (
         "| torch | 0.10 to 10.00 | equal at 10 bytes; **slower** below the first |"
         in (text)

@@ -18,32 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_public_names() -> None:
     """Changing this list is changing the product."""
-    assert aioloader.__all__ == [
-        "SKIP",
-        "DataLoader",
-        "Device",
-        "Failure",
-        "LoaderStats",
-        "PrometheusCollector",
-        "RayWorkers",
-        "Retry",
-        "ShuffledIndices",
-        "Skip",
-        "TokenBudgetBatchSampler",
-        "WorkerInfo",
-        "datasets",
-        "default_collate",
-        "default_convert",
-        "errors",
-        "get_worker_info",
-        "merge_states",
-        "merge_traces",
-        "observe_with_opentelemetry",
-        "pad_collate",
-        "progress",
-        "varlen_collate",
-        "warm_up",
-    ]
+    names = """
+        SKIP DataLoader Device Failure LoaderStats PrometheusCollector RayWorkers Retry
+        ShuffledIndices Skip TokenBudgetBatchSampler WorkerInfo datasets default_collate
+        default_convert errors get_worker_info merge_states merge_traces
+        observe_with_opentelemetry pad_collate progress varlen_collate warm_up
+    """
+    assert aioloader.__all__ == names.split()
     assert all(hasattr(aioloader, name) for name in aioloader.__all__)
 
 
@@ -85,24 +66,11 @@ def test_torchs_signature() -> None:
     added = list(ours.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in added)
     assert len(ours) - 1 == 33
-    assert [parameter.name for parameter in added] == [
-        "snapshot_every_n_steps",
-        "transform",
-        "concurrency",
-        "device",
-        "workers",
-        "fetch",
-        "rng",
-        "on_timeout",
-        "loop",
-        "on_error",
-        "retry",
-        "rank",
-        "world_size",
-        "tail",
-        "lifespan",
-        "prefetch_bytes",
-    ]
+    names = """
+        snapshot_every_n_steps transform concurrency device workers fetch rng on_timeout
+        loop on_error retry rank world_size tail lifespan prefetch_bytes
+    """
+    assert [parameter.name for parameter in added] == names.split()
 
 
 def test_no_long_files() -> None:
