@@ -231,7 +231,7 @@ async def test_a_skipped_sample_pads_no_tail(way: str, dataset: Any) -> None:
         loop: Any = "caller" if way == "caller" else "thread"
         loader: Any = DataLoader(
             dataset(n, bad),
-            1,
+            2,
             rank=rank,
             world_size=world_size,
             on_error="skip",
