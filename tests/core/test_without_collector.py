@@ -34,20 +34,20 @@ def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
-MAPS = [SyncMap, AsyncMap]
+# Of plain streams, threads read as the process does.
+ALL = [(kind, by) for kind in KINDS for by in BY]
+ALL.remove((SyncStream, "threads"))
+EVERYWHERE = pytest.mark.parametrize(("kind", "by"), ALL)
 
 
 # -- cancellation -------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", BY)
+@EVERYWHERE
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("kind", KINDS)
 async def test_a_cancelled_task_group(kind: Any, way: str, by: str) -> None:
     """anyio's cancellation is level-triggered; its error is held by nobody."""
-    if by == "threads" and kind is SyncStream:
-        pytest.skip("as in process")
     async with released():
         loader = make(way, kind(4000), **BY[by])
         begun = asyncio.Event()
@@ -283,16 +283,13 @@ async def take(way: str, loader: DataLoader[Any], *, whole: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", BY)
+@EVERYWHERE
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [False, True])
 async def test_a_dropped_loader_holds_no_data(
     whole: bool, kind: Any, way: str, by: str
 ) -> None:
     """No circle of references keeps a data set, after a break or a whole epoch."""
-    if by == "threads" and kind is SyncStream:
-        pytest.skip("as in process")
     dataset = kind(24)
     gone = weakref.ref(dataset)
     async with released():
@@ -326,13 +323,10 @@ async def test_a_step_is_a_coroutine(kind: Any, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", BY)
+@EVERYWHERE
 @pytest.mark.parametrize("way", ASYNC_WAYS)
-@pytest.mark.parametrize("kind", KINDS)
 async def test_a_step_holds_its_iterator(kind: Any, way: str, by: str) -> None:
     """``await anext(aiter(loader))`` takes a first batch; then all is released."""
-    if by == "threads" and kind is SyncStream:
-        pytest.skip("as in process")
     async with released():
         loader = make(way, kind(24), **BY[by])
         found = [await bounded(anext(aiter(loader)))]
@@ -370,7 +364,7 @@ async def test_aclose_releases(how: str, kind: Any, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("kind", [SyncMap, AsyncMap])
 @pytest.mark.parametrize("how", ["iterator", "loader", "with"])
 def test_close_releases(how: str, kind: Any, by: str) -> None:
     """Nor is there after ``close``; worker processes have ended."""

@@ -24,14 +24,19 @@ def saved(loader: Any) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-def left_at(loader: Any, taken: int) -> Any:
-    """Return the state after some batches of an epoch."""
+def begun(loader: Any, taken: int = 1) -> tuple[Any, Any]:
+    """Return an iterator behind some batches, and the state there."""
     iterator = iter(loader)
     for _ in range(taken):
         next(iterator)
-    state = saved(loader)
+    return iterator, loader.state_dict()
+
+
+def left_at(loader: Any, taken: int) -> Any:
+    """Return the state after some batches of an epoch, as a file restores it."""
+    iterator, state = begun(loader, taken)
     iterator.close()
-    return state
+    return json.loads(json.dumps(state))
 
 
 def loaded(loader: Any, state: Any) -> Any:

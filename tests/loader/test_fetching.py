@@ -14,6 +14,7 @@ from aioloader import DataLoader
 from aioloader.datasets import from_iterable
 from aioloader.errors import BatchTimeoutError
 from beside import beside
+from core.kit import quiet
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
 
 
@@ -44,12 +45,6 @@ class Gated(AsyncMap):
         while len(self.waiting) < number:
             self.came.clear()
             await self.came.wait()
-
-
-async def quiet() -> None:
-    """Let everything that can run on this loop run."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_ordered_runs_ahead_of_a_slow_sample_within_the_window() -> None:
@@ -165,8 +160,6 @@ async def test_the_default_window_keeps_the_crew_busy() -> None:
         for _ in range(2):  # the first batch has a head start
             await anext(iterator)
         await quiet()
-        for _ in range(200):
-            await asyncio.sleep(0)
         assert len(dataset.asked) == batch_size * (2 + window)
         await iterator.aclose()
 
@@ -194,8 +187,7 @@ async def test_a_stream_is_read_no_further_than_the_window() -> None:
     loader = DataLoader(Counting(60), batch_size=4, prefetch_factor=2, loop="caller")
     iterator = aiter(loader)
     await anext(iterator)
-    for _ in range(200):
-        await asyncio.sleep(0)
+    await quiet()
     assert len(pulled) == 12
     await iterator.aclose()
 

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader, ShuffledIndices
 from beside import beside
+from core import kit
+from core.kit import WAYS
 from samples import (
     AsyncBatchMap,
     AsyncMap,
@@ -35,13 +37,10 @@ from samples import (
 
 pytestmark = pytest.mark.slow
 
-WAYS = ["for", "thread", "caller"]
-
 
 async def batches(way: str, dataset: Any, **options: Any) -> list[Any]:
     """Return all batches, iterated in one of the three ways."""
-    loop: Any = "caller" if way == "caller" else "thread"
-    return await iterated(way, DataLoader(dataset, loop=loop, **options))
+    return await iterated(way, kit.make(way, dataset, **{"batch_size": 1, **options}))
 
 
 async def iterated(way: str, loader: Any) -> list[Any]:
@@ -69,6 +68,20 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+def seeded(options: dict[str, Any]) -> dict[str, Any]:
+    """Seed torch, and return the options with the generator of that seed."""
+    torch.manual_seed(4)
+    seed = options.get("generator")
+    own = torch.Generator().manual_seed(seed) if seed else None
+    return {**options, "generator": own}
+
+
+def expected_of(options: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
+    """Return two epochs of torch's loader, and what is drawn after them."""
+    theirs = TorchLoader(SyncMap(), **seeded(options))
+    return [labels(list(theirs)) for _ in range(2)], torch.rand(1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize(
@@ -87,16 +100,8 @@ STREAMS: dict[str, Callable[[], Any]] = {
 )
 async def test_map_style(way: str, name: str, options: dict[str, Any]) -> None:
     """Same batches and same later draws as torch over the same samples, twice."""
-
-    def seeded() -> dict[str, Any]:
-        torch.manual_seed(4)
-        seed = options.get("generator")
-        own = torch.Generator().manual_seed(seed) if seed else None
-        return {**options, "generator": own}
-
-    theirs = TorchLoader(SyncMap(), **seeded())
-    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
-    loader_options = seeded()
+    expected = expected_of(options)
+    loader_options = seeded(options)
     dataset = MAPS[name]()
     # the same generator object goes on, as in one loader
     found = [labels(await batches(way, dataset, **loader_options)) for _ in range(2)]
@@ -184,8 +189,7 @@ async def test_functions_of_any_colour(way: str, make: Any, colours: str) -> Non
 async def test_shuffled_indices(way: str, make: Any) -> None:
     """A lazy order serves as a sampler; each epoch has its own, unless one is set."""
     order = ShuffledIndices(20, seed=3)
-    loop: Any = "caller" if way == "caller" else "thread"
-    loader: Any = DataLoader(make(), sampler=order, batch_size=20, loop=loop)
+    loader: Any = kit.make(way, make(), sampler=order, batch_size=20)
 
     async def epoch() -> list[int]:
         return labels(await iterated(way, loader))[0]

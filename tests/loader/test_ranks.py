@@ -1,6 +1,5 @@
 """Ranks: global batches are the same sets on any number of them."""
 
-import json
 import math
 import re
 import warnings
@@ -25,7 +24,7 @@ from aioloader import DataLoader, ShuffledIndices, merge_states
 from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import StateMismatchError
 from datasets.ranks import of_ranks
-from loader.states import saved, seeded
+from loader.states import begun, left_at, loaded, saved, seeded
 from samples import AsyncMap
 from stateful import Cursors, Plain
 from working import AsyncNumbers, Numbers
@@ -201,18 +200,9 @@ def test_from_four_onto_three(kind: str, order: str, tail: str, k: int) -> None:
     whole = batches(loaders(kind, 101, 1, order, tail="uneven"))
     assert len(whole) == 5
     four = loaders(kind, 101, 4, order, tail=tail)
-    states = []
-    for loader in four:
-        iterator = iter(loader)
-        for _ in range(k):
-            next(iterator)
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        iterator.close()
-    for state in states:
+    for state in [left_at(loader, k) for loader in four]:
         three = loaders(kind, 101, 3, order, tail=tail)
-        for loader in three:
-            loader.load_state_dict(state)
-        assert batches(three) == whole[k:]
+        assert batches([loaded(loader, state) for loader in three]) == whole[k:]
 
 
 @pytest.mark.parametrize("delivered", [0, 1])
@@ -248,10 +238,7 @@ def state_of_rank(rank: int, sampler: Any, delivered: int) -> Any:
     """Return the state of one rank of two after some batches."""
     torch.manual_seed(3)
     loader = Loader(Numbers(60), 6, sampler=sampler, rank=rank, world_size=2)
-    iterator = iter(loader)
-    for _ in range(delivered):
-        next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader, delivered)
     iterator.close()
     return state
 
@@ -486,9 +473,7 @@ def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
     state = merge_states([saved(loader) for loader in begun])
     for iterator in iterators:
         iterator.close()
-    resumed = of_stream(stream, 3)
-    for loader in resumed:
-        loader.load_state_dict(state)
+    resumed = [loaded(loader, state) for loader in of_stream(stream, 3)]
     with pytest.warns(UserWarning, match="readers"):
         found += samples(resumed)
     assert sorted(found) == sorted(samples(of_stream(stream, 1)))
@@ -496,14 +481,8 @@ def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
 
 def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
     """And those of a part of the ranks."""
-    stream = TextDataset(shards).readers(24)
-    states = []
-    for count, loader in enumerate(of_stream(stream, 2), 1):
-        iterator = iter(loader)
-        for _ in range(count):
-            next(iterator)
-        states.append(loader.state_dict())
-        iterator.close()
+    ranks = of_stream(TextDataset(shards).readers(24), 2)
+    states = [left_at(loader, count) for count, loader in enumerate(ranks, 1)]
     with pytest.raises(StateMismatchError, match="not of one run and one moment"):
         merge_states(states)
     with pytest.raises(StateMismatchError, match="missing"):
@@ -525,12 +504,10 @@ def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
         options: Any = {"num_workers": workers, "fetch": "workers", "tail": "uneven"}
         return of_ranks(stream, ranks, 4 // ranks, collate_fn=list, **options)
 
-    (loader,), resumed = made(1), made(ranks)
+    (loader,) = made(1)
     found, state = next(iter(loader)), merge_states([saved(loader)])
     loader.close()
-    for loader in resumed:
-        loader.load_state_dict(state)
-    found += samples(resumed)
+    found += samples([loaded(loader, state) for loader in made(ranks)])
     assert len(found) == len({*found}) == 24 * 11 - 2
     with pytest.raises(StateMismatchError, match=r"3 workers .* after 1 batches: some"):
         made(1, 2)[0].load_state_dict(state)
@@ -539,10 +516,7 @@ def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
 @pytest.mark.filterwarnings("ignore:.*no state_dict:UserWarning")
 def test_workers_that_split_an_iterable_themselves() -> None:
     """Their number is part of the order."""
-    loader = DataLoader(Plain(), 2, num_workers=2)
-    next(iter(loader))
-    state = loader.state_dict()
-    loader.close()
+    state = left_at(DataLoader(Plain(), 2, num_workers=2), 1)
     words = r"2 readers .* but the loader has 1; load it with the same num_workers"
     with pytest.raises(StateMismatchError, match=words):
         DataLoader(Plain(), 2, num_workers=1).load_state_dict(state)

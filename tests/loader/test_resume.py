@@ -17,7 +17,7 @@ from aioloader import DataLoader, ShuffledIndices
 from aioloader._order.epoch import Progress
 from beside import beside
 from core.kit import PATIENCE
-from loader.states import left_at, listed, loaded, saved, seeded
+from loader.states import begun, left_at, listed, loaded, saved, seeded
 from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
@@ -212,9 +212,7 @@ async def test_from_a_task_and_a_thread() -> None:
 def test_iterators_that_are_dropped() -> None:
     """A loaded state waits for the first batch that is asked for."""
     loader = LOADERS["generator"]()
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     resumed = loaded(LOADERS["generator"](), state)
     assert resumed.state_dict() == state
     iter(resumed)
@@ -227,9 +225,7 @@ def test_set_epoch_again() -> None:
     make_loader = make(Numbers(10), 3, sampler=ShuffledIndices(10, 5))
     loader = make_loader()
     loader.set_epoch(4)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     rest = listed(iterator)
     resumed = loaded(make_loader(), state)
     resumed.set_epoch(4)
@@ -244,9 +240,7 @@ def test_set_epoch_again() -> None:
 def test_an_iteration_under_way_is_left_alone() -> None:
     """A state loaded meanwhile is for the next one, and a warning says so."""
     loader = LOADERS["in order"]()
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     next(iterator)
     with pytest.warns(UserWarning, match="takes effect with the next"):
         loader.load_state_dict(state)
@@ -265,9 +259,7 @@ def test_an_empty_state_is_ignored() -> None:
 def test_states_are_copies() -> None:
     """What is done to a state changes no loader, and the other way round."""
     loader = LOADERS["in order"]()
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     resumed = loaded(LOADERS["in order"](), state)
     state["done"] = 3
     resumed.state_dict()["done"] = 2

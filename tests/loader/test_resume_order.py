@@ -32,7 +32,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset, from_iterable
-from loader.states import REPEATED, left_at, listed, loaded, saved, seeded
+from loader.states import REPEATED, begun, left_at, listed, loaded, saved, seeded
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 from stateful import Batches, Cursor, Cursors, Streamed
@@ -215,9 +215,7 @@ def test_every_k_without_a_state(make: Callable[[], DataLoader[Any]]) -> None:
 def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     """It goes on behind what was delivered, though more had been asked of it."""
     loader: Any = DataLoader(Numbers(N), 2, sampler=Kept(), prefetch_factor=4)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     assert state["states"][0]["0"]["sampler"] == {"place": 2}
     rest = listed(iterator)
     sampler = Kept()
@@ -280,9 +278,8 @@ def test_a_billion(shuffle: bool) -> None:
 def test_a_state_has_some_kilobytes(options: dict[str, Any], generators: int) -> None:
     """Half a kilobyte, and 3.4 for each generator, whatever the dataset's length."""
     loader = DataLoader(range(10**6), 10, **options)
-    iterator = iter(loader)
-    next(iterator)
-    assert len(json.dumps(loader.state_dict())) < 600 + 3_500 * generators
+    _, state = begun(loader)
+    assert len(json.dumps(state)) < 600 + 3_500 * generators
     loader.close()
 
 

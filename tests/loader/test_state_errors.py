@@ -26,7 +26,7 @@ from aioloader import DataLoader, ShuffledIndices, merge_states
 from aioloader.datasets import CSVDataset, from_iterable, mix
 from aioloader.errors import StateMismatchError
 from datasets.shards import arrow, parquet, sqlite, tar, text
-from loader.states import left_at, listed, rest_of, seeded
+from loader.states import begun, left_at, listed, rest_of, seeded
 from samples import AsyncStream, SyncMap, SyncStream
 from stateful import Batches, Counted, Cursors, Kept
 from working import Numbers
@@ -151,10 +151,8 @@ def test_mismatches(name: str, delivered: int) -> None:
     """At once, also between epochs; the loader is as it was."""
     make, (expected, found), what = CASES[name]
     loader, other = make(expected), make(found)
-    iterator = iter(loader)
-    for _ in range(delivered):
-        next(iterator)
-    state = loader.state_dict() if delivered else make(expected).state_dict()
+    iterator, state = begun(loader, delivered)
+    state = state if delivered else make(expected).state_dict()
     before = other.state_dict()
     with pytest.raises(StateMismatchError, match=what) as caught:
         other.load_state_dict(state)
@@ -226,9 +224,7 @@ def test_samplers_of_other_indices_or_weights(name: str) -> None:
     """Refused within an epoch; the next one is drawn from those of then."""
     make, make_equal, make_other = CONTENTS[name]
     loader = sampled(make())
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     equal, other = sampled(make_equal()), sampled(make_other())
     equal.load_state_dict(state)
     assert listed(equal) == listed(iterator)
@@ -435,9 +431,7 @@ def test_a_far_epoch(name: str) -> None:
     """Nothing is done as often as an epoch's number says."""
     loader, resumed = MAKERS[name](), MAKERS[name]()
     loader.set_epoch(10**18)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator, state = begun(loader)
     torch.manual_seed(1)  # another process has drawn otherwise
     resumed.load_state_dict(state)
     assert str(list(resumed)) == str(list(iterator))

@@ -330,11 +330,9 @@ async def test_batches_of_a_batch_sampler(way: str, base: Any) -> None:
     """Of any kind; only skipping makes an empty one disappear."""
 
     async def found(batches: Any) -> list[Any]:
-        loop: Any = "caller" if way == "caller" else "thread"
         options: Any = {"transform": lambda pair: pair[1], "collate_fn": torch.tensor}
-        return await drain(
-            way, DataLoader(base(4), batch_sampler=batches, loop=loop, **options)
-        )
+        options |= {"batch_size": 1, "batch_sampler": batches}
+        return await drain(way, kit.make(way, base(4), **options))
 
     odd = [iter([0, 1]), {2}, (3,), [], torch.tensor([0, 2])]
     assert await found(odd) == [[0, 1], [2], [3], [], [0, 2]]

@@ -22,6 +22,7 @@ from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.tuner import Figures, Tuner, Tuning
 from aioloader._workers.ray.workers import RayWorkers
+from loader.states import left_at
 from observe.showing import Clock
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
 from stateful import Counted
@@ -354,11 +355,7 @@ def test_resumed_in_the_middle(workers: Any) -> None:
     """A state fits a loader with other numbers."""
     options = _ALL | {"num_workers": workers}
     loader = DataLoader(SyncMap(40), 4, **options)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    state = loader.state_dict()
-    del iterator
+    state = left_at(loader, 3)
     other = DataLoader(SyncMap(40), 4, num_workers=1)
     other.load_state_dict(state)
     assert indices(other) == [*range(12, 40)]

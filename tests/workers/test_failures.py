@@ -104,20 +104,6 @@ async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
     assert found[1:] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_batch_that_cannot_be_sent() -> None:
-    """One error for it; the next batch comes."""
-
-    def collate(samples: list[Any]) -> Any:
-        return (x for x in samples) if samples[0] == 4 else samples
-
-    iterator = iter(make(Numbers(), collate_fn=collate))
-    assert next(iterator) == [0, 1, 2, 3]
-    with pytest.raises(TypeError, match="cannot pickle") as caught:
-        next(iterator)
-    assert "stage 'send' of epoch 0, batch 1" in caught.value.__notes__[0]
-    assert next(iterator) == [8, 9, 10, 11]
-
-
 class Stubborn(int):
     """An index that cannot be pickled."""
 
@@ -146,17 +132,23 @@ def _refuse() -> Any:
     raise LookupError("not here")
 
 
-def test_a_batch_that_cannot_be_unpickled() -> None:
-    """Its error says what and why; the next batch comes."""
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_batch_that_cannot_be_sent_or_unpickled(is_sent: bool) -> None:
+    """One error for it, which says what and why; the next batch comes."""
 
     def collate(samples: list[Any]) -> Any:
-        return Fragile() if samples[0] == 4 else samples
+        bad = Fragile() if is_sent else (sample for sample in samples)
+        return bad if samples[0] == 4 else samples
 
     iterator = iter(make(Numbers(), collate_fn=collate))
-    next(iterator)
-    with pytest.raises(WorkerError, match="could not be unpickled") as caught:
+    assert next(iterator) == [0, 1, 2, 3]
+    words = "could not be unpickled" if is_sent else "cannot pickle"
+    with pytest.raises((WorkerError, TypeError), match=words) as caught:
         next(iterator)
-    assert isinstance(caught.value.__cause__, LookupError)
+    if is_sent:
+        assert type(caught.value.__cause__) is LookupError
+    else:
+        assert "stage 'send' of epoch 0, batch 1" in caught.value.__notes__[0]
     assert next(iterator) == [8, 9, 10, 11]
 
 

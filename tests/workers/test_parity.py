@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
 from beside import beside
+from loader.test_parity import expected_of, seeded
 from samples import (
     AsyncBatchMap,
     AsyncMap,
@@ -60,16 +61,8 @@ MAPS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_map_style(num_workers: int, name: str, options: dict[str, Any]) -> None:
     """Same batches and same later draws as torch over the same samples, twice."""
-
-    def seeded() -> dict[str, Any]:
-        torch.manual_seed(4)
-        seed = options.get("generator")
-        own = torch.Generator().manual_seed(seed) if seed else None
-        return {**options, "generator": own}
-
-    theirs = TorchLoader(SyncMap(), **seeded())
-    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
-    ours: Any = DataLoader(MAPS[name](), num_workers=num_workers, **seeded())
+    expected = expected_of(options)
+    ours: Any = DataLoader(MAPS[name](), num_workers=num_workers, **seeded(options))
     found = [labels(list(ours)) for _ in range(2)]
     assert (found, torch.rand(1)) == expected
 

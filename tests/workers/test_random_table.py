@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
+from loader.states import left_at
 from working import Drawing, draw, draw_own
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/workers.md"
@@ -79,7 +80,7 @@ def drawn(
         seed()
         ranks = {"rank": rank, "world_size": world_size}
         loader = partial(DataLoader[Any], make(24), 4 // world_size, **ranks, **options)
-        state = stopped(loader()) if resumed else {}
+        state = left_at(loader(), 3) if resumed else {}
         seed()
         with loader() as made:
             made.load_state_dict(state)
@@ -94,15 +95,6 @@ def seed() -> None:
     torch.manual_seed(0)
     seed_python(0)
     np.random.seed(0)
-
-
-def stopped(loader: Any) -> Any:
-    """Return a loader's state after three batches."""
-    with loader:
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        return loader.state_dict()
 
 
 @pytest.mark.slow

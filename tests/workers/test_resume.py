@@ -5,27 +5,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.datasets import from_iterable
 from aioloader.errors import StateMismatchError
+from loader.states import REPEATED, begun, left_at, seeded
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream
 from stateful import Cursors
 from working import AsyncDrawing, Drawing, Numbers, Sharded, draw
 
 Loader: Any = DataLoader  # options are tables here
-READ_AGAIN = "ignore:.* has no state_dict:UserWarning"
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning"
 )
-
-
-def seeded() -> torch.Generator:
-    """Return a generator of the user's."""
-    return torch.Generator().manual_seed(7)
 
 
 def drawing(**options: Any) -> DataLoader[Any]:
@@ -101,12 +95,10 @@ def test_an_epoch_begun_ahead_is_forgotten() -> None:
     """Persistent workers have begun the next epoch when a state is loaded."""
     loader = drawing(num_workers=2, persistent_workers=True)
     with loader:
-        iterator = iter(loader)
-        next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
+        iterator, state = begun(loader)
         rest = repr(list(iterator))
         following = repr(list(loader))
-        loader.load_state_dict(state)
+        loader.load_state_dict(json.loads(json.dumps(state)))
         assert repr(list(loader)) == rest
         assert repr(list(loader)) == following
 
@@ -123,7 +115,7 @@ def test_states() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(READ_AGAIN)
+@REPEATED
 @pytest.mark.parametrize("in_order", [True, False])
 def test_without_states(in_order: bool) -> None:
     """Each worker reads its own again; it may draw."""
@@ -136,7 +128,7 @@ def test_without_states(in_order: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(READ_AGAIN)
+@REPEATED
 async def test_async_iterables_in_workers() -> None:
     """With ``fetch="workers"`` each reads all of it."""
     await assert_resumes_exactly_async(
@@ -146,10 +138,6 @@ async def test_async_iterables_in_workers() -> None:
 
 def test_other_readers() -> None:
     """How the samples are dealt depends on the number of workers that read."""
-    loader = Loader(Cursors(17), 2, num_workers=3)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    iterator.close()
+    state = left_at(Loader(Cursors(17), 2, num_workers=3), 1)
     with pytest.raises(StateMismatchError, match=r"with 3 readers .* has 2"):
         Loader(Cursors(17), 2, num_workers=2).load_state_dict(state)
