@@ -72,13 +72,14 @@ def _reduce_cached(function: Any) -> Any:
     """Reduce a function with a cache to its parts, unless it can be imported."""
     import cloudpickle
 
-    module = function.__module__
+    module: str = function.__module__
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules.get(module))
     except AttributeError:  # it is local, or has another name
         found = None
     sent = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    if found is function and module not in sent:
+    is_sent = any(f"{module}.".startswith(f"{one}.") for one in sent)
+    if found is function and not is_sent:
         return function.__reduce__()
     return _cache_again, (function.__wrapped__, function.cache_parameters())
 
