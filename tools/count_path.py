@@ -90,16 +90,19 @@ def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
 
     By process: those of workers that were forked from this one are followed too.
     """
-    # A thread may be slower to write its function than another one is to call the next.
-    seen: defaultdict[int, dict[CodeType, int]] = defaultdict(dict)
+    # A thread may be slower to write its function than another one is to call the next,
+    # or to end the run: each writes its own.
+    seen: defaultdict[tuple[int, int], set[CodeType]] = defaultdict(set)
     numbers = itertools.count()
     # Threads and workers may still write as they end.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
 
         def profile(frame: FrameType, event: str, _arg: Any) -> None:
             code, pid, number = frame.f_code, os.getpid(), next(numbers)
-            if event != "call" or seen[pid].setdefault(code, number) != number:
+            known = seen[pid, threading.get_ident()]
+            if event != "call" or code in known:
                 return
+            known.add(code)
             if root in Path(code.co_filename).parents:
                 with contextlib.suppress(OSError):  # the folder is gone: enough is seen
                     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -110,7 +113,9 @@ def followed(run: Callable[[], object], root: Path) -> dict[int, list[str]]:
         entered(run, profile)
         return {
             int(path.name): [
-                line[10:] for line in sorted(path.read_text().splitlines())
+                *dict.fromkeys(
+                    line[10:] for line in sorted(path.read_text().splitlines())
+                )
             ]
             for path in Path(folder).iterdir()
         }
