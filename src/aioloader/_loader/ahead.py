@@ -23,12 +23,7 @@ from aioloader.protocols import Kind
 
 # Above this, drawing a permutation would hold up the consumer for milliseconds.
 _MOST_INDICES = 1 << 18
-_KNOWN = {
-    RandomSampler,
-    SequentialSampler,
-    ShuffledIndices,
-    _InfiniteConstantSampler,
-}
+_KNOWN = {RandomSampler, SequentialSampler, ShuffledIndices, _InfiniteConstantSampler}
 
 
 def can_look_ahead(options: Options) -> bool:
