@@ -71,25 +71,26 @@ async def test_two_tasks_wait_for_the_last_batch(loop: Any) -> None:
         assert sorted(map(len, found)) == [0, 0, 1]
 
 
-async def test_a_cancelled_first_step_of_a_long_permutation() -> None:
-    """The batch that was drawn for it is not lost."""
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_a_cancelled_first_step_of_a_long_permutation(is_plain: Any) -> None:
+    """What was drawn for it is not lost; a plain step waits for the thread."""
     dataset = TensorDataset(torch.arange(1 << 19))
-    loader = DataLoader(dataset, batch_size=1 << 17, shuffle=True)
-    iterator = aiter(loader)
+    iterator = aiter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
     task = asyncio.ensure_future(anext(iterator))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
-    found = [batch[0] for part in await asyncio.gather(
-        collect(iterator), collect(iterator)) for batch in part]  # fmt: skip
+    if is_plain:
+        parts = [await asyncio.to_thread(list, iterator)]
+    else:
+        parts = await asyncio.gather(*(collect(iterator) for _ in range(2)))
+    found = [batch[0] for part in parts for batch in part]
     assert torch.equal(torch.cat(found).sort().values, dataset.tensors[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("consumers", [2, 3, 6])
-async def test_tasks_that_share_an_iterator_of_long_permutations(
-    consumers: int,
-) -> None:
+async def test_tasks_that_share_long_permutations(consumers: int) -> None:
     """No task draws while the thread of another one does (so again at the end)."""
     dataset = TensorDataset(torch.arange(1 << 18))
     loader = DataLoader(
@@ -100,18 +101,6 @@ async def test_tasks_that_share_an_iterator_of_long_permutations(
         parts = await asyncio.gather(*(collect(iterator) for _ in range(consumers)))
         found = torch.cat([batch[0] for part in parts for batch in part])
         assert torch.equal(found.sort().values, dataset.tensors[0])
-
-
-async def test_a_plain_step_after_a_cancelled_one() -> None:
-    """It waits for the thread that draws, and takes what was drawn."""
-    dataset = TensorDataset(torch.arange(1 << 19))
-    iterator = aiter(DataLoader(dataset, batch_size=1 << 17, shuffle=True))
-    task = asyncio.ensure_future(anext(iterator))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-    found = torch.cat([batch[0] for batch in await asyncio.to_thread(list, iterator)])
-    assert torch.equal(found.sort().values, dataset.tensors[0])
 
 
 async def test_all_tasks_are_cancelled_before_a_pipeline_takes_its_first_step() -> None:

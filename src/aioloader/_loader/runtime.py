@@ -228,6 +228,7 @@ class Runtime:
         import_modules(options.engine)  # late: a plain ``for`` needs none of it
         from aioloader._loader.sources import make_source
 
+        has_read = epoch.bookmark.read()
         feed = make_source(options, epoch, self, is_async=is_async)
         if options.persistent_workers and not self._guesses_wrong:
             from aioloader._loader.ahead import can_look_ahead
@@ -236,7 +237,7 @@ class Runtime:
             if isinstance(feed, AheadFeed) and can_look_ahead(options):
                 # A weak reference: the loader may own the feed.
                 feed.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
-        is_inline = epoch.bookmark.read() and not epoch.reads_ahead
+        is_inline = has_read and not epoch.reads_ahead
         positions = {} if epoch.saved is None else epoch.saved.generators
         self.loads.keeps_generator = bool(is_inline and "default" in positions)
         return feed

@@ -100,30 +100,44 @@ def make_source(
 
         make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
     epoch.counters.listed = Listed()
-    pipeline = Pipeline(
-        maker,
-        hosts.lease(_place(options, pool, is_async=is_async)),
-        in_order=options.in_order,
-        bookmark=epoch.bookmark,
-        pool=pool,
-        make_ready=make_ready,
-        head_start=_follows_concurrency(options),
-        tuner=tuner,
-        counters=epoch.counters,
-    )
     on_device = options.target.ahead if mover else 0
-    if mover is not None:
-        from aioloader._device.stage import Staged
-
-        copies = epoch.counters.copies = Copies()
-        pipeline.stage = Staged(pipeline.ready, mover, on_device, epoch.number, copies)
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     epoch.counters.describe = partial(
         _setting, options, window, reads=reads, on_device=on_device
     )
     epoch.reads_ahead = True  # samples read are not samples delivered
-    restarts, timeout = options.on_timeout == "restart", options.patience
-    return make_feed(pipeline, epoch, window, timeout=timeout, restarts=restarts)
+    host = hosts.lease(_place(options, pool, is_async=is_async))
+    release: Callable[[], object] = host.release
+    try:
+        pipeline = Pipeline(
+            maker,
+            host,
+            in_order=options.in_order,
+            bookmark=epoch.bookmark,
+            pool=pool,
+            make_ready=make_ready,
+            head_start=_follows_concurrency(options),
+            tuner=tuner,
+            counters=epoch.counters,
+        )
+        release = pipeline.dismiss
+        if mover is not None:
+            from aioloader._device.stage import Staged
+
+            epoch.counters.copies = copies = Copies()
+            pipeline.stage = Staged(
+                pipeline.ready, mover, on_device, epoch.number, copies
+            )
+        return make_feed(
+            pipeline,
+            epoch,
+            window,
+            timeout=options.patience,
+            restarts=options.on_timeout == "restart",
+        )
+    except BaseException:  # Ctrl-C, say
+        release()
+        raise
 
 
 def _evened_queue(

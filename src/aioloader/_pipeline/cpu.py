@@ -124,9 +124,9 @@ class CpuThread:
 
     def _start(self) -> None:
         run = partial(context_elsewhere().run, self._run)
-        self.thread = _daemon(run, self._name)  # the owner stops and joins it
         self.quiet = fork_safe(threading.Event())
         _STARTED.add(self)
+        self.thread = _daemon(run, self._name)  # the owner stops and joins it
         start_thread(self.thread)
 
     def _run(self) -> None:

@@ -213,7 +213,8 @@ class Steps:
         """Return the feed; the first call makes it. None if it was closed before."""
         with self._lock:
             if self.feed is None and self.prepare is not None:
-                feed = self.prepared or self.prepare(self)
+                # Kept at once: it is started again, or released, after an interrupt.
+                feed = self.prepared = self.prepared or self.prepare(self)
                 self.start(feed)
                 self.feed, self.prepared, self.prepare = feed, None, None
                 if self.check is None:  # saves a call per batch

@@ -40,12 +40,11 @@ class ThreadWorkers(Pool):
         self._threads = [CpuThread(f"aioloader-worker-{k}") for k in range(self.number)]
         self._in_flight: dict[int, tuple[BatchTask, float]] = {}  # by thread
         # Runs at the interpreter's exit, too, before the threads are joined.
-        self._end = weakref.finalize(self, _end, self._over, self._tasks, self.number)
+        self._end = weakref.finalize(self, _end, self._over, self._tasks, self._threads)
 
     def open(self, pipeline: Pipeline) -> None:
         for worker, thread in enumerate(self._threads):
             thread.post(partial(self._serve, pipeline, worker))
-            thread.stop(thread.ident)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         self._tasks.put(task)
@@ -90,9 +89,12 @@ class ThreadWorkers(Pool):
 
 
 def _end(
-    over: list[bool], tasks: "queue.SimpleQueue[BatchTask | None]", number: int
+    over: list[bool],
+    tasks: "queue.SimpleQueue[BatchTask | None]",
+    threads: list[CpuThread],
 ) -> None:
-    """End ``number`` threads after their current batches."""
+    """End ``threads`` after their current batches."""
     over.append(True)
-    for _ in range(number):
+    for thread in threads:
         tasks.put(None)
+        thread.stop(thread.ident)
