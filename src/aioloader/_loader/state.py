@@ -22,6 +22,7 @@ from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
 from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
 from aioloader._order.permutation import KeyedOrder
+from aioloader._order.raising import saved_state
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
@@ -352,7 +353,7 @@ def note_first(
 
 
 def _own_state(options: Options) -> Any:
-    return copy.deepcopy(options.dataset.state_dict())
+    return saved_state(options.dataset)
 
 
 def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:

@@ -36,7 +36,7 @@ from aioloader._order.indices import (
     set_epoch,
 )
 from aioloader._order.permutation import KeyedOrder
-from aioloader._order.raising import raisable
+from aioloader._order.raising import raisable, saved_state
 from aioloader.protocols import is_stateful
 
 _WITHOUT_DRAWS = {
@@ -231,7 +231,7 @@ class IteratedOrder(Order):
         for name, part in (("iterator", iterator), ("sampler", self.sampler)):
             if is_stateful(part):
                 try:
-                    return {name: copy.deepcopy(part.state_dict()), "first": first}
+                    return {name: saved_state(part), "first": first}
                 except BaseException as error:  # noqa: BLE001  (raised)
                     raise _noted(error, "in its state_dict()")  # noqa: B904
         return None

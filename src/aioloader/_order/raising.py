@@ -6,6 +6,9 @@ of the task itself, and not of what it awaits, ends the task.
 """
 
 import asyncio
+import copy
+import traceback
+from typing import Any
 
 # Loops, generators and tasks take these for their own end.
 STOPS = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
@@ -40,6 +43,38 @@ def ends_task(error: BaseException) -> bool:
     if isinstance(error, GeneratorExit):
         return task is None
     return task is not None and task.cancelling() > 0
+
+
+class Unsaved:
+    """What the ``state_dict`` of a user's object raised, in place of its state.
+
+    Only those who want the state get the error; a pickle has its text.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        text = "".join(traceback.format_exception_only(self.error)).strip()
+        return Unsaved, (RuntimeError(text),)
+
+
+def saved_state(part: Any) -> Any:
+    """Return a copy of the state of a user's object, or why there is none now."""
+    try:
+        return copy.deepcopy(part.state_dict())
+    except (Exception, *STOPS) as error:  # noqa: BLE001  (raised if it is wanted)
+        name = type(part).__name__
+        loud = raisable(error, name)
+        loud.add_note(f"aioloader: in the state_dict() of {name}")
+        return Unsaved(loud)
+
+
+def usable(state: Any) -> Any:
+    """Return a state; raise the error that is there in its place."""
+    if isinstance(state, Unsaved):
+        raise state.error
+    return state
 
 
 class Carried(Exception):  # noqa: N818  (it holds one)

@@ -22,6 +22,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from aioloader._observe.warnings import warn
+from aioloader._order.raising import usable
 from aioloader._order.ranks import Deal
 from aioloader.errors import StateMismatchError
 
@@ -78,7 +79,7 @@ def checksum(value: Any) -> int:
     """Return a checksum that JSON, pickle and ``torch.save`` preserve.
 
     Lists and tuples are alike, as are keys and their text, in any order. What JSON
-    cannot hold has no part in it.
+    cannot hold has no part in it. An error in place of a state is raised.
     """
     words: list[str] = []
     _spell(value, words.append)
@@ -104,6 +105,7 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
     elif isinstance(value, float):
         add(repr(float(value)))
     else:
+        usable(value)
         with contextlib.suppress(TypeError):  # numpy's integers have an index too
             add(str(index(value)))
 

@@ -6,7 +6,6 @@ coroutines. Both read again in the same way.
 
 import asyncio
 import contextlib
-import copy
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,7 +29,7 @@ from aioloader._order.awaitables import close_coroutines, holds_awaitables, reso
 from aioloader._order.blocks import Bad
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.raising import STOPS, ends_task, raisable
+from aioloader._order.raising import STOPS, ends_task, raisable, saved_state
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
@@ -360,7 +359,7 @@ class BatchMaker(Recipe):
         if not self.keeps_state or result.error is not None:
             return result
         try:
-            result.dataset = 0, copy.deepcopy(self.dataset.state_dict())
+            result.dataset = 0, saved_state(self.dataset)
         except BaseException as error:  # handed to the consumer
             where = f"in the dataset's state_dict(), {self.place('fetch', task)}"
             error = noted(raisable(error, _DATASET), where)

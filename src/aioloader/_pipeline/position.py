@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from aioloader._order.raising import saved_state, usable
 from aioloader.protocols import BlockIterator, OwnStream, is_stateful
 
 # "read": samples read in total; "skip": samples read after the states below;
@@ -42,7 +43,7 @@ class Loads:
 
     def begin(self, dataset: Any) -> None:
         if self._first is None:
-            self._first = (copy.deepcopy(dataset.state_dict()),)
+            self._first = (saved_state(dataset),)
 
     def load(self, dataset: Any, state: Any) -> None:
         dataset.load_state_dict(state)
@@ -153,7 +154,7 @@ class Position:
         if "dataset" not in self._resume or is_loaded:
             return False
         load = dataset.load_position if self._is_own else partial(loads.load, dataset)
-        load(self._resume["dataset"])
+        load(usable(self._resume["dataset"]))
         return True
 
     def load_iterator(self, iterator: Any) -> None:
@@ -170,7 +171,7 @@ class Position:
                 parts["dataset"] = self._dataset
             self._stateful = {k: v for k, v in parts.items() if is_stateful(v)}
         if "iterator" in self._resume:
-            iterator.load_state_dict(self._resume["iterator"])
+            iterator.load_state_dict(usable(self._resume["iterator"]))
 
     def starts_again(self, *, is_empty: bool) -> bool:
         """Tell whether the dataset must be opened again, from the right state.
@@ -195,7 +196,7 @@ class Position:
             if self._is_own:
                 latest[name] = part.position()
                 continue
-            latest[name] = copy.deepcopy(part.state_dict())
+            latest[name] = saved_state(part)
             if name == "iterator" and part is self._dataset:
                 latest["is_dataset"] = True
         if latest:

@@ -23,6 +23,7 @@ import torch
 
 from aioloader._observe.records import NOT_MADE, Made
 from aioloader._order.epoch import Bookmark
+from aioloader._order.raising import usable
 from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
@@ -140,7 +141,7 @@ class Endpoint:
             saved = self.spec.datasets
             try:
                 if request.resume is not None:  # after a death
-                    self.maker.dataset.load_state_dict(*request.resume)
+                    self.maker.dataset.load_state_dict(*map(usable, request.resume))
                 elif self.id in saved:
                     self.maker.dataset.load_state_dict(saved[self.id])
             except BaseException as error:  # of user code; handed to the consumer
