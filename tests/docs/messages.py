@@ -207,6 +207,7 @@ PASSED_ON = {
     "_cli/tokenize.py:run": "says what another error says",
     "_cli/bench.py:_users": "says what code of the user raised",
     "_observe/warnings.py:warn": "says what it is given",
+    "_order/raising.py:Unsaved": "says what a user's state_dict() raised",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
     "datasets/_sql/lookup.py:PostgresLookup._find": "carries another error",

@@ -180,5 +180,7 @@ def test_a_state_that_cannot_be_saved(
     for dataset, more in zip([unsaved, Samples()], samplers, strict=True):
         loader: Any = DataLoader(dataset, 2, **options, **more)
         next(iter(loader))
-        with loader, pytest.raises(RuntimeError, match=f"raised {kind.__name__}"):
+        with loader, pytest.raises(RuntimeError, match=kind.__name__) as caught:
             loader.state_dict()
+        said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+        assert "in the state_dict() of UnsavedSampler" in "".join(said)

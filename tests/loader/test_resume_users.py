@@ -427,29 +427,6 @@ def test_a_copy_that_dies(tmp_path: Any) -> None:
     assert found == [[100, 201, 302], [103, 204, 305], [406, 507, 608], [409]]
 
 
-class Refusing(Counted):
-    """Its state cannot be told."""
-
-    def state_dict(self) -> dict[str, int]:
-        if self.read:
-            raise ValueError("not now")
-        return {}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_that_fails(num_workers: int) -> None:
-    """Batches come all the same; who asks for the state gets the user's error."""
-    options = {"num_workers": num_workers} if num_workers else {"prefetch_factor": 2}
-    loader = Loader(Refusing(), 3, **options)
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.raises((ValueError, RuntimeError), match="not now") as caught:
-        loader.state_dict()
-    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert "in the state_dict() of Refusing" in "".join(said)
-    assert len(list(iterator)) == len(loader) - 1
-
-
 # -- iterables ---------------------------------------------------------------------
 
 

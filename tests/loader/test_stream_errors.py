@@ -82,11 +82,11 @@ class WithUnsaved:
 
 @pytest.mark.parametrize("error", CONTROL)
 async def test_a_state_that_cannot_be_had(error: type[BaseException]) -> None:
-    """It is no end either."""
-    iterator = iter(DataLoader(WithUnsaved(error), batch_size=4))
-    with pytest.raises(RuntimeError, match=error.__name__):
-        next(iterator)
-    iterator.close()
+    """It is no end either: who asks for it gets the error."""
+    loader = DataLoader[Any](WithUnsaved(error), batch_size=4)
+    next(iter(loader))
+    with loader, pytest.raises(RuntimeError, match=error.__name__):
+        loader.state_dict()
 
 
 # -- streams of ours -------------------------------------------------------------------
