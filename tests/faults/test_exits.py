@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -242,6 +244,21 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
     )
     done = python(code)
     assert (done.returncode, done.stdout) == (0, "gave up\n")
+
+
+async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same stuck code: the rest of the close looks, and says nothing."""
+    monkeypatch.setattr("aioloader._pipeline.host.GRACE", 0.1)
+    go_on, calls = threading.Event(), itertools.count()
+
+    def stuck(_samples: object) -> object:
+        return next(calls) == 0 or go_on.wait()
+
+    with pytest.warns(ResourceWarning, match="still running") as said:
+        async with DataLoader(SyncMap(4), prefetch_factor=2, collate_fn=stuck) as it:
+            await anext(aiter(it))
+    go_on.set()
+    assert len(said) == 1
 
 
 @pytest.mark.slow

@@ -66,6 +66,8 @@ class Host:
         self.closed: Latch = Latch()  # set when everything has ended
         # Whether it has failed, or all leases were returned.
         self.is_closing: bool = False
+        # Whether a close has waited in vain: the next ones only look.
+        self.is_stuck: bool = False
         # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
@@ -133,6 +135,10 @@ class Host:
         return self._broken
 
     # -- waiting for the end ------------------------------------------------------
+
+    def grace(self) -> float:
+        """Return how long a close waits, in seconds."""
+        return 0.0 if self.is_stuck else GRACE
 
     def is_lost(self) -> bool:
         """Tell whether nothing runs here any more, so that a wait would never end."""
@@ -558,15 +564,15 @@ def wait_released(
     if host.is_lost():
         host.give_up(returned, pipeline)
     elif not host.is_here():
-        is_ended = returned.wait(GRACE)
+        is_ended = returned.wait(host.grace())
         if is_ended and host.is_left():
-            is_ended = host.closed.wait(GRACE)
+            is_ended = host.closed.wait(host.grace())
         if not is_ended:
-            _warn_stuck()
+            _note_stuck(host)
         elif host.is_left():
             host.join()
         if pipeline is not None and not pipeline.join():
-            _warn_stuck()
+            _note_stuck(host)
     _raise_exit_errors(host, pipeline)
 
 
@@ -593,7 +599,7 @@ async def wait_released_async(
                     await _outlast(partial(asyncio.wait, [joining])) or cancelled
                 )
                 if joining.exception() is None and not joining.result():
-                    _warn_stuck()
+                    _note_stuck(host)
     if cancelled is not None:
         raise cancelled
     if joining is not None:
@@ -617,14 +623,17 @@ async def _outlast(
 
 async def _released(host: Host, returned: Latch) -> None:
     """Wait for a lease's return, and for ``host`` if it was the last."""
-    is_ended = await returned.wait_async(GRACE)
+    is_ended = await returned.wait_async(host.grace())
     if is_ended and host.is_left():
-        is_ended = await host.closed.wait_async(GRACE)
+        is_ended = await host.closed.wait_async(host.grace())
     if not is_ended:
-        _warn_stuck()
+        _note_stuck(host)
 
 
-def _warn_stuck() -> None:
+def _note_stuck(host: Host) -> None:
+    if host.is_stuck:
+        return
+    host.is_stuck = True
     warn(
         f"a DataLoader was closed, but code of its dataset or functions has not "
         f"returned for {GRACE:g} seconds; its thread is still running",
