@@ -277,6 +277,11 @@ def test_a_sub_class_may_choose_the_order(names: Any, num_workers: int) -> None:
     with pytest.raises(TypeError, match="do not follow the epochs of ShuffledIndices"):
         type("Sub", (DataLoader,), members)(range(4), sampler=ShuffledIndices(4, 0))
 
+    if len(members) == 1:
+        loader = type("Sub", (DataLoader,), members)(iter("abcd"))
+        with pytest.raises(TypeError, match="nothing samples an iterable dataset"):
+            list(loader)
+
     def found(base: Any) -> tuple[int, list[Any]]:
         torch.manual_seed(3)
         dataset, cls = TensorDataset(torch.arange(6.0)), type("Sub", (base,), members)

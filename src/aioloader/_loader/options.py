@@ -352,6 +352,12 @@ def attributes_of(loader: Any) -> tuple[Any, ...]:
 def _reordered(loader: Any, values: dict[str, Any]) -> tuple[Any, ...]:
     """Return arguments with the order of a subclass that overrides torch's names."""
     order = loader._index_sampler
+    is_own = not any(order is values[name] for name in ("sampler", "batch_sampler"))
+    if is_own and kind_of(loader.dataset) is not Kind.MAP:
+        raise TypeError(
+            f"{type(loader).__name__} overrides _index_sampler, but nothing samples an "
+            "iterable dataset: make the batches there, and pass batch_size=None"
+        )
     if loader._auto_collation:
         values["batch_sampler"] = order
     else:
