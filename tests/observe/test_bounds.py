@@ -128,6 +128,19 @@ def test_more_reads_do_not_help_a_busy_lane() -> None:
     assert advice.gain > 300
 
 
+def test_reads_that_wait_for_the_lock() -> None:
+    """A thread that transforms holds it always: only the quickest reads are reading."""
+    stream = replace(LOOP, is_stream=True, concurrency=1)
+    for cpu, reading in ((("transform",), 0.004), ((), 0.024)):
+        ticks = Ticks((1,) * 4, transform=30, step=5, uses_cpu=cpu)
+        records = Clock(stream, [ticks]).run(64)
+        for number, (*_, made) in enumerate(records):
+            took = 0.03 if number % 4 else 0.004
+            late = made[1] - took, *made[1:5], 0.0, *made[6:]
+            records[number] = records[number]._replace(made=late)
+        assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
+
+
 def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
     """Whether it holds the lock is not known; a step that waits does not."""
     ticks = Ticks((1,) * 4, transform=10, collate=1, step=20, uses_cpu=ALL_CPU)
@@ -208,13 +221,21 @@ def test_new_workers_start_in_each_epoch(length: int) -> None:
 # -- what was not seen -----------------------------------------------------------------
 
 
-def test_nothing_is_advised_if_the_computed_pace_is_off() -> None:
-    """There were four workers, and the setting says one."""
-    records = Clock(replace(PROCESSES, workers=4, window=8, cores=8), [BUSY]).run(96)
-    one = replace(PROCESSES, workers=1, window=8, cores=8)
-    found = report(records, one)
+@pytest.mark.parametrize(
+    ("was", "said", "ticks"),
+    [
+        (replace(PROCESSES, workers=4, window=8), replace(PROCESSES, workers=1), BUSY),
+        (replace(LOOP, window=1), LOOP, Ticks((40,) * 4, step=30)),
+    ],
+    ids=["workers", "consumer"],
+)
+def test_nothing_is_advised_if_the_computed_pace_is_off(
+    was: Setting, said: Setting, ticks: Ticks
+) -> None:
+    """The setting is another one: nothing is said about faster steps, or limits."""
+    found = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
     assert abs(found.model_error) > 0.15
-    assert found.advice is None
+    assert (found.advice, found.head_room) == (None, ())
     assert found.limit.startswith("No advice: the seconds per batch computed from")
 
 

@@ -147,6 +147,7 @@ def costs_of(
             read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
             make_cpu=min(1.0, cpu / make) if make else 0.0,
         )
+    found = _read_unlocked(found, setting, each)
     takes_turns = setting.is_shared and setting.processors < setting.making_lanes
     return _unlocked(found, setting, each) if takes_turns else found
 
@@ -213,6 +214,20 @@ def _unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     changed = {name: getattr(costs, name) * kept for name in names}
     shares = {name: getattr(costs, name) / kept for name in ("read_cpu", "make_cpu")}
     return replace(costs, **changed, **shares)
+
+
+def _read_unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
+    """Return the costs without the time that the event loop waits for the GIL.
+
+    If a thread that makes batches always holds it, only the quickest reads did not
+    wait.
+    """
+    if setting.place != "loop" or not costs.is_measured:
+        return costs
+    used = min(1.0, float(costs.make.mean()) * costs.make_cpu / max(each, 1e-9)) ** 8
+    waits = used * (costs.read - np.quantile(costs.read, _QUICKEST)).clip(0)
+    read = costs.read - waits
+    return replace(costs, read=read, slowest=np.minimum(costs.slowest, read))
 
 
 def _copied(

@@ -105,7 +105,8 @@ class Report:
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
-        head_room: For steps as fast as now, twice and four times as fast.
+        head_room: For steps as fast as now, twice and four times as fast; empty if
+            ``model_error`` is above 15 percent.
         batches: How many batches this is computed from.
         model_error: Error of the pace computed for the recorded setting, as a share of
             the seconds per batch.
@@ -175,7 +176,7 @@ def report(
         advice=advice,
         limit="" if advice else case.limit(stage),
         wait_share=case.wait_share,
-        head_room=head_room(costs, setting),
+        head_room=() if case.is_doubtful else head_room(costs, setting),
         batches=len(costs.step),
         model_error=case.error,
         remarks=remarks,
@@ -243,6 +244,11 @@ class _Case:
         measured = pace([one.taken for one in self.settled])
         return seconds / measured - 1 if measured else 0.0
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the computed pace is too far from the measured one to conclude."""
+        return abs(self.error) > _IS_OFF
+
     @cached_property
     def cores(self) -> float:
         """How many times faster the processors could do the same work."""
@@ -309,7 +315,7 @@ class _Case:
 
     def found(self) -> tuple[str, Advice | None]:
         """Return the stage that limits training, and the advice."""
-        best = None if abs(self.error) > _IS_OFF else self.best()
+        best = None if self.is_doubtful else self.best()
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
         else:
@@ -375,10 +381,11 @@ class _Case:
 
     def limit(self, stage: str) -> str:
         """Return what limits the speed if no change of an argument helps."""
-        setting, error = self.setting, self.error
+        setting = self.setting
         none = f"No argument would bring {self.enough:.0f}% or more steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
         is_store = stage == "read" and waits_for_store(self.costs, setting)
+        is_stream = stage == "read" and setting.is_stream and not setting.is_replicated
         is_link = stage == "device" and not setting.stays_on_host
         cores = (
             f"No argument would help: all {setting.cores} cores are busy, with "
@@ -387,15 +394,19 @@ class _Case:
         handed = "No argument would help: make batches larger, so that fewer are moved."
         doubtful = (
             "No advice: the seconds per batch computed from these batches differ from "
-            f"the measured ones by {error:+.0%}."
+            f"the measured ones by {self.error:+.0%}."
         )
         idle = "No argument would make training faster."
         link = "The link to the device is the limit: make batches smaller in bytes."
+        steps = f"{none}: move work from the stream's steps to transform=, which runs "
+        steps += "in workers, or read more shards at once (interleave=)."
         texts = (
-            (stage in {"nothing", "consumer"}, idle),
+            (stage == "nothing", idle),
+            (self.is_doubtful, doubtful),
+            (stage == "consumer", idle),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
-            (abs(error) > _IS_OFF, doubtful),
+            (is_stream, steps),
             (is_store, f"{none}: the store is the limit."),
             (is_link, link),
             (True, f"{none}: this stage must do less work."),
