@@ -640,6 +640,8 @@ def test_tokenize(
     assert main(command) == 1
     assert "another metadata (place)" in capsys.readouterr().err
     command[1] = src
+    assert main([*command, "--tokenizer", "textwrap:dedent"]) == 1
+    assert "another metadata (tokenizer)" in capsys.readouterr().err
     (tmp_path / f"00.{kind}").write_bytes((tmp_path / f"0.{kind}").read_bytes())
     assert main(command) == 1
     assert "another metadata (shards)" in capsys.readouterr().err
@@ -659,6 +661,7 @@ def test_tokenize(
         (("a.txt", "a", "--tokenizer", "none:b"), 2, "there is no module 'none'"),
         (("a.txt", "a", "--dtype", "int8"), 1, "a token of document 0 is"),
         (("a.jsonl", "a", "--column", "b"), 1, "found no column 'b'"),
+        (("a.txt", "a", "--tokenizer", "textwrap:dedent"), 1, "dedent() raised TypeE"),
     ],
 )
 def test_mistakes_are_named(

@@ -205,7 +205,7 @@ INTERNAL = {
 PASSED_ON = {
     "_cli/pack.py:run": "says what another error says",
     "_cli/tokenize.py:run": "says what another error says",
-    "_cli/bench.py:_users": "says what code of the user raised",
+    "_cli/bench.py:users": "says what code of the user raised",
     "_observe/warnings.py:warn": "says what it is given",
     "_order/raising.py:Unsaved": "says what a user's state_dict() raised",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",

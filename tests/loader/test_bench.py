@@ -174,6 +174,17 @@ def test_code_of_the_user_fails(
     assert "users_train.py" in err
 
 
+def test_a_page_that_cannot_be_written(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The results are printed; it is not the user's code that failed."""
+    Path("page.html").mkdir()
+    assert main(["bench", f"{module}:awaited", "--page", "page.html"]) == 1
+    out, err = capsys.readouterr()
+    assert "samples/s" in out
+    assert err.startswith("aioloader bench: error: [Errno")
+
+
 def test_a_module_that_imports_what_is_not_there(
     module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,1 +1,1 @@
-"""The command line: ``aioloader pack``, ``index`` and ``bench``."""
+"""The command line: ``aioloader pack``, ``index``, ``tokenize``, ``bench``."""

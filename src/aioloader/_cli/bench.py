@@ -43,21 +43,21 @@ def run(options: Namespace) -> None:
     turns: list[tuple[Any, list[Figures]]] = [(loader, ours)]
     if twin is not None:
         turns.append((twin, theirs))
-    with _users(f"{options.loader} raised"), loader:
+    with users(f"{options.loader} raised"), loader:
         for _ in range(options.rounds):
             for source, figures in turns:
                 gc.collect()  # else a full collection would hit only one of them
                 figures.append(_one_round(source, options))
             turns.reverse()
         report, stats = loader.report(), loader.stats()
-        if page is not None:
-            loader.report_html(page)
     size = stats.samples / max(1, stats.recent)
     lines = [f"{options.loader}: {loader!r}", "", *_table(ours, theirs, size)]
     lines += ["", *notes] if notes else []
     lines += ["", str(report)]
-    lines += [f"Page: {page}"] if page is not None else []
     sys.stdout.write("\n".join([*lines, ""]))
+    if page is not None:
+        loader.report_html(page)
+        sys.stdout.write(f"Page: {page}\n")
 
 
 def _find_loader(name: str) -> DataLoader[Any]:
@@ -67,7 +67,7 @@ def _find_loader(name: str) -> DataLoader[Any]:
         raise ArgumentTypeError(f"name the loader like train:loader, got {name!r}")
     found = find_object(module_name, path)
     if callable(found) and not isinstance(found, torch.utils.data.DataLoader):
-        with _users(f"{name}() raised"):
+        with users(f"{name}() raised"):
             found = found()
         name = f"the result of {name}()"
     if inspect.iscoroutine(found):
@@ -87,7 +87,7 @@ def find_object(module_name: str, path: str) -> Any:
     """Return what a module has by a name, which may be dotted."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    with _users(f"importing {module_name} raised"):
+    with users(f"importing {module_name} raised"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -104,7 +104,7 @@ def find_object(module_name: str, path: str) -> Any:
 
 
 @contextmanager
-def _users(what: str) -> Iterator[None]:
+def users(what: str) -> Iterator[None]:
     """Mark errors raised by the user's code."""
     try:
         yield

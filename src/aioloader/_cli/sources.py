@@ -283,7 +283,7 @@ def find_texts(options: Namespace, tokenizer: Any) -> Source:
         return stream.skip(first).tokenize(tokenizer, column)
 
     described = stream.tokenize(tokenizer, column).describe()
-    metadata = {"made_of": described, **_origin_of(stream, options.src)}
+    metadata = {"tokenizer": described, **_origin_of(stream, options.src)}
     return Source(tokens, metadata, fitted=lambda document: document)
 
 

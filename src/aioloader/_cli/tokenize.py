@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib
+import inspect
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from aioloader._cli.bench import find_object
+from aioloader._cli.bench import find_object, users
 from aioloader._cli.pack import write_all
 from aioloader._cli.sources import find_texts
 from aioloader.datasets.tokens import TokenWriter
@@ -43,7 +45,7 @@ def run(options: Namespace) -> None:
 def _find_tokenizer(name: str) -> Any:
     """Return the tokenizer that a file, a directory, the Hub or a module has."""
     if re.fullmatch(r"[\w.]+:[\w.]+", name):
-        return find_object(*name.split(":"))
+        return _named(find_object(*name.split(":")), name)
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.suffix == ".json" and not path.exists():
@@ -57,6 +59,19 @@ def _find_tokenizer(name: str) -> Any:
     if file.is_file():
         return tokenizers.Tokenizer.from_file(str(file))
     return tokenizers.Tokenizer.from_pretrained(name)
+
+
+def _named(tokenizer: Any, name: str) -> Any:
+    """Return a tokenizer; errors of a plain function say which one raised them."""
+    if not inspect.isfunction(tokenizer) or inspect.iscoroutinefunction(tokenizer):
+        return tokenizer
+
+    @functools.wraps(tokenizer)
+    def called(texts: list[str]) -> Any:
+        with users(f"{name}() raised"):
+            return tokenizer(texts)
+
+    return called
 
 
 def _module(name: str) -> Any:
