@@ -200,8 +200,11 @@ def kind_of(dataset: object) -> Kind:
         return Kind.ITERABLE
     if inspect.isgeneratorfunction(dataset) or inspect.isasyncgenfunction(dataset):
         raise TypeError(f"dataset is a generator function: {_ONCE}")
+    hint = ": pass an instance" if isinstance(dataset, type) else ""
+    hint = ": await it" if inspect.isawaitable(dataset) else hint
     raise TypeError(
-        f"dataset must have __getitem__, __iter__ or __aiter__, got {cls.__name__!r}"
+        "dataset must have __getitem__, __iter__ or __aiter__, got "
+        f"{cls.__name__!r}{hint}"
     )
 
 

@@ -25,6 +25,11 @@ async def _decide(failure: Any) -> Any:
     """Decide too late."""
 
 
+class Later:
+    def __await__(self) -> Iterator[None]:
+        return iter([None])
+
+
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-neg"),
     (DATA, {"num_workers": 1.5}, TypeError, "num_workers must be an integer"),
@@ -95,7 +100,10 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ),
     (DATA, {"device_keys": ["a"]}, TypeError, r"Device\(\.\.\., keys=\['a'\]\)$"),
     (DATA, {"device_transform": len}, TypeError, r"Device\(\.\.\., transform=<"),
-    (DATA, {"batchsize": 2}, TypeError, "unexpected keyword argument 'batchsize'"),
+    (DATA, {"batchsize": 2}, TypeError, "'batchsize': did you mean 'batch_size'?"),
+    (DATA, {"generator": 0}, TypeError, "generator must be a torch.Generator or"),
+    (SyncMap, {}, TypeError, "got 'type': pass an instance"),
+    (Later(), {}, TypeError, "got 'Later': await it"),
 ]
 
 

@@ -7,6 +7,7 @@ by itself where one was assigned later.
 """
 
 import contextlib
+import difflib
 import multiprocessing
 import multiprocessing.context
 import operator
@@ -15,8 +16,10 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from aioloader._loader.auto import check_auto
-from aioloader._loader.options import FIRST, Chosen, Options, placed, suits
+from aioloader._loader.options import FIRST, NAMES, Chosen, Options, placed, suits
 from aioloader._observe.machine import allows_processes
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import parts_of
@@ -57,8 +60,10 @@ def refuse(unknown: Mapping[str, Any]) -> None:
     if name in _FORMER:
         now = _FORMER[name].format(value)
         raise TypeError(f"{name}={value!r} is now {now}")
+    nearest = difflib.get_close_matches(name, (*NAMES, "shuffle"), 1)
+    hint = f": did you mean {nearest[0]!r}?" if nearest else ""
     raise TypeError(
-        f"DataLoader.__init__() got an unexpected keyword argument {name!r}"
+        f"DataLoader.__init__() got an unexpected keyword argument {name!r}{hint}"
     )
 
 
@@ -83,9 +88,13 @@ def check_each(given: Mapping[str, Any]) -> None:
         )
     if is_async_function(parts_of(given["on_error"])[0]):
         raise TypeError("on_error must be a plain function: it is never awaited")
-    retry = given["retry"]
+    retry, generator = given["retry"], given["generator"]
     if not isinstance(retry, (Retry, type(None))):
         raise TypeError(f"retry must be an aioloader.Retry or None, got {retry!r}")
+    if not isinstance(generator, (torch.Generator, type(None))):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}"
+        )
 
 
 def check_together(options: Options, shuffle: Any) -> None:
