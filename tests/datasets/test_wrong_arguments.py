@@ -191,6 +191,8 @@ WRONG = {
     "mix({1: [1], '1': [1]})": r"ValueError: .*equal names: \['1', '1'\]",
     "mix([[1], MIXED])": "TypeError: .*'1' is of ",
     "mix({'a': iter([1])})": "TypeError: .*'a' is of list_iterator",
+    "MIXED.map(3)": "TypeError: function must be callable, got int",
+    "MIXED.filter(None)": "TypeError: function must be callable, got NoneType",
     "MIXED.pack(0)": "ValueError: length must be at least 1, got 0",
     "MIXED.pack(2.5)": "TypeError: length must be an integer",
     "MIXED.pack(8, window=0)": "ValueError: window must be at least 1, got 0",

@@ -72,6 +72,7 @@ class Stream(Iterated[Sample_co]):
         ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
+        check_is(function, Callable, "function", "callable")
         is_async = is_async_function(function)
         described = {"function": name_of(function), "is_async": is_async}
         step = MappedAsync if is_async else Mapped
@@ -95,6 +96,7 @@ class Stream(Iterated[Sample_co]):
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
+        check_is(function, Callable, "function", "callable")
         described = {"function": name_of(function)}
         is_async = is_async_function(function)
         return _Step(self, Filtered, described, function=function, is_async=is_async)
