@@ -66,7 +66,7 @@ class Host:
         self.closed: Latch = Latch()  # set when everything has ended
         # Whether it has failed, or all leases were returned.
         self.is_closing: bool = False
-        # Whether a close has waited in vain: the next ones only look.
+        # Whether a close has given up waiting: the next ones only look.
         self.is_stuck: bool = False
         # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
