@@ -25,11 +25,6 @@ async def _decide(failure: Any) -> Any:
     """Decide too late."""
 
 
-class Later:
-    def __await__(self) -> Iterator[None]:
-        return iter([None])
-
-
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"num_workers": -1}, ValueError, "num_workers option should be non-neg"),
     (DATA, {"num_workers": 1.5}, TypeError, "num_workers must be an integer"),
@@ -83,27 +78,21 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"workers": None}, TypeError, "workers must be 'process', 'thread', a"),
     (DATA, {"fetch": "here"}, ValueError, "fetch must be 'auto' or 'loader' or"),
     (DATA, {"rng": "epoch"}, ValueError, "rng must be None or 'batch'"),
-    (DATA, {"rng": 3}, ValueError, "rng must be None or 'batch'"),
     (DATA, {"on_timeout": "skip"}, ValueError, "on_timeout must be 'raise' or 'rest"),
     (7, {}, TypeError, "dataset must have __getitem__"),
+    (DATA, {"max_failures": 10}, TypeError, r"10 is now on_error=Skip\(at_most=10\)$"),
     (
         DATA,
-        {"max_failures": 10},
+        {"prefetch_device": 2},
         TypeError,
-        r"^max_failures=10 is now on_error=Skip\(at_most=10\)$",
-    ),
-    (
-        DATA,
-        {"device": "cuda", "prefetch_device": 2},
-        TypeError,
-        r"^prefetch_device=2 is now device=Device\(\.\.\., ahead=2\)$",
+        r"2 is now device=Device\(.*, ahead=2\)$",
     ),
     (DATA, {"device_keys": ["a"]}, TypeError, r"Device\(\.\.\., keys=\['a'\]\)$"),
     (DATA, {"device_transform": len}, TypeError, r"Device\(\.\.\., transform=<"),
     (DATA, {"batchsize": 2}, TypeError, "'batchsize': did you mean 'batch_size'?"),
     (DATA, {"generator": 0}, TypeError, "generator must be a torch.Generator or"),
     (SyncMap, {}, TypeError, "got 'type': pass an instance"),
-    (Later(), {}, TypeError, "got 'Later': await it"),
+    (type("Later", (), {"__await__": iter})(), {}, TypeError, "'Later': await it"),
 ]
 
 

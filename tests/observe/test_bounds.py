@@ -132,11 +132,9 @@ def test_reads_that_wait_for_the_lock() -> None:
     """A thread that transforms holds it always: only the quickest reads are reading."""
     stream = replace(LOOP, is_stream=True, concurrency=1)
     for cpu, reading in ((("transform",), 0.004), ((), 0.024)):
-        ticks = Ticks((1,) * 4, transform=30, step=5, uses_cpu=cpu)
-        records = Clock(stream, [ticks]).run(64)
+        records = Clock(stream, [Ticks((1,) * 4, 30, step=5, uses_cpu=cpu)]).run(64)
         for number, (*_, made) in enumerate(records):
-            took = 0.03 if number % 4 else 0.004
-            late = made[1] - took, *made[1:5], 0.0, *made[6:]
+            late = made[1] - (30e-3 if number % 4 else 4e-3), *made[1:5], 0, *made[6:]
             records[number] = records[number]._replace(made=late)
         assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
 
@@ -221,22 +219,17 @@ def test_new_workers_start_in_each_epoch(length: int) -> None:
 # -- what was not seen -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("was", "said", "ticks"),
-    [
-        (replace(PROCESSES, workers=4, window=8), replace(PROCESSES, workers=1), BUSY),
-        (replace(LOOP, window=1), LOOP, Ticks((40,) * 4, step=30)),
-    ],
-    ids=["workers", "consumer"],
-)
-def test_nothing_is_advised_if_the_computed_pace_is_off(
-    was: Setting, said: Setting, ticks: Ticks
-) -> None:
+def test_nothing_is_advised_if_the_computed_pace_is_off() -> None:
     """The setting is another one: nothing is said about faster steps, or limits."""
-    found = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
-    assert abs(found.model_error) > 0.15
-    assert (found.advice, found.head_room) == (None, ())
-    assert found.limit.startswith("No advice: the seconds per batch computed from")
+    one, waiting = replace(PROCESSES, workers=1), Ticks((40,) * 4, step=30)
+    for was, said, ticks in (
+        (replace(one, workers=4, window=8), one, BUSY),
+        (replace(LOOP, window=1), LOOP, waiting),
+    ):
+        found = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
+        assert abs(found.model_error) > 0.15
+        assert (found.advice, found.head_room) == (None, ())
+        assert found.limit.startswith("No advice: the seconds per batch computed from")
 
 
 @pytest.mark.parametrize("step", [7, 9])
