@@ -529,7 +529,7 @@ DAY, NOON = date(2020, 1, 1), datetime(2020, 1, 1, 12)
         (pa.struct({"a": pa.float32()}), {"a": 0.1}, {"a": 1e300}),
         (pa.date32(), datetime(2020, 1, 1), NOON),
         (pa.timestamp("s"), NOON, NOON.replace(microsecond=5)),
-        (pa.map_(pa.string(), pa.int32()), {"a": 1}, {"a": 1.5}),
+        (pa.map_(pa.string(), pa.int32()), [("a", 1)], {"a": 1.5}),
         (pa.field("x", pa.int32(), nullable=False), 1, None),
     ],
 )
@@ -583,10 +583,12 @@ async def test_rows_are_copied(tmp_path: Path) -> None:
     async with ParquetWriter(tmp_path) as writer:
         for number in range(3):
             array[:], tensor[:], several[0] = number, number, number
-            await writer.write({"a": array, "t": tensor, "l": several})
+            inner = {"t": [tensor], "l": (several,)}
+            await writer.write({"a": array, "t": tensor, "l": several, "i": inner})
     rows = pq.read_table(tmp_path / "part-000000.parquet").to_pylist()
     assert rows == [
-        {"a": [[n, n], [n, n]], "t": [n, n], "l": [n]} for n in (0.0, 1.0, 2.0)
+        {"a": [[n, n]] * 2, "t": [n, n], "l": [n], "i": {"t": [[n, n]], "l": [[n]]}}
+        for n in (0.0, 1.0, 2.0)
     ]
 
 

@@ -22,6 +22,8 @@ _BLOCK = 512
 _NUMBER_BYTES = 8
 # Errors of pyarrow are ValueErrors or TypeErrors, too.
 _UNFIT = ValueError, TypeError, OverflowError, NotImplementedError
+# Of lists, which may be long.
+_IMMUTABLE = frozenset({int, float, str, bytes, bool, type(None)})
 _REPR = reprlib.Repr()
 _REPR.maxother = 60
 
@@ -184,8 +186,13 @@ def copied(value: Any) -> Any:
     """Return a copy that the caller cannot change before the row group is written."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy().copy()
-    if isinstance(value, (np.ndarray, list, dict)):
+    if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        ones = (one if type(one) in _IMMUTABLE else copied(one) for one in value)
+        return tuple(ones) if isinstance(value, tuple) else [*ones]  # pairs of a map
     return bytes(value) if is_buffer(value) else value
 
 
