@@ -592,6 +592,22 @@ async def test_rows_are_copied(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8, np.bool_, ">i4"])
+async def test_arrays_keep_their_type(dtype: Any, tmp_path: Path) -> None:
+    """In later row groups, too; pyarrow has no numbers of another byte order."""
+    array = np.ones((2, 1, 2), dtype)
+    given: list[Any] = [
+        {"a": array, "s": array[0, 0, 0, ...]},
+        {"a": None},
+        {"a": array},
+    ]
+    await write_parquet(given, tmp_path, row_group_bytes=1)
+    (first, *_, last) = [row async for row in ParquetDataset(f"{tmp_path}/*.parquet")]
+    for found in first["a"], last["a"], first["s"]:
+        assert np.asarray(found).dtype == (dtype if dtype != ">i4" else np.int64)
+    assert np.asarray(last["a"]).tolist() == array.tolist()
+
+
 async def test_parquet_that_ends_early(tmp_path: Path) -> None:
     closed: list[str] = []
 

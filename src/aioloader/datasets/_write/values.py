@@ -83,13 +83,11 @@ def table_of(
         fields = {field.name: field for field in schema}
     columns = {}
     for name, field in fields.items():
-        # pyarrow takes only arrays of one dimension.
-        values = [
-            value.tolist()
-            if isinstance(value, np.ndarray) and value.ndim != 1
-            else value
-            for value in (row.get(name) for row in rows)
-        ]
+        values = [row.get(name) for row in rows]
+        kinds = {getattr(value, "dtype", None) for value in values if value is not None}
+        # Without a schema, numbers keep their type if all have the same.
+        keeps = field is None and len(kinds) == 1 and _is_number(*kinds)
+        values = [_listed(value, keeps=keeps) for value in values]
         make = partial(_array, pa, field, may_round=may_round)
         try:
             columns[name] = make(values)
@@ -102,6 +100,20 @@ def table_of(
                 f"{why}; pass a schema that fits all rows"
             ) from error
     return pa.table(columns, schema)
+
+
+def _is_number(kind: Any) -> bool:
+    """Return whether pyarrow has the numbers of a dtype."""
+    return kind is not None and kind.kind in "biuf" and kind.isnative
+
+
+def _listed(value: Any, *, keeps: bool) -> Any:
+    """Return an array as lists, because pyarrow takes only those of one dimension."""
+    if not isinstance(value, np.ndarray) or value.ndim == 1:
+        return value
+    if not keeps:
+        return value.tolist()
+    return [_listed(one, keeps=True) for one in value] if value.ndim else value[()]
 
 
 def _first_unfit(
