@@ -93,6 +93,11 @@ async def test_reads_what_pyarrow_reads(
         assert await read_shard(form, found[1], row=row) == whole[row:]
 
 
+async def test_a_question_mark_in_a_name(tmp_path: Path) -> None:
+    (tmp_path / "a?.csv.gz").write_bytes(gzip.compress(b"x\n1\n"))
+    assert [row["x"] async for row in CSVDataset(f"{tmp_path}/*.gz")] == [1]
+
+
 async def test_batches_and_resume(tmp_path: Path, small: None) -> None:
     paths = written(tmp_path, numbered(0, 40), numbered(40, 60))
     dataset = CSVDataset(paths, ["x", "n"], shuffle=True, interleave=3)

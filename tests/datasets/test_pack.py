@@ -151,7 +151,7 @@ def test_rows_become_members_and_come_back(tmp_path: Path) -> None:
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     packed(source, tmp_path / "a", "--format", "parquet", "--shard-samples", 2)
-    packed(f"{tmp_path}/a/*.parquet", tmp_path / "b")
+    packed(f"{tmp_path}/a/shard-00000?.parquet", tmp_path / "b")
     packed(f"{tmp_path}/b/shard-{{000000..000000}}.tar", tmp_path / "c")
     packed(f"{tmp_path}/c/*.tar", tmp_path / "d", "--format", "parquet")
     assert read(JSONLinesDataset(str(source))) == lines

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from aioloader._order.permutation import keyed_order
 from aioloader.datasets._decode import FOLDER_EXTENSIONS
-from aioloader.datasets._stores.addresses import shown_address
+from aioloader.datasets._stores.addresses import name_of, shown_address
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.iterables import from_iterable
@@ -85,7 +85,7 @@ def find_source(options: Namespace) -> Source:
 
 def _kind_of(src: str) -> str:
     """Return the ending that decides how SRC is read; empty for folders."""
-    found = re.search(_ENDING, src.partition("?")[0])
+    found = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
     return found[1].lower() if found and not is_folder else ""
 

@@ -462,7 +462,7 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
 
 def _packing(location: str) -> str | None:
     """Return how a file of this name is compressed, if it is."""
-    ending = location.partition("?")[0].rpartition(".")[2].lower()
+    ending = location.rpartition(".")[2].lower()  # a label has no query
     if ending in _NOT_READ:
         known = ", ".join(f".{one}" for one in _PACKED)
         raise DatasetError(
