@@ -10,6 +10,7 @@ import tarfile
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import date, datetime
 from decimal import Decimal
 from io import BytesIO
@@ -326,6 +327,19 @@ async def test_names_beside_each_other(tmp_path: Path) -> None:
     for name in ("train", "train-1"):
         async with TarWriter(tmp_path, name) as writer:
             assert writer.next_sample == 1
+
+
+async def test_a_file_that_another_writer_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / ".other-000000.tar.ab12.partial"
+    other.touch()
+    entries = [*os.scandir(tmp_path)]
+    other.unlink()
+    monkeypatch.setattr("os.scandir", lambda _: nullcontext(entries))
+    async with TarWriter(tmp_path) as writer:
+        await writer.write({"cls": 1})
+    assert writer.shards == ["shard-000000.tar"]
 
 
 @pytest.mark.one_loop

@@ -87,8 +87,13 @@ class FolderSink:
         # Not those of a writer whose name starts with this one's.
         file = rf"{re.escape(name)}-(\d+\.\w+(\.idx)?|shards\.json)"
         left = re.compile(rf"\.{file}(\.\w+)?{re.escape(_PARTIAL)}")
+        there: dict[str, int] = {}
         with os.scandir(self._folder) as entries:
-            there = {e.name: e.stat().st_size for e in entries if e.is_file()}
+            for entry in entries:
+                # Another writer may rename its file meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_file():
+                        there[entry.name] = entry.stat().st_size
         for file in filter(left.fullmatch, there):
             (self._folder / file).unlink(missing_ok=True)
         return there
