@@ -54,6 +54,7 @@ TYPES: dict[str, tuple[str, Any]] = {
     "int4[]": ("'{1,2,3}'", [1, 2, 3]),
     "float8[]": ("'{1.5,2}'", [1.5, 2.0]),
     "numeric[]": ("'{1.5,2}'", [decimal.Decimal("1.5"), decimal.Decimal(2)]),
+    "oid[]": ("'{4000000000}'", [4_000_000_000]),
     "text[]": ("'{a,b}'", ["a", "b"]),
     "mood[]": ("'{sad,ok}'", ["sad", "ok"]),
     "vector(3)": ("'[1,2,3]'", [1.0, 2.0, 3.0]),
@@ -293,12 +294,13 @@ INFINITE = [
 
 def fill_exact(database: Database) -> None:
     rows = ", ".join(
-        f"({n}, '{text}', '{{{text},NULL}}', '92233720368547758.07')"
+        f"({n}, '{text}', '{{{text},NULL}}', '92233720368547758.07', '{{1.5}}')"
         for n, text in enumerate(EXACT)
     )
     database.run(
-        "CREATE TABLE t (id INT PRIMARY KEY, x numeric, xs numeric[], m money)",
-        f"INSERT INTO t VALUES {rows}, ({len(EXACT)}, NULL, NULL, NULL)",
+        "CREATE TABLE t (id INT PRIMARY KEY, x numeric, xs numeric[], m money, "
+        "ms money[])",
+        f"INSERT INTO t VALUES {rows}, ({len(EXACT)}, NULL, NULL, NULL, NULL)",
     )
 
 
@@ -327,11 +329,13 @@ async def test_exact_numbers(postgresql: Database, kind: str) -> None:
     assert [str(row["xs"][0]) for row in rows[:-1]] == expected
     assert rows[0]["xs"][1] is None
     assert rows[0]["m"] == decimal.Decimal("92233720368547758.07")
+    assert list(rows[0]["ms"]) == [decimal.Decimal("1.5")]
     rows = await values_of(postgresql, kind, numeric="float")
     found = [row["x"] for row in rows[:-1]]
     np.testing.assert_array_equal(found, [float(text) for text in EXACT])
     assert float(rows[1]["xs"][0]) == 0.1
     assert float(rows[0]["m"]) == 92233720368547758.07
+    assert float(rows[0]["ms"][0]) == 1.5
 
 
 async def test_batches_of_exact_numbers(postgresql: Database) -> None:

@@ -39,7 +39,7 @@ _STEPS = 10_000
 _COPIED = np.dtype([("fields", ">i2"), ("length", ">i4"), ("key", ">i8")])
 _HEADER_BYTES, _TRAILER_BYTES = 19, 2
 # asyncpg reads it as text, in the server's language.
-_DECIMALS = {"money": "{}::numeric"}
+_DECIMALS = {"money": "{}::numeric", "_money": "{}::numeric[]"}
 
 
 class Lookup(abc.ABC):

@@ -58,11 +58,17 @@ _KEYS = frozenset({
 })  # fmt: skip
 _TEXTS = frozenset({"text", "varchar", "bpchar"})
 # Types without an Arrow type are read as one that has it.
-_CASTS = FLOATS | {"oid": "{}::int8", "vector": "{}::real[]", "halfvec": "{}::real[]"}
+_CASTS = FLOATS | {
+    "oid": "{}::int8",
+    "_oid": "{}::int8[]",
+    "vector": "{}::real[]",
+    "halfvec": "{}::real[]",
+}
 _EXACT_CASTS = {
     "numeric": "{}::text",
     "money": "{}::numeric::text",
     "_numeric": "{}::text[]",
+    "_money": "{}::numeric[]::text[]",
 }
 # In versions before 12, all collations are deterministic, and there is no such column.
 _LOOSE = """

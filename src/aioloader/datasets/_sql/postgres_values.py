@@ -26,6 +26,7 @@ FLOATS = {
     "numeric": "{}::float8",
     "money": "{}::numeric::float8",
     "_numeric": "{}::float8[]",
+    "_money": "{}::numeric[]::float8[]",
 }
 # Conditions by type. None is true for NULL.
 _POINT = "NOT isfinite({0})"
