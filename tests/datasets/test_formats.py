@@ -294,9 +294,8 @@ def lines(file: BinaryIO) -> Iterator[str]:
 async def test_what_it_raises_comes_after_the_samples_before(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1\n2\n{\n4\n")
     (tmp_path / "b").write_text("5\n")
-    loader: Any = DataLoader(
-        ByteStream(f"{tmp_path}/*", lines), 1, on_error="skip", collate_fn=list
-    )
+    stream: Any = ByteStream(f"{tmp_path}/*", lambda file: lines(file))  # noqa: PLW0108
+    loader: Any = DataLoader(stream, 1, on_error="skip", collate_fn=list)
     assert await beside(lambda: [*loader]) == [[1], [2], [5]]
     note = f"aioloader: in {str(tmp_path / 'a')!r}, read up to byte 6"
     assert loader.skipped[0].error.__notes__ == [note]

@@ -178,9 +178,21 @@ def kind_of(make: Make) -> Kind:
     if isinstance(make, Kind):
         return make
     call = getattr(make, "__call__", None)  # noqa: B004  (of an instance)
-    if inspect.isgeneratorfunction(make) or inspect.isgeneratorfunction(call):
+    is_generator = any(map(inspect.isgeneratorfunction, (make, call)))
+    if is_generator or not _makes_parser(make):
         return Kind(functools.partial(_generated, cast("Any", make)), waits=True)
     return Kind(functools.partial(_parsed, cast("Any", make)))
+
+
+def _makes_parser(make: Callable[..., Any]) -> bool:
+    """Return whether a function takes the two arguments of one that makes parsers."""
+    try:
+        inspect.signature(make).bind("", 0)
+    except TypeError:  # such as a lambda that returns a generator
+        return False
+    except ValueError:  # a built-in that has no signature
+        pass
+    return True
 
 
 def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
