@@ -325,7 +325,7 @@ class TarWriter(ShardWriter):
 
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[bytes, int]:
         key = sample.get("__key__", f"{self.next_sample:09d}")
-        if key == self._key:
+        if self._starts and key == self._key:
             raise ValueError(
                 f"sample {self.next_sample:,} has the key {key!r}, like the one before:"
                 f" readers would take both for one sample"
