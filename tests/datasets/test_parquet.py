@@ -18,7 +18,7 @@ from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad, Block
-from aioloader.datasets import ParquetDataset
+from aioloader.datasets import ParquetDataset, write_parquet
 from aioloader.datasets._arrow import files, parquet, reader
 from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
@@ -48,6 +48,17 @@ def numbered(tmp_path: Path) -> str:
 
 
 # -- what is read ------------------------------------------------------------------
+
+
+async def test_columns_of_later_rows(tmp_path: Path) -> None:
+    """A writer takes those of all rows of the first row group, not of the first row."""
+    schema = pa.schema({"a": pa.int16(), "b": pa.list_(pa.float32())})
+    await write_parquet([{"a": 1}, {"b": "x"}], tmp_path / "found")
+    rows = pq.read_table(tmp_path / "found/part-000000.parquet").to_pylist()
+    assert rows == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
+    written: list[Any] = [{"a": 1}, {"b": np.ones(2, np.float32)}]
+    await write_parquet(written, tmp_path / "given", schema=schema)
+    assert pq.read_schema(tmp_path / "given/part-000000.parquet").equals(schema)
 
 
 # -- columns -----------------------------------------------------------------------
