@@ -157,11 +157,16 @@ async def test_failures_of_all_readers_share_a_budget(workers: int, fetch: Any) 
     assert len(await beside(lambda: list(loader(25)))) >= 10
 
 
-async def test_a_fraction_is_of_the_samples_that_there_were() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_fraction_is_of_the_samples_that_there_were(workers: int) -> None:
+    def loader(stream: Any, size: int, limit: float) -> Any:
+        return DataLoader(stream, size, num_workers=workers, on_error=Skip(limit))
+
     stream = from_iterable(range(8)).map(unlucky)
-    loader: Any = DataLoader(stream, 1000, on_error=Skip(at_most=0.1))
     with pytest.raises(FailureBudgetError, match="2 of 8 samples failed"):
-        await beside(lambda: list(loader))
+        await beside(lambda: list(loader(stream, 1000, 0.1)))
+    refilled = loader(stream.epoch_length(6), 6, 0.3)
+    assert [len(batch) for batch in await beside(lambda: list(refilled))] == [6]
 
 
 class Stops:

@@ -198,6 +198,8 @@ async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
     assert isinstance(errors[0].__cause__, LookupError)
     fresh = make(Bad(0, 4), on_error=Skip(at_most=2))
     assert await drain(way, fresh) == [[1, 2, 3], [5, 6, 7], [8, 9, 10, 11]]
+    ahead = make(AsyncBad(0, 4, 8), on_error=Skip(at_most=0.26), num_workers=1)
+    assert await drain(way, ahead) == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 
 class Flaky(Numbers):

@@ -562,6 +562,8 @@ class BatchMaker(Recipe):
             index=task.indices[position],
             error=raisable(error, _WHAT.get(stage, stage)),  # type: ignore[arg-type]
         )
+        if self.on_error != "raise" and isinstance(failure.error, Exception):
+            task.failures = [*task.failures, failure]
         try:
             return self.policy.resolve(failure)
         except STOPS as stop:  # of on_error

@@ -51,6 +51,8 @@ class BatchTask:
     turn: int = 0  # when its first job came to the lanes of a loop, among all batches
     result: BatchResult | None = None  # once known; late samples are dropped
     missing: int = 0  # how many samples it lacks: skipped ones, or after a stream's end
+    failures: Sequence[Any] = ()  # the samples that were skipped or replaced
+    extra: int = 0  # how many more samples a stream has tried than ``indices``
     state: Any = None  # as in ``BatchResult``
     # Until ``spent``: as in ``MadeAt``.
     began: float = 0.0

@@ -474,7 +474,7 @@ class Pipeline:
     ) -> None:
         """Take the pool's result of ``task``, and its failures."""
         is_counted = self.reads_here or result.is_end
-        result.attempted = 0 if is_counted else len(task.indices)
+        result.attempted = 0 if is_counted else result.attempted + len(task.indices)
         result.failures = failures
         if result.retries:
             self.maker.policy.count_retries(result.retries)

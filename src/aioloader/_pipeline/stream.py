@@ -276,6 +276,7 @@ class Stream:
         assert self._source is not None
         if sample is SKIP and self._source.leaves_out:
             self.maker.policy.begin(1)  # one more attempt
+            task.extra += 1
             return True
         task.samples = [*task.samples, sample]
         if self._ranks > 1 and sample is not SKIP:
@@ -298,6 +299,7 @@ class Stream:
         position.read += found
         if found < wanted:
             mine = -(-max(0, found - self._rank) // self._ranks)
+            task.extra -= len(task.indices) - mine
             maker.policy.take_back(len(task.indices) - mine)
         if self._has_ended:
             self._check_rest()

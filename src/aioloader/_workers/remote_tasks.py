@@ -81,13 +81,13 @@ def pack_answer(
 def remote(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> BatchResult:
-    """Put a result in the form that is sent, with what failed since the last one."""
-    latest, result.size = maker.policy.latest, task.size
+    """Put a result in the form that is sent, with what failed for this batch."""
+    maker.policy.latest.clear()  # the loader keeps them
+    result.size, result.attempted = task.size, task.extra
     if result.error is not None:
         result.error = RemoteError.of(result.error, worker)  # type: ignore[assignment]
     result.failures = [
-        replace(one, error=RemoteError.of(one.error, worker))  # type: ignore[arg-type]
-        for one in [latest.popleft() for _ in range(len(latest))]
+        replace(one, error=RemoteError.of(one.error, worker)) for one in task.failures
     ]
     result.retries, result.lane = maker.policy.take_retries(), max(0, worker)
     return result
@@ -104,6 +104,7 @@ def refused(
     error.add_note(f"aioloader: {maker.place('send', task)}")
     return BatchResult(
         error=RemoteError.of(error, worker),  # type: ignore[arg-type]
+        attempted=result.attempted,
         failures=result.failures,
         retries=result.retries,
         state=task.state,

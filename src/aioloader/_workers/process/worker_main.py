@@ -160,7 +160,7 @@ class Endpoint:
         self.enter("send", place)
         maker, policy, kind, value = self.maker, self.maker.policy, BATCH, result.batch
         # The loader keeps the list of failures and the budget.
-        has_more = policy.latest or policy.retries or task.missing
+        has_more = task.failures or policy.retries or task.missing
         is_batch = not (has_more or result.is_empty or result.is_end)
         if not (is_batch and result.error is task.state is result.dataset is None):
             kind, value = ANSWER, remote(maker, task, result, self.id)
