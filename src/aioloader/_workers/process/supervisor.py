@@ -166,9 +166,14 @@ class Supervisor:
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
-        process.start()
-        assert process.pid is not None
-        self._workers[os.pidfd_open(process.pid)] = worker, process
+        # A SystemExit amid a fork is printed, by this process or by the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            process.start()
+            assert process.pid is not None
+            self._workers[os.pidfd_open(process.pid)] = worker, process
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
             os.close(descriptor)
         self.tell(Note("born", worker, process.pid))

@@ -199,6 +199,7 @@ def settle(worker: int, ends: Ends, supervisor: int) -> None:
     os.setpgid(0, 0)  # its children end with it
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):
         libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
