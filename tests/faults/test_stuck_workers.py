@@ -105,32 +105,22 @@ def test_the_time_counts_from_the_wait() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
-@pytest.mark.parametrize("act", STUCK)
-def test_restart(act: Any, consume: Any, tmp_path: Path) -> None:
-    """The worker is replaced, and the epoch completes: each sample once."""
+@pytest.mark.parametrize(
+    ("of", "act"), [*((Faulty, act) for act in STUCK), (AsyncFaulty, stop_itself)]
+)
+def test_restart(of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any) -> None:
+    """Each sample comes once, also what else it had in hand; the log says why."""
     loader = DataLoader(
-        Faulty(24, (5,), act, tmp_path),
-        4,
-        num_workers=2,
-        timeout=TIMEOUT,
-        on_timeout="restart",
-    )
-    found = consume(loader)
-    assert [i for batch in found for i in batch[2].tolist()] == list(range(24))
-
-
-def test_restart_of_an_async_worker(tmp_path: Path) -> None:
-    """What else it had in hand is made again too."""
-    loader = DataLoader(
-        AsyncFaulty(48, (5,), stop_itself, tmp_path),
+        of(48, (5,), act, tmp_path),
         4,
         num_workers=2,
         timeout=TIMEOUT,
         on_timeout="restart",
         concurrency=16,
     )
-    labels = [i for batch in loader for i in batch[1].tolist()]
-    assert labels == list(range(48))
+    found = consume(loader)
+    assert [i for batch in found for i in batch[-1].tolist()] == list(range(48))
+    assert "died, by SIGKILL, from on_timeout='restart'; it is" in caplog.text
 
 
 @pytest.mark.slow

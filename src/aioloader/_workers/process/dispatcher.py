@@ -58,6 +58,7 @@ class Worker:
     pid: int | None = None  # its process, once known
     is_ready: bool = False  # whether the process takes requests
     starts: int = 0  # processes started since the last one that took a batch
+    is_stuck: bool = False  # whether its process is being killed: a batch was late
     # A tuple of the state of its copy of a stateful map-style dataset, after its latest
     # result; None if not known.
     copy_state: tuple[Any] | None = None
@@ -236,7 +237,7 @@ class Dispatcher:
         """
         dead.arena.close()
         dead.arena = ArenaReader(locker=self._locker)
-        dead.pid, dead.is_ready = None, False
+        dead.pid, dead.is_ready, dead.is_stuck = None, False, False
         if self._has_copies:
             dead.has_new_copy = True
             for ticket in self.tickets.values():

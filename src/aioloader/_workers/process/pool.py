@@ -238,6 +238,7 @@ class ProcessPool(LastingPool):
                 if not self._is_over:
                     with contextlib.suppress(OSError):
                         self._launcher.instruct("kill", worker.number)
+                        worker.is_stuck = True
         return bool(holders)
 
     def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:

@@ -38,6 +38,8 @@ class Death:
         self.exitcode = exitcode
         self.taken = worker.arena.in_flight()
         self.cause = cause_of(exitcode)
+        if worker.is_stuck:
+            self.cause = "by SIGKILL, from on_timeout='restart'"
         self._stack = f"\nIts Python stack:\n{stack}" if stack else ""
 
     def error(self, reason: str, batch: int | None = None) -> WorkerDiedError:

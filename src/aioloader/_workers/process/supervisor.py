@@ -96,7 +96,7 @@ class Supervisor:
         """Wait for an event and handle it; return whether there may be more."""
         ready: list[Any] = connection.wait([self.control, self.loader, *self._workers])
         for pidfd in {*ready} & {*self._workers}:
-            self._reap(pidfd)
+            self.tell(self._reap(pidfd))
         if self.control not in ready:
             return self.loader not in ready
         received = self.control.receive_frame()
@@ -200,14 +200,14 @@ class Supervisor:
             gc.enable()
         return spec
 
-    def _reap(self, pidfd: int) -> None:
+    def _reap(self, pidfd: int) -> Note:
         worker, process = self._workers.pop(pidfd)
         os.close(pidfd)
         kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
         process.close()
-        self.tell(Note("died", worker, status))
+        return Note("died", worker, status)
 
     def _kill_all(self) -> None:
         for _, process in self._workers.values():
