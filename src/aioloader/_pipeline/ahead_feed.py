@@ -252,6 +252,7 @@ class AheadFeed(Feed):
                 except BaseException as error:
                     self.dismiss()
                     self._was_interrupted = isinstance(error, INTERRUPTS)
+                    _stop_at_exit(error)
                     raise
                 is_lost = True
                 try:
@@ -394,6 +395,13 @@ class AheadFeed(Feed):
         raise BatchTimeoutError(
             "\n".join(filter(None, lines)), timeout=self._timeout, batch=number
         )
+
+
+def _stop_at_exit(error: BaseException) -> None:
+    """Stop a daemon thread at the interpreter's exit, as Python soon would."""
+    is_late = threading.current_thread().daemon and isinstance(error, LoaderClosedError)
+    if is_late and not threading.main_thread().is_alive():
+        threading.Event().wait()
 
 
 def _progress(pipeline: Pipeline, task: BatchTask) -> list[str]:
