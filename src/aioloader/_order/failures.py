@@ -72,7 +72,7 @@ class Skip:
     Args:
         at_most: Failed samples allowed per epoch, in all: a count such as ``10``, or a
             share such as ``0.01`` of the samples tried (one is always allowed);
-            ``None``: no limit.
+            ``None``: no limit. A resumed epoch counts from where it resumes.
         instead: Maps a ``Failure`` to a sample to use instead, or to ``SKIP``; it may
             raise. ``None``: failed samples are left out, and their batch is smaller.
 
