@@ -166,7 +166,7 @@ class Supervisor:
         process = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
-        # A SystemExit amid a fork is printed, by this process or by the worker.
+        # A SystemExit during a fork is printed, by this process or by the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
