@@ -377,6 +377,13 @@ def test_each_sample_as_often(
             assert min(found.values()) >= int(total) - 1
 
 
+@pytest.mark.filterwarnings("ignore:.* take turns at")
+def test_uneven_ranks_that_share_readers() -> None:
+    made = ranked(numbers(40).readers(4).epoch_length(41), 6, tail="uneven")
+    found = Counter(flat(flat(loader) for _ in range(4) for loader in made))
+    assert {*found.values()} == {4, 5}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 6])
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -250,9 +250,12 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def following(self, state: State, epoch: int, workers: int = 1) -> State:
         ranks = (self.ranks or (0, 1))[1] * workers
         readers, streams = state["readers"], dict[str, State]()
+        # Ranks of uneven parts end at different positions; the epoch is over for all.
+        least = (self.total() or 0) if state.get("ended") else 0
+        position = max(state["position"], least)
         for name, one in state["streams"].items():
             share = Share(int(name), readers, ranks=ranks)
-            passed = -(-(state["position"] - int(name)) // readers) - one["taken"]
+            passed = -(-(position - int(name)) // readers) - one["taken"]
             passed = 0 if one.get("ended") else max(0, passed)
             begins = self.carried(one["state"], passed, share)
             streams[name] = {"taken": 0, "state": begins}
