@@ -38,11 +38,14 @@ def numbers(count: int = 10) -> Any:
 async def test_repeat() -> None:
     assert await items(numbers(3).repeat(2)) == [0, 1, 2] * 2
     assert await items(numbers(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
-    shuffled = await items(numbers(20).shuffle(20).repeat(3))
-    passes = [shuffled[:20], shuffled[20:40], shuffled[40:]]
-    assert passes[0] == await items(numbers(20).shuffle(20))
-    assert len({tuple(one) for one in passes}) == 3
-    assert all(sorted(one) == [*range(20)] for one in passes)
+    once = numbers(20).shuffle(20)
+    first = await items(once)
+    for stream in (once.repeat(4), once.repeat(2).repeat(2)):
+        found = await items(stream)
+        passes = [found[at : at + 20] for at in range(0, 80, 20)]
+        assert passes[0] == first
+        assert len({tuple(one) for one in passes}) == 4
+        assert all(sorted(one) == [*range(20)] for one in passes)
 
 
 async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:

@@ -370,8 +370,11 @@ class _Repeat(_Step):
     """A repeated stream."""
 
     async def open(self, reading: Reading, state: State) -> Cursor:
+        # Each pass is a separate epoch, also of a stream that has passes itself.
+        shift = 16 + 16 * _repeats(self)
+
         async def open_pass(number: int, up: State) -> Cursor:
-            later = number << 32  # each pass is a separate epoch
+            later = number << shift
             epoch, begun = reading.epoch + later, reading.begun + later
             here = replace(reading, epoch=epoch, begun=begun)
             return await self.upstream.open(here, up)
@@ -387,6 +390,11 @@ class _Repeat(_Step):
 
     def __repr__(self) -> str:
         return f"{self.upstream!r}.repeat({self._described['times'] or ''})"
+
+
+def _repeats(stream: Stream[Any]) -> int:
+    """Return how many repeats are within each other in a stream."""
+    return isinstance(stream, _Repeat) + max(map(_repeats, stream.sources), default=0)
 
 
 class _EpochLength(_Step):
