@@ -38,8 +38,7 @@ def numbers(count: int = 10) -> Any:
 async def test_repeat() -> None:
     assert await items(numbers(3).repeat(2)) == [0, 1, 2] * 2
     assert await items(numbers(3).repeat().take(7)) == [0, 1, 2, 0, 1, 2, 0]
-    once = numbers(20).shuffle(20)
-    first = await items(once)
+    once, first = numbers(20).shuffle(20), await items(numbers(20).shuffle(20))
     for stream in (once.repeat(4), once.repeat(2).repeat(2)):
         found = await items(stream)
         passes = [found[at : at + 20] for at in range(0, 80, 20)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from aioloader import SKIP, DataLoader, Failure, Retry, Skip
+from aioloader.datasets import from_iterable
 from aioloader.errors import FailureBudgetError, WorkerError
 from failing import OddError, drain
 from samples import collect
@@ -242,6 +243,18 @@ async def test_streams_that_can_go_on(fetch: Any) -> None:
     loader = make(RowStream(2), num_workers=1, on_error="skip", fetch=fetch)
     assert await drain("async", loader) == [[0, 1, 3], [4, 5, 6, 7]]
     assert [failure.index for failure in loader.skipped] == [2]
+
+
+def test_an_iteration_that_ends_takes_no_policy_from_the_next() -> None:
+    """A worker that reads makes batches of both by one maker."""
+    stream = from_iterable(range(20)).map(Bad(18).__getitem__)
+    options: Any = {"num_workers": 1, "fetch": "workers", "persistent_workers": True}
+    loader = make(stream, on_error="skip", **options)
+    with loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        first.close()
+        assert [batch.tolist() for batch in second][-1] == [16, 17, 19]
 
 
 async def test_a_generator_that_raises_is_never_skipped() -> None:

@@ -86,6 +86,8 @@ class Pipeline:
         )
         if host.loop is not None:
             maker.side_loop = SideLoop(host.loop)
+        # A worker's pipelines have one maker: the next one replaces its loop.
+        self._side_loop: SideLoop = maker.side_loop
         self.stage: Any = None  # what then moves batches to the device: a ``Staged``
         self.under_way: dict[int, tuple[BatchTask, float]] = {}
         self.ended: Latch = Latch()
@@ -157,7 +159,7 @@ class Pipeline:
         if not self._is_dismissed:
             self.is_closing = True
             self._no_more_pauses.set()
-            self.maker.side_loop.close()
+            self._side_loop.close()
             self.ready.close()
             self.host.dismiss(self)
             if self.stage is not None:
@@ -260,7 +262,7 @@ class Pipeline:
         """Release what this pipeline holds elsewhere; its loop has stopped."""
         self.is_closing = True
         self._release_pool()
-        self.maker.side_loop.close()
+        self._side_loop.close()
         self.fail(error or LoaderClosedError(_LOOP_ENDED))
 
     def _release_pool(self) -> None:
