@@ -269,14 +269,18 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
 async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the same stuck code: the rest of the close looks, and says nothing."""
     monkeypatch.setattr("aioloader._pipeline.host.GRACE", 0.1)
-    go_on, calls = threading.Event(), itertools.count()
+    begun, go_on, calls = threading.Event(), threading.Event(), itertools.count()
 
-    def stuck(_samples: object) -> object:
-        return next(calls) == 0 or go_on.wait()
+    def stuck(_samples: object) -> int:
+        if next(calls):
+            begun.set()
+            go_on.wait()
+        return 0
 
     with pytest.warns(ResourceWarning, match="still running") as said:
         async with DataLoader(SyncMap(4), prefetch_factor=2, collate_fn=stuck) as it:
             await anext(aiter(it))
+            await asyncio.to_thread(begun.wait)
     go_on.set()
     assert len(said) == 1
 
