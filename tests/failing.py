@@ -4,11 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aioloader import DataLoader
-from beside import beside
+from core.kit import step
 from samples import AsyncMap, SyncMap
-
-WAYS = ["for", "thread", "caller"]
 
 
 class OddError(Exception):
@@ -41,33 +38,13 @@ def failing(base: Any, *bad: int, error: Callable[[], BaseException]) -> Any:
 
 async def drain(way: str, loader: Any) -> list[Any]:
     """Return batches as lists and errors as they are, to the end of the epoch."""
+    iterator = iter(loader) if way == "for" else aiter(loader)
     found: list[Any] = []
-    if way == "for":
-        iterator = iter(loader)
-
-        def step() -> Any:
-            return next(iterator, None)
-
-        while True:
-            try:
-                batch = await beside(step)
-            except Exception as error:  # noqa: BLE001  (what is looked at)
-                batch = error
-            if batch is None:
-                return found
-            found.append(batch if isinstance(batch, Exception) else batch.tolist())
-    iterator = aiter(loader)
     while True:
         try:
-            batch = await anext(iterator, None)
+            batch = await step(way, iterator)
         except Exception as error:  # noqa: BLE001  (what is looked at)
             batch = error
         if batch is None:
             return found
         found.append(batch if isinstance(batch, Exception) else batch.tolist())
-
-
-def make(way: str, dataset: Any, **options: Any) -> Any:
-    """Return a loader of batches of four for one of the three ways."""
-    loop: Any = "caller" if way == "caller" else "thread"
-    return DataLoader(dataset, batch_size=4, loop=loop, **options)

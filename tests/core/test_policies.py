@@ -84,6 +84,8 @@ async def test_skipping(kind: Any, way: str, by: str) -> None:
     assert await outcomes(way, loader) == [[0, 2, 3], ALL[2]]
     assert loader.stats().failures == 5
     assert sorted(one.index for one in loader.skipped) == [1, 4, 5, 6, 7]
+    assert {(one.stage, one.epoch) for one in loader.skipped} == {("fetch", 0)}
+    assert {type(one.error) for one in loader.skipped} == {OSError}
     # What a traceback refers to would be kept as long as the list.
     assert {one.error.__traceback__ for one in loader.skipped} == {None}
     if by == "in process" and kind in WHOLE:

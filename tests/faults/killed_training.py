@@ -12,26 +12,17 @@ import uvloop  # noqa: F401  (each training would import it)
 
 from aioloader import DataLoader, get_worker_info, warm_up
 from aioloader.datasets import JSONLinesDataset
+from working import Numbers
 
 SAMPLES, BATCH, EPOCHS, SHARDS = 48, 4, 3, 6
 # What a training reports, a letter each.
 BEGUN, DELIVERED, LOGGED, WRITTEN, SAVED = b"b", b"d", b"l", b"w", b"s"
 
 
-class Numbers:
-    """Read in worker processes."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 class Waiting(Numbers):
     """Read on a loop; a few samples take so long that others overtake them."""
 
-    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+    async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0.005 if index % 16 == 3 else 0)
         return index
 
@@ -60,7 +51,7 @@ def dataset_of(variant: str, shards: Path) -> Any:
             f"{shards}/*.jsonl", shuffle=True, seed=2, interleave=2
         )
         return lines.shuffle(10, seed=3)
-    return Numbers() if variant in {"processes", "served"} else Waiting()
+    return (Numbers if variant in {"processes", "served"} else Waiting)(SAMPLES)
 
 
 # Without workers nothing is drawn: with keyed draws nothing would be read ahead.

@@ -3,8 +3,7 @@
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader, get_worker_info
-from faulty import is_alive, kill_itself
+from faulty import Act, exit_politely, is_alive, kill_itself, leave
 from samples import AsyncMap
 
 FORKED: list[Any] = [None, pytest.param("fork", marks=pytest.mark.slow)]
@@ -83,22 +82,9 @@ class Marks:
         return len(self.pids())
 
 
-Act = Callable[[], object]
-
-
 def refuse() -> None:
     """Raise the user's error."""
     raise PlantedError("a start", os.getpid())
-
-
-def leave() -> None:
-    """End without a word."""
-    os._exit(3)
-
-
-def exit_politely() -> None:
-    """End as scripts do."""
-    sys.exit(3)
 
 
 DEATHS: list[Act] = [kill_itself, leave, exit_politely]

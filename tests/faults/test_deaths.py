@@ -144,28 +144,17 @@ def test_the_forked_supervisor_dies(
     way: int, end: str, consume: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The epoch ends with an error; the log has nothing about its workers."""
-    loader = DataLoader(KillsSupervisor(200, 40, way), 4, num_workers=2)
+
+    def kill_supervisor() -> None:
+        os.kill(os.getppid(), way)
+        signal.pause()
+
+    loader: Any = DataLoader(Faulty(200, (40,), kill_supervisor), 4, num_workers=2)
     with pytest.raises(WorkerDiedError, match=rf"supervisor .* {end}"):
         consume(loader)
     assert not caplog.records
-    loader.dataset.at = -1
+    loader.dataset.at = ()
     assert len(consume(loader)) == 50
-
-
-class KillsSupervisor:
-    """Kills the parent of its worker with sample ``at``."""
-
-    def __init__(self, n: int, at: int, way: int = signal.SIGKILL) -> None:
-        self.n, self.at, self.way = n, at, way
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.at:
-            os.kill(os.getppid(), self.way)
-            signal.pause()
-        return index
 
 
 def test_the_served_supervisor_dies() -> None:

@@ -22,19 +22,17 @@ from faults.planted import (  # noqa: F401  (fixtures too)
     UNPICKLED,
     WAYS,
     WORKERS,
-    Act,
     Marks,
     Planted,
     PlantedAsync,
     PlantedError,
     in_time,
     kinds_at,
-    leave,
     loader_of,
     marks,
     refuse,
 )
-from faulty import await_gone, kill_itself, sleep_forever
+from faulty import Act, await_gone, kill_itself, leave, sleep_forever
 
 
 def skip_unless_unpickled(way: Any, place: str) -> None:

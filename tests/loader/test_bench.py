@@ -17,6 +17,7 @@ import torch
 from aioloader import DataLoader
 from aioloader._cli.main import main
 from aioloader._cli.torch_twin import twin_of
+from lifespans import pass_on
 from samples import AsyncMap, SyncMap
 
 MODULE = """\
@@ -314,16 +315,12 @@ def test_what_is_left_out() -> None:
     assert notes == [f"Not in torch's DataLoader: {said}"]
 
 
-async def shouting(sample: Any) -> Any:
-    return sample
-
-
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
         (DataLoader(AsyncMap(4)), "AsyncMap is read by coroutines, which torch can"),
-        (DataLoader([1], transform=shouting), "transform is async, and torch cannot"),
-        (DataLoader([1], collate_fn=shouting), "collate_fn is async, and torch cannot"),
+        (DataLoader([1], transform=pass_on), "transform is async, and torch cannot"),
+        (DataLoader([1], collate_fn=pass_on), "collate_fn is async, and torch cannot"),
     ],
 )
 def test_torch_cannot_run_it(loader: DataLoader[Any], reason: str) -> None:

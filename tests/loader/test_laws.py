@@ -160,9 +160,6 @@ class Counting:
 class Batches(Numbers):
     """Reads batches in another order."""
 
-    def __getitem__(self, index: int) -> Any:
-        return index
-
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices[::-1]
 

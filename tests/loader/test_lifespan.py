@@ -363,16 +363,11 @@ async def opened(dataset: OfClient) -> AsyncIterator[None]:
     yield
 
 
-async def same(sample: int) -> int:
-    """Return it; the loader has a loop for this."""
-    return sample
-
-
 @pytest.mark.parametrize("way", ["for", "async for", "threads", "processes"])
 def test_clients_are_used_on_the_loop_of_the_lifespan(way: str) -> None:
     """Plain reads are awaited where async transforms run."""
     loader: Any = DataLoader(
-        OfClient(8), 4, transform=same, lifespan=opened, **WAYS[way]
+        OfClient(8), 4, transform=pass_on, lifespan=opened, **WAYS[way]
     )
     found = asyncio.run(collect(loader)) if way == "async for" else list(loader)
     assert [batch.tolist() for batch in found] == EXPECTED
@@ -394,7 +389,7 @@ class Request:
         self._index = index
 
     def __await__(self) -> Generator[Any, None, int]:
-        return same(self._index).__await__()
+        return pass_on(self._index).__await__()
 
 
 class Wrapper(SyncMap):
@@ -420,9 +415,9 @@ def first(batch: Any) -> Any:
     "wrap",
     [
         Request,
-        lambda index: (same(index), index),
-        lambda index: {"x": same(index), "y": index},
-        lambda index: {"y": index, "x": [same(index), (Request(index), index)]},
+        lambda index: (pass_on(index), index),
+        lambda index: {"x": pass_on(index), "y": index},
+        lambda index: {"y": index, "x": [pass_on(index), (Request(index), index)]},
     ],
     ids=["object", "tuple", "dict", "nested"],
 )
@@ -437,7 +432,7 @@ class Hanging(SyncMap):
     """Its second batch never comes."""
 
     def __getitem__(self, index: int) -> Any:
-        return same(index) if index < 2 else self.hang()
+        return pass_on(index) if index < 2 else self.hang()
 
     async def hang(self) -> None:
         """Wait forever."""

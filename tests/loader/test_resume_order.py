@@ -345,19 +345,6 @@ def test_any_k(
 # -- iterables: their own state if they have one, else a count -------------------------
 
 
-class Noting(Remembered):
-    """Notes what is read."""
-
-    def __init__(self) -> None:
-        super().__init__(11)
-        self.read: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        for number in super().__iter__():
-            self.read.append(number)
-            yield number
-
-
 class OnBoth(Cursors):
     """The dataset has a state beside that of its iterator."""
 
@@ -488,16 +475,6 @@ async def test_states_for_tasks(name: str) -> None:
 def test_states_of_a_worker() -> None:
     """The epoch is set on the dataset before it is sent there."""
     assert_resumes_exactly(lambda: DataLoader(OnDataset(11), 4, num_workers=1))
-
-
-def test_what_a_state_saves() -> None:
-    """Nothing that was delivered is read again."""
-    loader: Any = DataLoader(Noting(), 2)
-    state = left_at(loader, 3)
-    dataset = Noting()
-    resumed = loaded(DataLoader(dataset, 2), state)
-    assert next(iter(resumed)).tolist() == [6, 7]
-    assert dataset.read == [6, 7]
 
 
 @REPEATED

@@ -17,9 +17,8 @@ from torch.utils.data import Sampler
 from aioloader import DataLoader
 from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.testing import no_leaks
-from core import kit
-from core.kit import INLINE, outcomes
-from failing import WAYS, OddError, drain, failing, make
+from core.kit import INLINE, WAYS, make, outcomes
+from failing import OddError, drain, failing
 from faults.error_table import (
     AsyncSamples,
     AsyncSteps,
@@ -300,7 +299,7 @@ async def test_transform_and_collate_errors(
     """Both stages say so."""
     raiser = Raiser(ValueError)
     options: Any = {"batch_size": 2, stage: raiser.later if is_async else raiser}
-    found = await outcomes(way, kit.make(way, base(same), **options))
+    found = await outcomes(way, make(way, base(same), **options))
     (error,) = [one for one in found if isinstance(one, ValueError)]
     assert len(found) == 4
     assert NOTES[stage] in error.__notes__[0]
@@ -332,7 +331,7 @@ async def test_batches_of_a_batch_sampler(way: str, base: Any) -> None:
     async def found(batches: Any) -> list[Any]:
         options: Any = {"transform": lambda pair: pair[1], "collate_fn": torch.tensor}
         options |= {"batch_size": 1, "batch_sampler": batches}
-        return await drain(way, kit.make(way, base(4), **options))
+        return await drain(way, make(way, base(4), **options))
 
     odd = [iter([0, 1]), {2}, (3,), [], torch.tensor([0, 2])]
     assert await found(odd) == [[0, 1], [2], [3], [], [0, 2]]

@@ -1,4 +1,4 @@
-"""Errors in worker processes: the user's own, noted; skipped, replaced, retried."""
+"""Errors in worker processes: the user's own, noted; skipped, or replaced."""
 
 import threading
 import traceback
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from aioloader import SKIP, DataLoader, Failure, Retry, Skip
+from aioloader import SKIP, DataLoader, Failure, Skip
 from aioloader.datasets import from_iterable
 from aioloader.errors import FailureBudgetError, WorkerError
 from failing import OddError, drain
-from samples import collect
 from working import AsyncNumbers, Numbers, first
 
 WAYS = ["for", "async"]
@@ -155,20 +154,6 @@ def test_a_batch_that_cannot_be_sent_or_unpickled(is_sent: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dataset", [Bad, AsyncBad])
-async def test_skip(way: str, dataset: Any) -> None:
-    """Bad samples are left out and listed; a batch of none is not delivered."""
-    loader = make(dataset(1, 4, 5, 6, 7), on_error="skip")
-    assert await drain(way, loader) == [[0, 2, 3], [8, 9, 10, 11]]
-    assert sorted(failure.index for failure in loader.skipped) == [1, 4, 5, 6, 7]
-    assert loader.stats().failures == 5
-    failure = loader.skipped[0]
-    assert (failure.stage, failure.epoch) == ("fetch", 0)
-    assert type(failure.error) is LookupError
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
 async def test_a_callable_decides(way: str) -> None:
     """In the worker: replaces, skips or raises."""
 
@@ -203,40 +188,6 @@ async def test_the_budget_is_over_all_workers(way: str, limit: float) -> None:
     assert await drain(way, ahead) == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 
-class Flaky(Numbers):
-    """Fails twice at one index, in each worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attempts = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.attempts += index == 5
-        if index == 5 and self.attempts < 3:
-            raise ConnectionResetError
-        return index
-
-
-class AsyncFlaky(AsyncNumbers):
-    """The same, for a loop."""
-
-    def __init__(self) -> None:
-        super().__init__(12)
-        self.inner = Flaky()
-
-    async def __getitem__(self, index: int) -> Any:
-        return self.inner[index]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dataset", [Flaky, AsyncFlaky])
-async def test_reads_are_retried(dataset: Any) -> None:
-    """Where they are made."""
-    retry = Retry(max_attempts=3, base_delay=0.0)
-    found = [batch.tolist() for batch in await collect(make(dataset(), retry=retry))]
-    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
 @pytest.mark.parametrize("fetch", ["loader", "workers"])
 async def test_streams_that_can_go_on(fetch: Any) -> None:
     """An iterator class may fail for one sample and give the next."""
@@ -255,21 +206,6 @@ def test_an_iteration_that_ends_takes_no_policy_from_the_next() -> None:
         next(first), next(second)
         first.close()
         assert [batch.tolist() for batch in second][-1] == [16, 17, 19]
-
-
-async def test_a_generator_that_raises_is_never_skipped() -> None:
-    """It is finished: to skip would lose the rest without a word."""
-
-    class Stream:
-        def __iter__(self) -> Any:
-            yield from range(6)
-            raise LookupError("cut")
-
-    loader = make(Stream(), num_workers=1, on_error="skip")
-    found = await drain("for", loader)
-    assert found[0] == [0, 1, 2, 3]
-    assert type(found[1]) is LookupError
-    assert len(found) == 2
 
 
 def test_too_many_workers_are_warned_of() -> None:

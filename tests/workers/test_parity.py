@@ -123,14 +123,19 @@ def test_without_batching(make: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("fetch", ["auto", "loader"])
-async def test_an_async_stream_is_read_once(num_workers: int, fetch: Any) -> None:
-    """By the loader; there are no duplicates to be sharded away."""
-    loader: Any = DataLoader(
-        AsyncStream(13), batch_size=4, num_workers=num_workers, fetch=fetch
-    )
-    assert labels(await collect(loader)) == labels(list(TorchLoader(SyncMap(13), 4)))
-    assert labels(await beside(lambda: list(loader)))[-1] == [12]
+@pytest.mark.parametrize(
+    ("make", "fetch"),
+    [
+        (AsyncStream, "auto"),
+        *((one, "loader") for one in (AsyncStream, SyncMap, SyncStream)),
+    ],
+)
+async def test_the_loader_may_read(num_workers: int, make: Any, fetch: Any) -> None:
+    """An async stream, or what it is told to: there is one, and workers collate."""
+    loader: Any = DataLoader(make(13), 4, num_workers=num_workers, fetch=fetch)
+    expected = labels(list(TorchLoader(SyncMap(13), 4)))
+    assert labels(await collect(loader)) == expected
+    assert labels(await beside(lambda: list(loader))) == expected
 
 
 @pytest.mark.slow
@@ -176,14 +181,6 @@ def test_functions_of_any_colour(
         collate_fn=total if colours[1] == "s" else total_async,
     )
     assert list(loader) == [12, 44, 34]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [SyncMap, SyncStream])
-def test_the_loader_may_read(make: Any) -> None:
-    """With fetch="loader" there is one stream, and workers collate."""
-    loader: Any = DataLoader(make(13), batch_size=4, num_workers=2, fetch="loader")
-    assert labels(list(loader)) == labels(list(TorchLoader(SyncMap(13), 4)))
 
 
 @pytest.mark.slow

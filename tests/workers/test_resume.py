@@ -8,8 +8,7 @@ import pytest
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader.datasets import from_iterable
-from aioloader.errors import StateMismatchError
-from loader.states import REPEATED, begun, left_at, seeded
+from loader.states import REPEATED, begun, seeded
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream
 from stateful import Cursors
@@ -134,10 +133,3 @@ async def test_async_iterables_in_workers() -> None:
     await assert_resumes_exactly_async(
         lambda: Loader(AsyncStream(7), 2, num_workers=2, fetch="workers"), stops=[3]
     )
-
-
-def test_other_readers() -> None:
-    """How the samples are dealt depends on the number of workers that read."""
-    state = left_at(Loader(Cursors(17), 2, num_workers=3), 1)
-    with pytest.raises(StateMismatchError, match=r"with 3 readers .* has 2"):
-        Loader(Cursors(17), 2, num_workers=2).load_state_dict(state)
