@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import itertools
 import random
 import subprocess
 import sys
@@ -269,19 +268,19 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
 async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the same stuck code: the rest of the close looks, and says nothing."""
     monkeypatch.setattr("aioloader._pipeline.host.GRACE", 0.1)
-    begun, go_on, calls = threading.Event(), threading.Event(), itertools.count()
+    begun, go_on = threading.Event(), threading.Event()
 
-    def stuck(_samples: object) -> int:
-        if next(calls):
-            begun.set()
-            go_on.wait()
-        return 0
+    def stuck(_samples: object) -> None:
+        begun.set()
+        go_on.wait()
 
     with pytest.warns(ResourceWarning, match="still running") as said:
         async with DataLoader(SyncMap(4), prefetch_factor=2, collate_fn=stuck) as it:
-            await anext(aiter(it))
+            step = asyncio.ensure_future(anext(aiter(it)))
             await asyncio.to_thread(begun.wait)
     go_on.set()
+    await asyncio.wait([step])
+    step.exception()
     assert len(said) == 1
 
 
