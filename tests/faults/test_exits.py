@@ -266,7 +266,7 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
 
 
 async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the same stuck code: the rest of the close looks, and says nothing."""
+    """For the same stuck code; for that of the next iteration, once more."""
     monkeypatch.setattr("aioloader._pipeline.host.GRACE", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -274,14 +274,18 @@ async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.set()
         go_on.wait()
 
+    loader: Any = DataLoader(SyncMap(4), prefetch_factor=2, collate_fn=stuck)
     with pytest.warns(ResourceWarning, match="still running") as said:
-        async with DataLoader(SyncMap(4), prefetch_factor=2, collate_fn=stuck) as it:
-            step = asyncio.ensure_future(anext(aiter(it)))
-            await asyncio.to_thread(begun.wait)
-    go_on.set()
-    await asyncio.wait([step])
-    step.exception()
-    assert len(said) == 1
+        async with loader:
+            for _ in range(2):
+                step = asyncio.ensure_future(anext(iterator := aiter(loader)))
+                await asyncio.to_thread(begun.wait)
+                await iterator.aclose()
+                go_on.set()
+                await asyncio.wait([step])
+                assert isinstance(step.exception(), StopAsyncIteration)
+                begun.clear(), go_on.clear()
+    assert len(said) == 2
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class Host:
         self.closed: Latch = Latch()  # set when everything has ended
         # Whether it has failed, or all leases were returned.
         self.is_closing: bool = False
-        # Whether a close has given up waiting: the next ones only look.
+        # Whether a close has given up waiting: until the next lease, others only look.
         self.is_stuck: bool = False
         # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
@@ -84,6 +84,7 @@ class Host:
         with self._lock:
             is_open = not self.is_closing and not self.is_foreign()
             self._leases += is_open
+            self.is_stuck = False  # what comes now may end in time
             return is_open
 
     def is_left(self) -> bool:
