@@ -284,7 +284,8 @@ async def test_a_close_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 go_on.set()
                 await asyncio.wait([step])
                 assert isinstance(step.exception(), StopAsyncIteration)
-                begun.clear(), go_on.clear()
+                begun.clear()
+                go_on.clear()
     assert len(said) == 2
 
 
