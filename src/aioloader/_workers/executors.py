@@ -60,7 +60,7 @@ class ExecutorWorkers(Pool):
 
     def open(self, pipeline: Pipeline) -> None:
         """Pickle the ``WorkerSpec``, unless the executor has threads."""
-        if not self._is_here:
+        if not self._is_here and self._packed_spec is None:
             try:
                 self._packed_spec = _packed(*self._spec.pickled())
             except WorkerStartError as error:

@@ -44,7 +44,8 @@ class ThreadWorkers(Pool):
 
     def open(self, pipeline: Pipeline) -> None:
         for worker, thread in enumerate(self._threads):
-            thread.post(partial(self._serve, pipeline, worker))
+            if thread.ident() is None:  # else another consumer was faster
+                thread.post(partial(self._serve, pipeline, worker))
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:  # noqa: ARG002  (the pool's protocol)
         self._tasks.put(task)
@@ -72,7 +73,7 @@ class ThreadWorkers(Pool):
 
     def _serve(self, pipeline: Pipeline, worker: int) -> None:
         ident, dataset = threading.get_ident(), pipeline.maker.dataset
-        if pipeline.host.failure() is not None:
+        if self._over or pipeline.host.failure() is not None:
             return
         try:
             with worker_thread(worker, self.number, self.base_seed, dataset):
