@@ -252,9 +252,8 @@ def test_two_threads_begin_at_once() -> None:
     try:
         for _ in range(10):
             begun: list[int] = []
-            dataset = Faulty(8)
-            options = {"workers": "thread", "worker_init_fn": begun.append}
-            iterator = iter(DataLoader(dataset, 4, num_workers=2, **options))
+            options = {"worker_init_fn": begun.append, **workers_by("thread")}
+            iterator = iter(DataLoader(Faulty(8), 4, num_workers=2, **options))
             together = threading.Barrier(2)
 
             def read(iterator: Any = iterator, together: Any = together) -> int:
