@@ -31,7 +31,7 @@ Act = Callable[[], object]
 
 def kill_itself() -> None:
     """As the kernel does when memory is short."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def segfault() -> None:
@@ -61,7 +61,7 @@ def spin_in_c() -> None:
 
 def stop_itself() -> None:
     """As a debugger, or a job control of the shell, does."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
 
 
 def first_time(mark: Path) -> bool:

@@ -103,7 +103,7 @@ def die_before(number: int, operations: list[tuple[Any, str]]) -> None:
         def counting(*args: Any, **options: Any) -> Any:
             nonlocal done
             if done == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.raise_signal(signal.SIGKILL)
             done += 1
             return function(*args, **options)
 

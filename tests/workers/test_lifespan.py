@@ -187,7 +187,7 @@ class Killed(LoggedMap):
     def __getitem__(self, index: int) -> Any:
         if index == 5 and not (flag := self.path.with_name("flag")).exists():
             flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         return super().__getitem__(index)
 
 
