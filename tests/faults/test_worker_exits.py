@@ -252,10 +252,14 @@ def test_two_threads_begin_at_once() -> None:
     try:
         for _ in range(10):
             begun: list[int] = []
-            dataset = Faulty(8)
-            options = {"workers": "thread", "worker_init_fn": begun.append}
-            iterator = iter(DataLoader(dataset, 4, num_workers=2, **options))
-            together = threading.Barrier(2)
+            together, workers = threading.Barrier(2), threading.Barrier(2)
+
+            def begin(worker: int, begun: Any = begun, workers: Any = workers) -> None:
+                begun.append(worker)
+                workers.wait(20)  # one alone could make all batches
+
+            options = {"workers": "thread", "worker_init_fn": begin}
+            iterator = iter(DataLoader(Faulty(8), 4, num_workers=2, **options))
 
             def read(iterator: Any = iterator, together: Any = together) -> int:
                 together.wait()
