@@ -258,7 +258,7 @@ def test_two_threads_begin_at_once() -> None:
                 begun.append(worker)
                 workers.wait(20)  # one alone could make all batches
 
-            options = {"workers": "thread", "worker_init_fn": begin}
+            options: Any = {"workers": "thread", "worker_init_fn": begin}
             iterator = iter(DataLoader(Faulty(8), 4, num_workers=2, **options))
 
             def read(iterator: Any = iterator, together: Any = together) -> int:
