@@ -264,9 +264,17 @@ def await_ready(pool: Any) -> None:
         pool.collect()
 
 
+def start_workers(loader: DataLoader[Any]) -> None:
+    """Start workers that persist, and wait for them: ``timeout`` counts that too."""
+    iterator = aiter(loader)  # sends no requests yet
+    await_ready(pools_of(iterator))
+    iterator.close()
+
+
 def pools_of(iterator: Any) -> Any:
-    """Return the pool that an iterator draws from."""
-    return iterator._steps.feed.pipeline.pool._pool
+    """Return the pool that an iterator draws from, begun or not."""
+    steps = iterator._steps
+    return (steps.feed or steps.prepared).pipeline.pool._pool
 
 
 def parent_of(pid: int) -> int:

@@ -81,19 +81,10 @@ def test_joining_all_children_is_bounded() -> None:
 def test_a_stopped_supervisor_is_continued_to_end() -> None:
     """Its workers would not end else."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))
-    supervisor = pools_of_prepared(iterator)._launcher._process.pid
+    supervisor = pools_of(iterator)._launcher._process.pid
     os.kill(supervisor, signal.SIGSTOP)
     iterator.close()
     assert await_gone([supervisor]) == []
-
-
-def pools_of_prepared(iterator: Any) -> Any:
-    """Return the pool of an iterator, begun or not."""
-    return (
-        pools_of(iterator)
-        if iterator._steps.feed
-        else iterator._steps.prepared.pipeline.pool._pool
-    )
 
 
 class Stuck:

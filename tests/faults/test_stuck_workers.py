@@ -14,16 +14,18 @@ from faulty import (
     AsyncFaulty,
     Faulty,
     FaultyStream,
+    await_ready,
     in_thread,
     kill_and_wait,
     pids_of,
     pools_of,
     sleep_forever,
     spin_in_c,
+    start_workers,
     stop_itself,
 )
 
-TIMEOUT = 2.0  # more than a worker takes to begin, also beside other work
+TIMEOUT = 2.0  # more than a batch takes, also beside other work
 STUCK = [sleep_forever, spin_in_c, stop_itself]
 
 
@@ -47,6 +49,7 @@ def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
     loader = DataLoader(
         Faulty(8, (5,), act), 4, num_workers=1, timeout=TIMEOUT, persistent_workers=True
     )
+    start_workers(loader)
     text = raised(loader, consume)
     assert f"timed out after {TIMEOUT} seconds: batch 1" in text
     assert "stage 'fetch' of worker 0 (pid " in text
@@ -67,6 +70,7 @@ def test_the_stage_is_named() -> None:
             persistent_workers=True,
             **options,
         )
+        start_workers(loader)
         with pytest.raises(BatchTimeoutError, match=f"stage '{stage[:7]}"):
             list(loader)
         for pid in pids_of(loader._live.pools._kept[0]).values():
@@ -97,6 +101,7 @@ def test_async_code_that_is_stuck() -> None:
 def test_the_time_counts_from_the_wait() -> None:
     """What passes before a batch is asked for does not count."""
     iterator = iter(DataLoader(Faulty(8), 4, num_workers=1, timeout=TIMEOUT))
+    await_ready(pools_of(iterator))
     next(iterator)
     time.sleep(TIMEOUT + 0.1)
     next(iterator)
@@ -135,6 +140,7 @@ def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
         on_timeout="restart",
         persistent_workers=True,
     )
+    start_workers(loader)
     with pytest.raises(BatchTimeoutError, match="batch 1"):
         consume(loader)
     for pid in pids_of(loader._live.pools._kept[0]).values():
@@ -148,6 +154,7 @@ def test_a_timeout_is_followed_by_the_batch(tmp_path: Path) -> None:
         Faulty(8, (5,), stop_itself, tmp_path), 4, num_workers=1, timeout=TIMEOUT
     )
     iterator = iter(loader)
+    await_ready(pools_of(iterator))
     next(iterator)
     with pytest.raises(BatchTimeoutError):
         next(iterator)
@@ -163,6 +170,7 @@ def test_a_stuck_replica_that_is_restarted() -> None:
         dataset, 4, num_workers=2, timeout=TIMEOUT, on_timeout="restart", in_order=True
     )
     iterator = iter(loader)
+    await_ready(pools_of(iterator))
     found: list[Any] = []
     with pytest.raises(WorkerDiedError):
         for batch in iterator:

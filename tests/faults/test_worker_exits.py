@@ -252,9 +252,14 @@ def test_two_threads_begin_at_once() -> None:
     try:
         for _ in range(10):
             begun: list[int] = []
-            options = {"worker_init_fn": begun.append, **workers_by("thread")}
+            together, workers = threading.Barrier(2), threading.Barrier(2)
+
+            def begin(worker: int, begun: Any = begun, workers: Any = workers) -> None:
+                begun.append(worker)
+                workers.wait(20)  # one alone could make all batches
+
+            options: Any = {"workers": "thread", "worker_init_fn": begin}
             iterator = iter(DataLoader(Faulty(8), 4, num_workers=2, **options))
-            together = threading.Barrier(2)
 
             def read(iterator: Any = iterator, together: Any = together) -> int:
                 together.wait()

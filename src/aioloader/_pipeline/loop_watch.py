@@ -84,7 +84,8 @@ class LoopWatch:
         self._rests_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
-        self._held = self._computed = 0.0  # while it was late
+        # While it was late; a thread that waits for a processor is not held.
+        self._held = self._computed = 0.0
 
     @contextlib.contextmanager
     def reading(self, since: float) -> Iterator[None]:
@@ -162,7 +163,7 @@ class LoopWatch:
         if is_late:
             self._lateness.append(behind)
             self._late_at.append((now, self._free))
-            self._held += seconds
+            self._held += seconds - spent.delayed
             self._computed += spent.cpu
         self.counts = Counts(
             timers + counted,
