@@ -257,6 +257,16 @@ def is_async_function(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+def generator_of(function: object) -> str | None:
+    """Return what kind of generator calling ``function`` gives, if any."""
+    call = getattr(type(function), "__call__", None)  # noqa: B004  (as above)
+    if inspect.isasyncgenfunction(function) or inspect.isasyncgenfunction(call):
+        return "async generator"
+    if inspect.isgeneratorfunction(function) or inspect.isgeneratorfunction(call):
+        return "generator"
+    return None
+
+
 # Torch's wrappers, by their own methods: those of a subclass may do anything.
 _WRAPPERS: dict[object, str] = {
     Subset.__getitem__: "dataset",

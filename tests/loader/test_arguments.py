@@ -72,6 +72,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"loop": "mine"}, ValueError, "loop must be 'thread' or 'caller'"),
     (DATA, {"on_error": "ignore"}, ValueError, "on_error must be"),
     (DATA, {"retry": 3}, TypeError, "retry must be an aioloader.Retry"),
+    (DATA, {"on_error": Skip}, ValueError, r"on_error must be .*, got <class"),
     (DATA, {"on_error": _decide}, TypeError, "on_error must be a plain function"),
     (DATA, {"on_error": Skip(instead=_decide)}, TypeError, "must be a plain function"),
     (DATA, {"workers": "fork"}, TypeError, "workers must be 'process', 'thread', a"),

@@ -65,7 +65,12 @@ def progress(
 
     Returns:
         An iterable for ``for`` and ``async for``, any number of times.
+
+    Raises:
+        TypeError: If ``loader`` is another iterable, which has no statistics.
     """
+    if not hasattr(loader, "stats"):
+        raise TypeError(f"progress needs a DataLoader, got {type(loader).__name__!r}")
     given = {"total": total, "desc": desc, "leave": leave, "file": file}
     return WithProgress(loader, given)
 
