@@ -232,6 +232,7 @@ def outcome(cls: Any, options: dict[str, Any]) -> Any:
         {"num_workers": np.int64(1)},
         {"num_workers": np.float64(1)},
         {"num_workers": np.int64(-1)},
+        {"num_workers": np.bool_(False)},
         {"num_workers": 1, "timeout": np.int64(20)},
         {"num_workers": 1, "timeout": np.float32(20)},
         {"num_workers": 1, "timeout": torch.tensor(20)},
