@@ -21,6 +21,8 @@ from typing import Any, Generic, TextIO
 
 from typing_extensions import TypeVar
 
+from aioloader.protocols import OneIteration
+
 Batch = TypeVar("Batch", default=Any)
 
 clock = time.perf_counter
@@ -95,7 +97,7 @@ class WithProgress(Generic[Batch]):
         return ProgressIterator(batches, Meter(self._loader, **self._given))
 
 
-class ProgressIterator(Generic[Batch]):
+class ProgressIterator(OneIteration, Generic[Batch]):
     """The loader's iterator, with a display; both end together.
 
     Like the loader's own, dropping it releases everything, ``close`` and ``aclose``
