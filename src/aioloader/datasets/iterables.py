@@ -7,6 +7,7 @@ fails without ending the iterable counts as a sample.
 
 import asyncio
 import inspect
+import zlib
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -49,7 +50,8 @@ def from_iterable(source: Source) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated again in every epoch, or a function
             that returns one, such as a generator function. Each reader iterates it.
-            Its ``set_epoch``, if it has one, is called with the number of each epoch.
+            Its ``set_epoch``, if it has one, is called with the number of each epoch;
+            for later passes of ``repeat``, with a number below 2**31 for each of them.
 
     Raises:
         TypeError: If it is neither, or an iterator, which can be read only once.
@@ -196,7 +198,10 @@ class _Cursor(Replayed):
             made.is_inner = True
             made.begin_epoch(self._epoch)
         elif callable(set_epoch := getattr(made, "set_epoch", None)):
-            set_epoch(self._epoch)
+            epoch = self._epoch
+            # Those of the passes of ``repeat`` are too large for a seed of NumPy.
+            is_pass = epoch >= 1 << 32
+            set_epoch(zlib.crc32(str(epoch).encode()) >> 1 if is_pass else epoch)
         return made
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:
