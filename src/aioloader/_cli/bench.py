@@ -169,7 +169,7 @@ def _table(
     return table(heads, rows)
 
 
-def _median(figures: Sequence[float], text: Callable[[float], str]) -> str:
-    """Return the median of the known figures as a text; "-" if there are none."""
-    known = [one for one in figures if math.isfinite(one)]
+def _median(results: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return the median of the known results as a text; "-" if there are none."""
+    known = [one for one in results if math.isfinite(one)]
     return text(median(known)) if known else "-"
