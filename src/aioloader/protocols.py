@@ -15,7 +15,7 @@ import inspect
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import (
     ChainDataset,
@@ -40,7 +40,17 @@ class HasLifespan(abc.ABC):
         """Return the context manager that each loop that reads it enters and leaves."""
 
 
-class BlockIterator(HasLifespan):
+class OneIteration:
+    """An iterator that cannot be copied: a copy would take its batches."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: save its position "
+            "with state_dict(), and load that into a copy of the loader or stream"
+        )
+
+
+class BlockIterator(OneIteration, HasLifespan):
     """One iteration over an aioloader stream, which is read a block at a time."""
 
     # A batch may be filled by several blocks. If not, one block is one batch: the
@@ -255,6 +265,16 @@ def is_async_function(function: object) -> bool:
         return inspect.iscoroutinefunction(function)
     call = getattr(type(function), "__call__", None)  # noqa: B004  (whether it is async, not whether it exists)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def generator_of(function: object) -> str | None:
+    """Return what kind of generator calling ``function`` gives, if any."""
+    call = getattr(type(function), "__call__", None)  # noqa: B004  (as above)
+    if inspect.isasyncgenfunction(function) or inspect.isasyncgenfunction(call):
+        return "async generator"
+    if inspect.isgeneratorfunction(function) or inspect.isgeneratorfunction(call):
+        return "generator"
+    return None
 
 
 # Torch's wrappers, by their own methods: those of a subclass may do anything.

@@ -277,6 +277,12 @@ async def test_answers_that_stay_bad(bad: Bad, kind: Any, words: str) -> None:
     assert caught.value.attempts > 1
 
 
+async def test_a_shard_that_is_sent_compressed() -> None:
+    bad: Bad = lambda to, *_: to.answer(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})  # noqa: E731
+    with serving(bad, ALWAYS) as url, pytest.raises(DatasetError, match="compressed, "):
+        await anext(aiter(TextDataset("a.txt", encoding="latin-1", store=url)))
+
+
 async def test_pages_that_were_asked_for() -> None:
     """A name can say so; or a store has a tag for what has no ending."""
     for bad, name in ((page, "index.html"), (tagged_page, "crawled/0f3a")):

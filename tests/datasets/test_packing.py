@@ -453,6 +453,8 @@ def test_a_sample_begins_a_document() -> None:
     """Also one whose positions begin later, as those of a part of a document."""
     rows = [{"position_ids": np.array(one, int)} for one in ([5, 6], [], [0, 1, 0])]
     assert varlen_collate(rows)["cu_seqlens"].tolist() == [0, 2, 4, 5]
+    lists: list[Any] = [{"position_ids": one} for one in ([0], [])]
+    assert varlen_collate(lists)["position_ids"].dtype == torch.int64
 
 
 def test_samples_without_positions() -> None:

@@ -1,6 +1,7 @@
 """Parquet: what pyarrow reads, from any row on, and filters; damage is an error."""
 
 import asyncio
+import base64
 import gc
 import threading
 import traceback
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import compute as pc
 from pyarrow import parquet as pq
+from pyarrow.parquet import encryption
 
 from aioloader import DataLoader
 from aioloader._order.blocks import Bad, Block
@@ -560,3 +562,22 @@ async def test_any_filters(hundred: str, filters: Any) -> None:
     made = ParquetFormat(hundred, Local(), filters=filters)
     table = pq.read_table(hundred, filters=filters)
     assert plain(await read_all(made)) == expected(table)
+
+
+class Keys(encryption.KmsClient):  # type: ignore[misc]
+    def wrap_key(self, key: bytes, _name: str) -> bytes:
+        return base64.b64encode(key)
+
+
+async def test_encrypted_columns(tmp_path: Path) -> None:
+    """They are not called damaged, and a filter on them does not end the process."""
+    factory = encryption.CryptoFactory(lambda _: Keys())
+    how = encryption.EncryptionConfiguration("f", column_keys={"k": ["b"]})
+    how.plaintext_footer, how.double_wrapping = True, False
+    keys = factory.file_encryption_properties(encryption.KmsConnectionConfig(), how)
+    table = pa.table({"a": [1], "b": [2]})
+    pq.write_table(table, tmp_path / "a.parquet", encryption_properties=keys)
+    stream: Any = ParquetDataset("a.parquet", ["a"], store=tmp_path)
+    assert (await read(stream))[0] == [{"a": 1}]
+    with pytest.raises(DatasetError, match="has encrypted columns, which cannot be r"):
+        await read(ParquetDataset(f"{tmp_path}/*", filters=[("b", "==", 2)]))

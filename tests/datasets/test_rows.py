@@ -174,6 +174,7 @@ KEPT: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "moment": (pa.timestamp("us"), [MOMENT, None], [MOMENT, None]),
     "zone": (pa.timestamp("us", "UTC"), [UTC], [UTC]),
     "span": (pa.duration("ms"), [datetime.timedelta(1)], [datetime.timedelta(1)]),
+    "midnight": (pa.time32("s"), [86_400, None], [np.timedelta64(86_400, "s"), None]),
     "nanos": (pa.timestamp("ns"), [5, None], [np.datetime64(5, "ns"), None]),
     "nanospan": (pa.duration("ns"), [5, None], [np.timedelta64(5, "ns"), None]),
     "nanotime": (pa.time64("ns"), [1001], [np.timedelta64(1001, "ns")]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioloader import DataLoader, merge_states
 from aioloader._order.ranks import Share
@@ -110,6 +111,21 @@ async def test_nothing_is_not_repeated() -> None:
             ValueError, match="reader 0 of 1 had no samples in 8 passes"
         ):
             await items(stream)
+
+
+async def test_a_pass_may_be_empty_after_one_that_lost_a_sample() -> None:
+    """And each has a number that may seed NumPy."""
+    passes, epochs = iter([[0, 1], [], [2]]), list[int]()
+
+    class Source:
+        set_epoch = staticmethod(epochs.append)
+        __iter__ = staticmethod(lambda: iter(next(passes)))
+
+    stream = from_iterable(Source()).map(lambda one: one // one + one).repeat(3)
+    loader: Any = DataLoader(stream, 2, on_error="skip")
+    assert await beside(lambda: torch.cat([*loader]).tolist()) == [2, 3]
+    assert epochs[0] == 0
+    assert all(0 < epoch < 1 << 31 for epoch in epochs[1:])
 
 
 async def test_a_rank_without_samples_is_an_error() -> None:

@@ -660,7 +660,7 @@ def test_tokenize(
         (("a.txt", "a", "--tokenizer", "b.json"), 2, "there is no file 'b.json'"),
         (("a.txt", "a", "--tokenizer", "none:b"), 2, "there is no module 'none'"),
         (("a.txt", "a", "--dtype", "int8"), 1, "a token of document 0 is"),
-        (("a.jsonl", "a", "--column", "b"), 1, "found no column 'b'"),
+        (("a.jsonl", "a", "--column", "b"), 1, "stream) (at sample 0 of SRC, count"),
         (("a.txt", "a", "--tokenizer", "textwrap:dedent"), 1, "dedent() raised TypeE"),
     ],
 )

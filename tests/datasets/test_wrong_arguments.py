@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from aioloader import datasets
+from aioloader import datasets, progress  # noqa: F401  (for the calls below)
 from aioloader.datasets import *  # noqa: F403  (for the calls below)
 from aioloader.datasets import (
     ObjectDataset,
@@ -192,6 +192,7 @@ WRONG = {
     "mix([[1], MIXED])": "TypeError: .*'1' is of ",
     "mix({'a': iter([1])})": "TypeError: .*'a' is of list_iterator",
     "MIXED.map(3)": "TypeError: function must be callable, got int",
+    "MIXED.map(one_by_one)": "TypeError: function must return its result",
     "MIXED.filter(None)": "TypeError: function must be callable, got NoneType",
     "MIXED.pack(0)": "ValueError: length must be at least 1, got 0",
     "MIXED.pack(2.5)": "TypeError: length must be an integer",
@@ -207,6 +208,7 @@ WRONG = {
     "MIXED.tokenize('gpt2')": "TypeError: tokenizer must be a tokenizers",
     "MIXED.tokenize({'a': 1})": "TypeError: tokenizer must be a tokenizers",
     "MIXED.tokenize(awaited)": "TypeError: tokenizer must be a tokenizers",
+    "MIXED.tokenize(one_by_one)": "TypeError: tokenizer must be a tokenizers",
     "MIXED.tokenize(len, batch=0)": "ValueError: batch must be at least 1, got 0",
     "MIXED.tokenize(len, 1)": "TypeError: column must be a name, got int",
     "MIXED.flat_map(str, concurrency=0)": "ValueError: concurrency must be at least 1",
@@ -221,10 +223,15 @@ WRONG = {
     "from_iterable([]).map(abs, concurrency=0)": "ValueError: concurrency must be at",
     "from_iterable([]).mix(MIXED.shard(0, 2))": r"ValueError: shard\(\) applies to the",
     "from_iterable(iter([1]))": "TypeError: .*read only once",
+    "from_iterable(3)": "TypeError: .* needs an iterable or .*'builtins.int'",
+    "from_iterable(one_by_one)": "TypeError: from_iterable needs an iterable or a fun",
+    "from_async_iterable([1])": "TypeError: from_async_iterable needs an iterable or",
     "from_async_iterable(one_by_one())": "TypeError: .*read only once",
+    "progress([1])": "TypeError: progress needs a DataLoader, got 'list'",
     "iter(from_iterable([]))": "TypeError: .*not iterable",
     # Unknown options, of whatever is made and by whichever constructor; the nearest of
     # its own and of those it shares.
+    "ByteStream('a', one_by_one)": "TypeError: make must be a plain generator func",
     "ByteStream('a', len, shufle=1)": "TypeError: ByteStream.*did you mean 'shuffle'",
     "CSVDataset('a', delimeter=';')": "TypeError: CSVDataset.*did you mean 'delimiter'",
     "JSONLinesDataset('a', sample_bytes=1)": "TypeError: .*mean 'max_sample_bytes'",

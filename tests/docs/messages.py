@@ -214,6 +214,7 @@ PASSED_ON = {
     "datasets/_sql/session.py:SQLReader._batch": "carries another error",
     "datasets/_stores/stored.py:StoredObject._get": "carries another error",
     "datasets/_stores/sources.py:failure_of_source": "carries another error",
+    "datasets/_stores/stores.py:ObstoreStore.check_coding": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.failure": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.opened": "carries another error",
     "datasets/_stores/stores.py:WholeObject.next": "carries another error",

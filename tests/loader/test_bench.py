@@ -121,11 +121,12 @@ def test_an_interruption_leaves_no_process(module: str) -> None:
 def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is a page written over a directory: the results are printed before."""
     Path("a").mkdir()
-    few = ("--rounds", "1", "--batches", "8", "--page", "a")
+    few = ("--rounds", "1", "--batches", "1", "--page", "a")
     assert main(["bench", f"{module}:awaited", *few]) == 1
     out, err = capsys.readouterr()
     assert err.startswith("aioloader bench: error: [Errno")
     assert out.splitlines()[2].split() == ["aioloader"]
+    assert out.splitlines()[3].split() == ["samples/s", "-"]
     assert re.search(r"Not compared .*: Awaited is read by coroutines, which", out)
 
 

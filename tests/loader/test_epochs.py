@@ -116,6 +116,8 @@ def test_a_copy_counts_its_epochs(make: Any) -> None:
     assert (loader.epoch, other.epoch) == (1, 3)
     other.set_epoch(7)
     assert frozen(list(loader)) == expected[1]
+    with pytest.raises(TypeError, match="cannot be copied or pickled: save its pos"):
+        copy.copy(iter(loader))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -7,6 +7,7 @@ ratios are taken within a round.
 import gc
 import importlib
 import inspect
+import math
 import operator
 import sys
 import time
@@ -133,7 +134,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
             latest = clock()
             waited += latest - asked
             count += 1
-    seconds = latest - first or 1.0  # of one batch, none
+    seconds = latest - first or math.nan  # of one batch, unknown
     return {
         "batches": count / seconds,
         "first": first - began,
@@ -157,12 +158,18 @@ def _table(
     rows = []
     for title, name, text in titles:
         mine = [one[name] for one in ours]
-        row = [title, text(median(mine))]
+        row = [title, _median(mine, text)]
         if theirs:
             other = [one[name] for one in theirs]
             better = (mine, other) if name == "batches" else (other, mine)
             ratios = [a / b for a, b in zip(*better, strict=True) if b]
-            row += [text(median(other)), f"{median(ratios):.2f}" if ratios else "-"]
+            row += [_median(other, text), _median(ratios, "{:.2f}".format)]
         rows.append(row)
     heads = ["", "aioloader", "torch", "ratio"] if theirs else ["", "aioloader"]
     return table(heads, rows)
+
+
+def _median(results: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return the median of the known results as a text; "-" if there are none."""
+    known = [one for one in results if math.isfinite(one)]
+    return text(median(known)) if known else "-"

@@ -4,7 +4,8 @@ import asyncio
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from aioloader._cli.sources import Source, find_source
@@ -60,7 +61,7 @@ async def write_all(
     try:
         async with writer, source.lifespan:
             first, began = writer.next_sample, time.monotonic()
-            async with aclosing(aiter(source.stream(first))) as samples:
+            async with _numbered(source.stream(first), writer) as samples:
                 async for sample in samples:
                     await writer.write(source.fitted(sample))
                     now = time.monotonic()
@@ -73,6 +74,19 @@ async def write_all(
         if shown:
             sys.stderr.write("\r\x1b[K")
     return first
+
+
+@asynccontextmanager
+async def _numbered(
+    stream: Any, writer: ShardWriter | TokenWriter
+) -> AsyncIterator[Any]:
+    """Iterate over a stream; an error gets a note of the sample it is at."""
+    async with aclosing(aiter(stream)) as samples:
+        try:
+            yield samples
+        except Exception as error:
+            error.add_note(f"at sample {writer.next_sample:,} of SRC, counted from 0")
+            raise
 
 
 def _summary(writer: ShardWriter, first: int, options: Namespace) -> str:

@@ -132,6 +132,9 @@ def _flat(
             f"{[*first]}"
         )
     arrays = {name: np.asarray(entry) for name, entry in sample.items()}
+    for name, entry in sample.items():
+        if isinstance(entry, Sequence) and not entry:  # it would be of floats
+            arrays[name] = np.asarray(entry, np.int64)
     shape = arrays["position_ids"].shape
     if len(shape) != 1 or any(array.shape != shape for array in arrays.values()):
         shapes = {name: array.shape for name, array in arrays.items()}

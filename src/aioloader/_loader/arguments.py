@@ -116,7 +116,8 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
     with contextlib.suppress(TypeError):  # refused later, with a message
-        num_workers = operator.index(num_workers)  # numpy's, too
+        # As torch: numpy's, too, and any zero.
+        num_workers = 0 if num_workers == 0 else operator.index(num_workers)
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:
         return num_workers
     if num_workers:

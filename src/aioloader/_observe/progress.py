@@ -21,6 +21,8 @@ from typing import Any, Generic, TextIO
 
 from typing_extensions import TypeVar
 
+from aioloader.protocols import OneIteration
+
 Batch = TypeVar("Batch", default=Any)
 
 clock = time.perf_counter
@@ -65,7 +67,12 @@ def progress(
 
     Returns:
         An iterable for ``for`` and ``async for``, any number of times.
+
+    Raises:
+        TypeError: If ``loader`` is another iterable, which has no statistics.
     """
+    if not hasattr(loader, "stats"):
+        raise TypeError(f"progress needs a DataLoader, got {type(loader).__name__!r}")
     given = {"total": total, "desc": desc, "leave": leave, "file": file}
     return WithProgress(loader, given)
 
@@ -90,7 +97,7 @@ class WithProgress(Generic[Batch]):
         return ProgressIterator(batches, Meter(self._loader, **self._given))
 
 
-class ProgressIterator(Generic[Batch]):
+class ProgressIterator(OneIteration, Generic[Batch]):
     """The loader's iterator, with a display; both end together.
 
     Like the loader's own, dropping it releases everything, ``close`` and ``aclose``

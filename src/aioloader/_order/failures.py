@@ -118,7 +118,8 @@ def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
     """
     if isinstance(on_error, Skip):
         return on_error.instead or "skip", on_error.at_most
-    if not callable(on_error) and on_error not in {"raise", "skip"}:
+    given: Any = on_error
+    if given is Skip or (not callable(given) and given not in {"raise", "skip"}):
         raise ValueError(
             "on_error must be 'raise', 'skip', aioloader.Skip(...) or a callable, got "
             f"{on_error!r}"

@@ -20,6 +20,7 @@ from aioloader._observe.warnings import warn
 from aioloader._order.forks import are_imported, fork_safe, import_modules
 from aioloader._pipeline.cpu import in_new_thread
 from aioloader._pipeline.waiting import require_asyncio
+from aioloader.protocols import OneIteration
 
 if TYPE_CHECKING:
     from aioloader._observe.records import Counters
@@ -40,7 +41,7 @@ _HINT = (
 )
 
 
-class BatchIterator(Generic[Batch]):
+class BatchIterator(OneIteration, Generic[Batch]):
     """Batches of one epoch, for ``for`` or for ``async for``.
 
     Worker processes start with it; threads, tasks and reads of this process start with

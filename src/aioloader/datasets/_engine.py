@@ -36,6 +36,7 @@ from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import NOTHING, Known, Version
+from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.shards import (
     Parser,
     Position,
@@ -44,6 +45,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
+from aioloader.protocols import generator_of, is_async_function
 
 # Most samples of a block: short lines would be many. Fewer of those that are
 # containers, because the garbage collector scans all that are held: with more of
@@ -177,9 +179,13 @@ def kind_of(make: Make) -> Kind:
     """Return how a format reads a shard."""
     if isinstance(make, Kind):
         return make
-    call = getattr(make, "__call__", None)  # noqa: B004  (of an instance)
-    is_generator = any(map(inspect.isgeneratorfunction, (make, call)))
-    if is_generator or not _makes_parser(make):
+    made = generator_of(make)
+    if not callable(make) or made == "async generator" or is_async_function(make):
+        raise TypeError(
+            "make must be a plain generator function of a file, or a function that "
+            f"makes a Parser, got {make!r}"
+        )
+    if made is not None or not _makes_parser(make):
         return Kind(functools.partial(_generated, cast("Any", make)), waits=True)
     return Kind(functools.partial(_parsed, cast("Any", make)))
 
@@ -223,6 +229,11 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
     """Run a user's generator over a blocking file, in blocks."""
     file: Any = io.BufferedReader(feed, _BUFFER)
     samples: Any = generate(file)
+    if not isinstance(samples, Generator):  # a list is read whole: it has no position
+        raise TypeError(
+            f"make must be a generator function, and {name_of(generate)!r} returned a "
+            f"value of type {type(samples).__name__!r}"
+        )
     failure: BaseException | None = None
     is_going, now = True, time.monotonic
     with contextlib.closing(samples):

@@ -7,6 +7,7 @@ fails without ending the iterable counts as a sample.
 
 import asyncio
 import inspect
+import zlib
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -35,7 +36,7 @@ from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
-from aioloader.protocols import OwnStream
+from aioloader.protocols import OwnStream, generator_of, is_async_function
 
 Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 AsyncSource: TypeAlias = AsyncIterable[Any] | Callable[[], AsyncIterable[Any]]
@@ -49,12 +50,16 @@ def from_iterable(source: Source) -> Stream[Any]:
     Args:
         source: An iterable that can be iterated again in every epoch, or a function
             that returns one, such as a generator function. Each reader iterates it.
-            Its ``set_epoch``, if it has one, is called with the number of each epoch.
+            Its ``set_epoch``, if it has one, is called with the number of each epoch;
+            for later passes of ``repeat``, with a number below 2**31 for each of them.
 
     Raises:
-        TypeError: If it is an iterator, which can be read only once.
+        TypeError: If it is neither, or an iterator, which can be read only once.
     """
-    _check_is_no_iterator(source, "from_iterable", Iterator)
+    is_async = is_async_function(source) or generator_of(source) == "async generator"
+    is_known = isinstance(source, Iterable) or hasattr(source, "__getitem__")
+    fits = is_known or (callable(source) and not is_async)
+    _check_source(source, "from_iterable", Iterator, fits=fits)
     return _Iterable(source, is_async=False)
 
 
@@ -66,17 +71,24 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
             generator function. A stream takes the number of each epoch.
 
     Raises:
-        TypeError: If it is an async iterator, which can be read only once.
+        TypeError: If it is neither, or an async iterator, which can be read only once.
     """
-    _check_is_no_iterator(source, "from_async_iterable", AsyncIterator)
+    is_plain = is_async_function(source) or generator_of(source) == "generator"
+    fits = isinstance(source, AsyncIterable) or (callable(source) and not is_plain)
+    _check_source(source, "from_async_iterable", AsyncIterator, fits=fits)
     return _Iterable(source, is_async=True)
 
 
-def _check_is_no_iterator(source: object, name: str, kind: type) -> None:
+def _check_source(source: object, name: str, kind: type, *, fits: bool) -> None:
     if isinstance(source, kind):
         raise TypeError(
             f"{name} got the iterator {type(source).__name__!r}, which can be read "
             "only once; pass the function that made it, or an iterable"
+        )
+    if not fits:
+        raise TypeError(
+            f"{name} needs an iterable or a function that returns one, got "
+            f"{name_of(source)!r} (from_async_iterable takes async ones)"
         )
 
 
@@ -186,7 +198,10 @@ class _Cursor(Replayed):
             made.is_inner = True
             made.begin_epoch(self._epoch)
         elif callable(set_epoch := getattr(made, "set_epoch", None)):
-            set_epoch(self._epoch)
+            epoch = self._epoch
+            # Those of the passes of ``repeat`` are too large for a seed of NumPy.
+            is_pass = epoch >= 1 << 32
+            set_epoch(zlib.crc32(str(epoch).encode()) >> 1 if is_pass else epoch)
         return made
 
     def _begin(self, begin: Callable[[Any], Any]) -> tuple[list[Any], bool] | None:

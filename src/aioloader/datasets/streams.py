@@ -37,7 +37,7 @@ from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens.packing import Overlong
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
-from aioloader.protocols import is_async_function
+from aioloader.protocols import generator_of, is_async_function
 
 if TYPE_CHECKING:
     import os
@@ -72,7 +72,7 @@ class Stream(Iterated[Sample_co]):
         ``transform``.
         """
         check_at_least(concurrency, 1, "concurrency")
-        check_is(function, Callable, "function", "callable")
+        _check_function(function, "async generator")
         is_async = is_async_function(function)
         described = {"function": name_of(function), "is_async": is_async}
         step = MappedAsync if is_async else Mapped
@@ -96,7 +96,7 @@ class Stream(Iterated[Sample_co]):
 
     def filter(self, function: Callable[[Any], Any]) -> "Stream[Sample_co]":
         """Return the stream of the samples for which ``function`` returns true."""
-        check_is(function, Callable, "function", "callable")
+        _check_function(function, "async generator", "generator")
         described = {"function": name_of(function)}
         is_async = is_async_function(function)
         return _Step(self, Filtered, described, function=function, is_async=is_async)
@@ -210,7 +210,9 @@ class Stream(Iterated[Sample_co]):
         function = copy = tokenizer_of(tokenizer)
         if copy is not None:
             described["tokenizer"] = copy.described
-        elif callable(tokenizer) and not is_async_function(tokenizer):
+        elif callable(tokenizer) and not (
+            is_async_function(tokenizer) or generator_of(tokenizer)
+        ):
             function = tokenizer
             described["function"] = name_of(tokenizer)
         else:
@@ -316,6 +318,16 @@ class Stream(Iterated[Sample_co]):
         """
         named = {str(at): one for at, one in enumerate((self, *others))}
         return Mixture(named, weights, until)
+
+
+def _check_function(function: object, *unfit: str) -> None:
+    """Raise a TypeError unless a step can use what it returns, or generates."""
+    check_is(function, Callable, "function", "callable")
+    if generator_of(function) in unfit:
+        raise TypeError(
+            f"function must return its result, and {name_of(function)!r} makes a "
+            "generator"
+        )
 
 
 # -- streams made of streams ------------------------------------------------------

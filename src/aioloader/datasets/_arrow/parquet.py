@@ -116,7 +116,10 @@ class ParquetFormat(TableFormat):
         groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
         parts = [((at,), group.num_rows) for at, group in enumerate(groups)]
         skipped: set[int] = set()
-        if (filters := self._wanted.filters) is not None:
+        # Such a footer is signed. Encrypted statistics would crash pyarrow.
+        is_encrypted = metadata.serialized_size + _END < len(footer)
+        filters = self._wanted.filters
+        if filters is not None and not is_encrypted:
             known = self._condition(address, schema)
             named = self._with_name(schema, address)
             found = filters.row_groups(version.size, footer, named, known)
@@ -224,6 +227,9 @@ def _spans(
             if f"{schema.column(at).path}.".startswith(prefixes)
         ]
     if not footer.is_sound and (error := _why_unsound(end, number, names)):
+        if "decrypt" in str(error):
+            text = f"{place} has encrypted columns, which cannot be read: {error}"
+            raise DatasetError(text, location=end.location) from error
         raise damaged_footer(place, end.location, error) from error
     group = footer.metadata.row_group(number)
     spans: list[Span] = []

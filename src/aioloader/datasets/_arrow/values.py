@@ -30,6 +30,7 @@ Dtype: TypeAlias = np.dtype[Any]
 Column: TypeAlias = Values | pa.Array
 # What times that Python lacks raise; a LookupError: a time zone unknown to pytz.
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
+_DAY = np.timedelta64(1, "D")
 
 # -- columns ------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ def _maps(array: pa.Array) -> list[Any]:
 
 def _times(array: pa.Array) -> list[Any]:
     kind, unit = array.type, getattr(array.type, "unit", "")
-    if unit != "ns":
+    if unit != "ns" and not types.is_time(kind):
         with contextlib.suppress(*_NOT_IN_PYTHON):
             values: list[Any] = array.to_pylist()
             return values
@@ -345,6 +346,8 @@ def _times(array: pa.Array) -> list[Any]:
 
 
 def _python_time(scalar: pa.Scalar, exact: Any) -> Any:
+    if types.is_time(scalar.type) and scalar.is_valid and exact >= _DAY:
+        return exact  # such as 24:00, which pyarrow makes 0:00
     try:
         return scalar.as_py()
     except _NOT_IN_PYTHON:

@@ -87,7 +87,9 @@ class Reason:
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in text
         # There are no credentials: the machine's own were requested, as in a cloud.
         self.is_unauthorised = bool(_METADATA.search(text))
-        self.is_unreachable = is_unknown or self.code in _NO_CONNECTION
+        self.has_no_length = "MissingContentLength" in dump
+        is_refused = self.code in _NO_CONNECTION
+        self.is_unreachable = is_unknown or is_refused or self.has_no_length
 
 
 def _phrase(status: int) -> str:
@@ -120,7 +122,7 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
         )
     elif "Connect" in reason.text:
         text += "; check the host, the network and certificates (client_options)"
-    elif "MissingContentLength" in reason.text:
+    elif reason.has_no_length:
         text += "; the server does not send its length, which obstore needs"
     return kind(text, location=location, attempts=reason.attempts)
 
@@ -145,6 +147,14 @@ def truncated(
         expected=expected,
         received=received,
     )
+
+
+def compressed(location: str, coding: str) -> DatasetError:
+    text = (
+        f"{location!r} is sent compressed, with Content-Encoding: {coding}; store or "
+        "serve it as it is"
+    )
+    return DatasetError(text, location=location)
 
 
 def file_failure(path: str, cause: Exception) -> DatasetError:

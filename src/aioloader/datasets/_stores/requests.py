@@ -93,7 +93,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps the error of a refused connection, or of an unknown host.
+    """Wraps an error of a host that is unknown, refuses, or sends no lengths.
 
     It is retried, but only for seconds if the server never answered.
     """

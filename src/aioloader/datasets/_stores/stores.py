@@ -19,6 +19,7 @@ from aioloader.datasets._stores.addresses import Address, is_local, path_of, sea
 from aioloader.datasets._stores.failures import (
     NoRangesError,
     Reason,
+    compressed,
     failure_of,
     truncated,
 )
@@ -35,6 +36,7 @@ from aioloader.datasets._stores.redact import (
 )
 from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
 from aioloader.datasets._stores.sources import FINAL, OwnStore, Sized, Source, Store
+from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 _CHANGED = 412
 _PAGE = 1000
 _CHUNK = 1 << 20
+# Of what is compressed; others, such as "aws-chunked", may be left over in metadata.
+_CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd"}
 _OTHERS = "; to read from others, pass a file system of fsspec or a Source as store="
 # Endings of names whose objects may be HTML.
 _PAGES = {"html", "htm", "xhtml", "shtml", "php", "asp", "aspx", "jsp", "cgi"}
@@ -202,6 +206,7 @@ class ObstoreStore(Store):
         try:
             # No variable for a request: see ``Flights.follow``.
             result = await follow(obstore.get_async(store, key, options=options))
+            self.check_coding(key, result)
             data = await follow(result.bytes_async())
             return Piece(data, version_of(result.meta))
         except obstore.exceptions.BaseError as exc:
@@ -299,6 +304,15 @@ class ObstoreStore(Store):
             raise truncated(self.locate(key), result.meta["size"], len(body))
         return body
 
+    def check_coding(self, key: str, result: Any) -> None:
+        """Check that the bytes of a shard are its own, and not compressed for transfer.
+
+        A web server may say so of a name that ends in ``.gz``, which is unpacked.
+        """
+        coding, location = result.attributes.get("Content-Encoding"), self.locate(key)
+        if coding in _CODINGS and unpacker_of(location) is None:
+            raise RefusedError(compressed(location, coding))
+
     def check_page(self, key: str, result: Any) -> None:
         """Check that an answer is no web page in place of the object."""
         kind = str(result.attributes.get("Content-Type", ""))
@@ -367,6 +381,7 @@ class WholeObject:
             self._sent += 1
             result = await follow(obstore.get_async(store, self._key))
             self._store.check_page(self._key, result)
+            self._store.check_coding(self._key, result)
             version, self._at = version_of(result.meta), 0
             self._version = self._version or version
             if not version.is_of(self._version):

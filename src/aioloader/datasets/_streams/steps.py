@@ -515,7 +515,7 @@ class Repeated(Step):
                 )
             before = self.upstream
             self.upstream = await self.open_pass(own["pass"] + 1, {})
-            own.update({"pass": own["pass"] + 1, "good": False})
+            own.update({"pass": own["pass"] + 1, "good": False, "lost": None})
             self._first = self._here()
             # If closing is interrupted, files stay open.
             await outlast(asyncio.create_task(before.aclose()))
