@@ -284,8 +284,10 @@ class _Case:
         """Return the speed-up of a change in steps of whole epochs, percent."""
         then = seconds_per_batch(change.costs, change.setting)
         then = max(then, self.now / self.most(change))
+        share = then / self.now if self.now else 1.0
         length, start = self.setting.length or inf, self.start
-        now, then = self.now + start / length, then + (start + change.start) / length
+        now = self.measured + start / length
+        then = self.measured * share + (start + change.start) / length
         return 100 * (now / then - 1) if then else 0.0
 
     def best(self) -> tuple[Change, float] | None:
@@ -293,10 +295,14 @@ class _Case:
 
         None: no change is worth it. Otherwise the cheapest change within 5 percent of
         the best speed, or within a quarter if that needs new code; among equal ones the
-        first, which changes least.
+        first, which changes least. The starts of workers are measured, not computed:
+        to keep workers is advised whatever the error of the computed pace.
         """
         found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
+        kept = (pair for pair in tried if pair[0].start < 0 and pair[1] >= _LEAST_GAIN)
+        if self.is_doubtful:
+            return next(kept, None)
         arguments = [pair for pair in tried if pair[0].cost < 4]
         for some, as_good in (arguments, _AS_FAST), (tried, 1.0):
             best = max((gain for _, gain in tried), default=0.0)
@@ -306,7 +312,7 @@ class _Case:
             least = max(self.enough, _AS_GOOD * (100 + most) - 100)
             good = [(one, gain) for one, gain in some if gain >= least]
             return min(good, key=lambda pair: pair[0].cost)
-        return None
+        return next(kept, None)
 
     @property
     def enough(self) -> float:
@@ -315,7 +321,7 @@ class _Case:
 
     def found(self) -> tuple[str, Advice | None]:
         """Return the stage that limits training, and the advice."""
-        best = None if self.is_doubtful else self.best()
+        best = self.best()
         if best is not None and best[0].argument == "persistent_workers":
             stage = "start"
         else:
