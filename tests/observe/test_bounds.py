@@ -139,6 +139,20 @@ def test_reads_that_wait_for_the_lock() -> None:
         assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
 
 
+def test_a_stream_that_waits_for_the_lock_at_each_sample() -> None:
+    """The first batch is read while nothing is transformed; all others take 16 more."""
+    stream = replace(LOOP, is_stream=True, concurrency=1)
+    ticks = Ticks((6,) * 4, transform=16, step=3, uses_cpu=("transform",))
+    records = Clock(stream, [ticks]).run(64)
+    for number, (*_, made) in enumerate(records):
+        late = made[0] + 0.016 * (number == 0), *made[1:5], 0, *made[6:]
+        records[number] = records[number]._replace(made=late)
+    found = report(records, stream)
+    assert found.stage == "transform"
+    assert found.advice is not None
+    assert (found.advice.argument, found.advice.new) == ("num_workers", 2)
+
+
 def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
     """Whether it holds the lock is not known; a step that waits does not."""
     ticks = Ticks((1,) * 4, transform=10, collate=1, step=20, uses_cpu=ALL_CPU)

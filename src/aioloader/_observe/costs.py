@@ -55,6 +55,7 @@ class Costs:
     is_measured: bool = False
     delay: float = 0.0  # share of the time in which plain code lacks only a processor
     locked: float = 0.0  # mean seconds that a step waits for the GIL, besides ``step``
+    held: float = 0.0  # the same for a batch of a stream, besides ``read``
     nbytes: float = 0.0  # mean bytes copied to the device
     slow: tuple[float, ...] = ()  # how many times longer each worker takes
 
@@ -81,7 +82,8 @@ class Costs:
         scaled = {name: getattr(self, name) * factor for name in names}
         found = replace(self, **scaled)
         # Threads that compute less keep the GIL for less.
-        return replace(found, locked=self.locked * found.cpu / max(1e-9, self.cpu))
+        kept = found.cpu / max(1e-9, self.cpu)
+        return replace(found, locked=self.locked * kept, held=self.held * kept)
 
 
 def costs_of(
@@ -220,14 +222,19 @@ def _read_unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     """Return the costs without the time that the event loop waits for the GIL.
 
     If a thread that makes batches always holds it, only the quickest reads did not
-    wait.
+    wait. If it holds it for a part of the time, each sample of a stream may wait for
+    the switch interval, because the next one is not read meanwhile.
     """
     if setting.place != "loop" or not costs.is_measured:
         return costs
-    used = min(1.0, float(costs.make.mean()) * costs.make_cpu / max(each, 1e-9)) ** 8
+    making = float(costs.make.mean()) * costs.make_cpu
+    used = min(1.0, making / max(each, 1e-9)) ** 8
     waits = used * (costs.read - np.quantile(costs.read, _QUICKEST)).clip(0)
-    read = costs.read - waits
-    return replace(costs, read=read, slowest=np.minimum(costs.slowest, read))
+    if setting.is_stream:
+        most = np.minimum(making, costs.samples * sys.getswitchinterval())
+        waits = np.maximum(waits, np.minimum(most, costs.read - costs.read.min()))
+    read, held = costs.read - waits, float(waits.mean()) * setting.is_stream
+    return replace(costs, read=read, slowest=np.minimum(costs.slowest, read), held=held)
 
 
 def _copied(

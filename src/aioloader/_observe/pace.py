@@ -98,8 +98,9 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
         lane = lane + costs.read
     else:
         readers, others = setting.reading_lanes, setting.transforming_lanes
-        flow = np.maximum(costs.read / readers, costs.awaited / others)
-        alone = costs.read / np.minimum(costs.reads, readers)
+        read = costs.read + costs.held * setting.is_shared
+        flow = np.maximum(read / readers, costs.awaited / others)
+        alone = read / np.minimum(costs.reads, readers)
         front = np.maximum(costs.slowest, alone)
         front = front + costs.awaited / np.minimum(costs.samples, others)
     step = costs.step + costs.locked * setting.is_shared
