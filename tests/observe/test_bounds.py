@@ -195,13 +195,7 @@ def starting(seconds: float) -> list[Record]:
         (replace(PROCESSES, epochs_before=1, length=2400), False),
         (replace(PROCESSES, epochs_before=1, length=24, is_persistent=True), False),
     ],
-    ids=[
-        "short epochs",
-        "computed pace is off",
-        "one epoch",
-        "long epochs",
-        "kept workers",
-    ],
+    ids=["short epochs", "pace is off", "one epoch", "long epochs", "kept workers"],
 )
 def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) -> None:
     """They are kept if that saves 5 % of the epochs that are seen."""
