@@ -41,10 +41,10 @@ class HasLifespan(abc.ABC):
 
 
 class OneIteration:
-    """An iterator that cannot be copied: a copy would take its batches."""
+    """An iterator that cannot be copied, as torch's: a copy would take its batches."""
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise NotImplementedError(
             f"a {type(self).__name__} cannot be copied or pickled: save its position "
             "with state_dict(), and load that into a copy of the loader or stream"
         )

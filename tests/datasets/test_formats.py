@@ -299,6 +299,8 @@ async def test_what_it_raises_comes_after_the_samples_before(tmp_path: Path) -> 
     assert await beside(lambda: [*loader]) == [[1], [2], [5]]
     note = f"aioloader: in {str(tmp_path / 'a')!r}, read up to byte 6"
     assert loader.skipped[0].error.__notes__ == [note]
+    found, _ = await read(ByteStream(f"{tmp_path}/b", lambda file: map(int, file)))
+    assert found == [5]
     with pytest.raises(TypeError, match="returned a value of type 'list'"):
         await read(ByteStream(f"{tmp_path}/b", lambda file: [*lines(file)]))
 

@@ -229,14 +229,16 @@ def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Ste
     """Run a user's generator over a blocking file, in blocks."""
     file: Any = io.BufferedReader(feed, _BUFFER)
     samples: Any = generate(file)
-    if not isinstance(samples, Generator):  # a list is read whole: it has no position
+    if not isinstance(samples, Iterator):  # a list is read whole: it has no position
         raise TypeError(
             f"make must be a generator function, and {name_of(generate)!r} returned a "
             f"value of type {type(samples).__name__!r}"
         )
     failure: BaseException | None = None
     is_going, now = True, time.monotonic
-    with contextlib.closing(samples):
+    with contextlib.ExitStack() as stack:
+        if hasattr(samples, "close"):  # `map`, for one, has none
+            stack.callback(samples.close)
         while is_going:
             block, want, is_going = list[Any](), feed.want, False
             feed.left, stop = _FULL_BYTES, now() + _FULL_SECONDS
