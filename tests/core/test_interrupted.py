@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import uvloop
 from torch.utils.data import IterableDataset, TensorDataset
 
 import aioloader
-from aioloader import DataLoader
+from aioloader import DataLoader, ShuffledIndices
 from aioloader.errors import LoaderClosedError
 from core.kit import BY, IN_PROCESS, WAYS, make, quiet, step
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect
@@ -171,16 +172,24 @@ def first_of(samples: Any) -> Any:
     return torch.stack([sample[0] for sample in samples])
 
 
+def interrupt() -> None:
+    """Do as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 class Interrupter:
-    """Raises KeyboardInterrupt at the k-th place where Ctrl-C can.
+    """Raises KeyboardInterrupt, or acts, at the k-th place where Ctrl-C can.
 
     A function of the package is entered, or (``c_return``) one of C returns to it.
     """
 
-    def __init__(self, at: int, *events: str, of: str = "") -> None:
+    def __init__(
+        self, at: int, *events: str, of: str = "", act: Any = interrupt
+    ) -> None:
         self.left = at
         self.events = events
         self.of = of
+        self.act = act
         self.where = ""
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
@@ -195,7 +204,7 @@ class Interrupter:
             if self.left == -1:
                 self.where = code.co_qualname
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                self.act()
 
 
 def steps(iterator: Any, found: list[Any], interrupter: Interrupter) -> None:
@@ -248,6 +257,62 @@ def test_an_interrupt_anywhere_in_a_step(place: str) -> None:
             assert at > 50
             return
     raise AssertionError("never ran to the end")
+
+
+def elsewhere(call: Callable[[], object]) -> tuple[threading.Thread, Any]:
+    """Return a thread, and what starts it; where the step has a lock, it waits."""
+    other = threading.Thread(target=call)
+    return other, lambda: (other.start(), other.join(0.02))  # type: ignore[func-returns-value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["ahead", "threads"])
+@pytest.mark.parametrize("does", ["close", "list"])
+def test_another_thread_anywhere_in_a_step(does: str, place: str) -> None:
+    """If it closes, the loop ends as at its epoch's end; or each gets other batches."""
+    of, options = PLACES[place]
+    for at in range(3000):
+        began, found, others = list[int](), list[Any](), list[Any]()
+        loader = DataLoader(of(8), 2, worker_init_fn=began.append, **options)
+        iterator: Any = iter(loader)
+        call = iterator.close if does == "close" else partial(others.extend, iterator)
+        other, act = elsewhere(call)
+        steps(iterator, found, acting := Interrupter(at, "call", act=act))
+        if acting.left >= 0:
+            assert at > 50
+            return
+        other.join()
+        assert does == "close" or len(found + others) == 4, acting.where
+        assert next(iterator, None) is None, acting.where
+        assert len(set(began)) == len(began), acting.where
+
+
+def test_another_thread_begins_while_an_epoch_is_numbered() -> None:
+    """No two iterators have the same number."""
+    loader = DataLoader(Numbers(4), sampler=ShuffledIndices(4))
+    one, two = iter(loader), iter(loader)
+    other, act = elsewhere(partial(next, two))
+    steps(one, [], Interrupter(0, "call", of="EpochNumbers.upcoming", act=act))
+    other.join()
+    assert [it.counters and it.counters.epoch for it in (one, two)] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_signal_handler_saves_a_state_anywhere_in_a_step() -> None:
+    """It is the state before a batch, or after it."""
+    for at in range(3000):
+        states, found, (of, options) = list[Any](), list[Any](), PLACES["stateful"]
+        one = DataLoader(of(8), 2, **options)
+
+        act = lambda: states.append((len(found), one.state_dict()))  # noqa: B023, E731
+        steps(iter(one), found, Interrupter(at, "call", "c_return", act=act))
+        if not states:
+            assert at > 50
+            return
+        number, state = states[0]
+        rest = resumed(partial(DataLoader[Any], of(8), 2, **options), state)
+        expected = [found[number:], found[number + 1 :], *([found] * (number > 2))]
+        assert rest in expected
 
 
 @pytest.mark.parametrize("of", ["Feed._account", "ProcessPool._collect_results"])

@@ -107,6 +107,20 @@ async def test_a_stream_that_can_go_on(
     assert [failure.index for failure in loader.skipped] == [3]
 
 
+class Unbegun:
+    """A stream that cannot be opened."""
+
+    def __iter__(self) -> Any:
+        raise StopIteration
+
+
+@pytest.mark.parametrize("way", [INLINE, *WAYS])
+async def test_a_stream_that_cannot_begin(way: str) -> None:
+    """The error says whose it is."""
+    _, (error,), _ = await found(way, Unbegun())
+    assert str(error) == "the dataset raised StopIteration"
+
+
 IN_WORKERS = {"num_workers": 1, "fetch": "workers"}
 
 

@@ -9,12 +9,15 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
 from aioloader import DataLoader
+from aioloader._order.raising import saved_state
+from aioloader.errors import DatasetError
 from aioloader.testing import no_leaks
 from beside import beside
 from core.kit import ASYNC_WAYS, BY, WAYS, bounded, make, quiet, released
@@ -38,6 +41,17 @@ KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 ALL = [(kind, by) for kind in KINDS for by in BY]
 ALL.remove((SyncStream, "threads"))
 EVERYWHERE = pytest.mark.parametrize(("kind", "by"), ALL)
+
+
+def refuse() -> None:
+    """Have no state now."""
+    raise DatasetError
+
+
+def test_a_state_that_cannot_be_saved() -> None:
+    """There may be one for each batch."""
+    error = weakref.ref(saved_state(SimpleNamespace(state_dict=refuse)).error)
+    assert error() is None
 
 
 # -- cancellation -------------------------------------------------------------------

@@ -5,10 +5,8 @@ import gc
 import itertools
 import os
 import pickle
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -243,34 +241,6 @@ def test_one_iterator_in_two_threads(kind: Any) -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(found) == list(range(400))
-
-
-def test_two_threads_begin_at_once() -> None:
-    """Worker threads start once, however the two requests fall."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(10):
-            begun: list[int] = []
-            together, workers = threading.Barrier(2), threading.Barrier(2)
-
-            def begin(worker: int, begun: Any = begun, workers: Any = workers) -> None:
-                begun.append(worker)
-                workers.wait(20)  # one alone could make all batches
-
-            options: Any = {"workers": "thread", "worker_init_fn": begin}
-            iterator = iter(DataLoader(Faulty(8), 4, num_workers=2, **options))
-
-            def read(iterator: Any = iterator, together: Any = together) -> int:
-                together.wait()
-                return sum(len(batch[2]) for batch in iterator)
-
-            with ThreadPoolExecutor(2) as threads:
-                calls = [threads.submit(read) for _ in range(2)]
-            assert sum(call.result() for call in calls) == 8
-            assert sorted(begun) == [0, 1]
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.slow

@@ -129,10 +129,12 @@ def test_the_path_is_named(part: str, value: Any, words: str) -> None:
 
 
 def test_nothing_is_found() -> None:
-    """The original words must do."""
-    shipment = SimpleNamespace(dataset=[1])
+    """The original words must do; what does not come again is a signal handler's."""
+    shipment = SimpleNamespace(dataset=[1], rest=threading.Lock())
     message = explain(shipment, ValueError("why"))
     assert message.startswith("what the workers need cannot be pickled: why; ")
+    with pytest.raises(ValueError, match="why"):
+        explain(SimpleNamespace(dataset=[1]), ValueError("why"))
 
 
 def test_nothing_is_changed() -> None:

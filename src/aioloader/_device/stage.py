@@ -68,7 +68,6 @@ class Staged:
         return item
 
     def finish(self) -> None:
-        self._ready.finish()
         self._inner.finish()
         self.stop()
 
@@ -76,6 +75,7 @@ class Staged:
         """Start ending, from any thread or finalizer."""
         if not self._is_stopped:
             self._is_stopped = True
+            self._ready.finish()  # a consumer may wait in another thread
             self._room.wake()
             self._thread.stop(self._thread.ident)
 

@@ -158,7 +158,9 @@ class Runtime:
                 epoch = drawn or self.draw(options, None)
                 self._start_anew(options, epoch)
             if is_async or not options.is_bare:
-                return self._made(options, epoch, is_async=is_async)
+                # Kept at once: an interrupt may come before the caller has it.
+                feed = claim.prepared = self._made(options, epoch, is_async=is_async)
+                return feed
             return PlainFeed(
                 epoch,
                 options.dataset,
@@ -188,7 +190,8 @@ class Runtime:
     def _guessed(self, options: Options) -> Feed | None:
         """Return the feed that was made early, if it is of the epoch that starts."""
         ahead, self._ahead = self._ahead, None
-        assert ahead is not None
+        if ahead is None:  # perhaps another thread was faster
+            return None
         if self.loaded is None and ahead.claim(options):
             ahead.epoch.dataset_epoch = epoch_of(options.dataset)
             note_first(options, ahead.epoch, self.epoch, is_kept=self.has_kept())
@@ -230,13 +233,18 @@ class Runtime:
 
         has_read = epoch.bookmark.read()
         feed = make_source(options, epoch, self, is_async=is_async)
-        if options.persistent_workers and not self._guesses_wrong:
-            from aioloader._loader.ahead import can_look_ahead
-            from aioloader._pipeline.ahead_feed import AheadFeed
+        try:
+            if options.persistent_workers and not self._guesses_wrong:
+                from aioloader._loader.ahead import can_look_ahead
+                from aioloader._pipeline.ahead_feed import AheadFeed
 
-            if isinstance(feed, AheadFeed) and can_look_ahead(options):
-                # A weak reference: the loader may own the feed.
-                feed.when_exhausted = partial(_look_ahead, weakref.ref(self), options)
+                if isinstance(feed, AheadFeed) and can_look_ahead(options):
+                    # A weak reference: the loader may own the feed.
+                    ahead = partial(_look_ahead, weakref.ref(self), options)
+                    feed.when_exhausted = ahead
+        except BaseException:  # Ctrl-C, say
+            feed.abandon()
+            raise
         is_inline = has_read and not epoch.reads_ahead
         positions = {} if epoch.saved is None else epoch.saved.generators
         self.loads.keeps_generator = bool(is_inline and "default" in positions)
@@ -372,8 +380,9 @@ class Runtime:
 
     def look_ahead(self, options: Options) -> None:
         """Let persistent workers make one more batch of the next epoch."""
-        if self._ahead is not None:
-            self._ahead.issue()
+        ahead = self._ahead
+        if ahead is not None:
+            ahead.issue()
             return
 
         from aioloader._loader.ahead import Ahead

@@ -44,8 +44,9 @@ class Bookmark:
 
 
 BEGINNING = Bookmark()
-# One lock for all positions: it is held rarely, and for microseconds.
-_LOCK = fork_safe(threading.Lock())
+# One lock for all positions: it is held rarely, and for microseconds. A signal handler
+# that saves a state may need it too.
+_LOCK = fork_safe(threading.RLock())
 
 
 class Progress:
@@ -147,18 +148,19 @@ class Progress:
     def _advance(self) -> None:
         """Advance over delivered batches and those that ended readers will not make."""
         while True:
-            reader = self._done % self._readers
-            if self._end is not None and self._end[0] == self._done:
+            done, reader = self._done, self._done % self._readers
+            if self._end is not None and self._end[0] == done:
                 self._states[reader] = self._end[1]
             if not self._beyond:
                 return
-            if self._done in self._beyond:
-                state = self._beyond.pop(self._done)
+            if done in self._beyond:
+                state = self._beyond[done]
                 if state is not None:
                     self._states[reader] = state
-            elif self._done < self._ended.get(reader, math.inf):
+            elif done < self._ended.get(reader, math.inf):
                 return
-            self._done += 1
+            self._done = done + 1
+            self._beyond.pop(done, None)  # last: a signal handler may read the state
 
 
 @dataclass(eq=False, repr=False)
@@ -255,6 +257,7 @@ class EpochNumbers:
         self._shuffled = shuffled  # its epoch, if it was set here
         # Epochs of iterators that have not started, since an epoch was last chosen.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
+        self._lock = fork_safe(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EpochNumbers, (self._order, self.next, self._shuffled)
@@ -267,50 +270,58 @@ class EpochNumbers:
 
         No other iterator has this number; it is free again if one is dropped unused.
         """
-        number, order = self.next, self._order
-        if order is not None:
-            epoch.shuffled, epoch.seen = self.upcoming(), order.epoch
-        self._reserved.discard(epoch)
-        for one in self._reserved:
-            number = max(number, one.number + 1)
-            if epoch.shuffled is not None and one.shuffled is not None:
-                epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
-        self._reserved.add(epoch)
-        return number
+        with self._lock:
+            number, order = self.next, self._order
+            if order is not None:
+                epoch.shuffled, epoch.seen = self.upcoming(), order.epoch
+            self._reserved.discard(epoch)
+            for one in self._reserved:
+                number = max(number, one.number + 1)
+                if epoch.shuffled is not None and one.shuffled is not None:
+                    epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
+            epoch.number = number  # at once: another thread may reserve the next
+            self._reserved.add(epoch)
+            return number
 
     def reserve_again(self, epoch: Epoch, saved: Any) -> None:
         """Note the number and the order of an epoch that resumes from a state."""
         epoch.saved, epoch.number = saved, saved.epoch
         epoch.shuffled = saved.order.get("epoch")
         epoch.seen = None if self._order is None else self._order.epoch
-        self.next = epoch.number + 1
-        self._reserved.add(epoch)
+        with self._lock:
+            self.next = epoch.number + 1
+            self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
         """Free the number of an epoch that could not start."""
-        self._reserved.discard(epoch)
+        with self._lock:
+            self._reserved.discard(epoch)
 
     def latest_reserved(self) -> Epoch | None:
         """Return the epoch of the latest iterator that has not started, if any."""
-        return max(self._reserved, key=operator.attrgetter("number"), default=None)
+        number = operator.attrgetter("number")
+        with self._lock:
+            return max(self._reserved, key=number, default=None)
 
     def begin(self, epoch: Epoch) -> None:
         """Count an epoch as started, unless another was chosen since it was made."""
-        if epoch not in self._reserved:
-            return
-        self._reserved.remove(epoch)
-        following = epoch.number + 1
-        # Of two threads, one resumes, and the next epoch may have started before.
-        is_again = epoch.saved is not None and self.next <= following
-        self.next = max(self.next, following)
-        order, shuffled = self._order, epoch.shuffled
-        if order is None or shuffled is None:
-            return
-        if order.epoch in {epoch.seen, self._shuffled}:  # the user has not set another
-            if order.epoch == self._shuffled and not is_again:
-                shuffled = max(shuffled, order.epoch)
-            order.set_epoch(shuffled)
-            self._shuffled = shuffled
+        with self._lock:
+            if epoch not in self._reserved:
+                return
+            self._reserved.remove(epoch)
+            following = epoch.number + 1
+            # Of two threads, one resumes, and the next epoch may have started before.
+            is_again = epoch.saved is not None and self.next <= following
+            self.next = max(self.next, following)
+            order, shuffled = self._order, epoch.shuffled
+            if order is None or shuffled is None:
+                return
+            # Unless the user has set another.
+            if order.epoch in {epoch.seen, self._shuffled}:
+                if order.epoch == self._shuffled and not is_again:
+                    shuffled = max(shuffled, order.epoch)
+                order.set_epoch(shuffled)
+                self._shuffled = shuffled
 
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next; the user sets the epoch of the sampler.
@@ -322,9 +333,10 @@ class EpochNumbers:
         epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
-        self.next = epoch
-        self._shuffled = None
-        self._reserved.clear()
+        with self._lock:
+            self.next = epoch
+            self._shuffled = None
+            self._reserved.clear()
 
     def upcoming(self) -> int | None:
         """Return the epoch that the ``KeyedOrder`` would have next.

@@ -35,10 +35,12 @@ def fork_safe(primitive: T) -> T:
 
 def close_in_children(close: Callable[[], object]) -> None:
     """Call ``close``, a bound method, in every child that this process forks."""
-    _CLOSERS[:] = [known for known in _CLOSERS if known() is not None]
-    _CLOSERS.append(weakref.WeakMethod(close))
+    with _CLOSERS_LOCK:
+        _CLOSERS[:] = [known for known in _CLOSERS if known() is not None]
+        _CLOSERS.append(weakref.WeakMethod(close))
 
 
+_CLOSERS_LOCK = fork_safe(threading.RLock())
 # One thread at a time: a second one would take the collector for turned off.
 _COLLECTOR_LOCK = fork_safe(threading.RLock())
 _is_importing = False

@@ -65,9 +65,8 @@ def saved_state(part: Any) -> Any:
         return copy.deepcopy(part.state_dict())
     except (Exception, *STOPS) as error:  # noqa: BLE001  (raised if it is wanted)
         name = type(part).__name__
-        loud = raisable(error, name)
-        loud.add_note(f"aioloader: in the state_dict() of {name}")
-        return Unsaved(loud)
+        error.add_note(f"aioloader: in the state_dict() of {name}")
+        return Unsaved(raisable(error, name))  # no variable holds it: it has this frame
 
 
 def usable(state: Any) -> Any:

@@ -247,14 +247,7 @@ class AheadFeed(Feed):
             )
         with self._lock:
             while not self.is_finished:
-                try:
-                    item = self._results.pop_nowait()
-                except BaseException as error:
-                    self.dismiss()
-                    self._was_interrupted = isinstance(error, INTERRUPTS)
-                    _stop_at_exit(error)
-                    raise
-                is_lost = True
+                item, is_lost = self._pop(), True
                 try:
                     if item is not None:
                         self._account(*item)
@@ -273,6 +266,19 @@ class AheadFeed(Feed):
                         self._cut()
                     raise
             return _NOTHING
+
+    def _pop(self) -> tuple[int, BatchResult] | None:
+        """Return the next result; None if there is none, or others have closed this."""
+        try:
+            item: tuple[int, BatchResult] | None = self._results.pop_nowait()
+        except BaseException as error:
+            if self.is_finished and isinstance(error, LoaderClosedError):
+                return None
+            self.dismiss()
+            self._was_interrupted = isinstance(error, INTERRUPTS)
+            _stop_at_exit(error)
+            raise
+        return item
 
     def _cut(self) -> None:
         """End early: a request or a result was lost; later steps raise."""
@@ -300,8 +306,8 @@ class AheadFeed(Feed):
 
     def _end(self) -> None:
         """End, if it may: nothing is under way or to be requested."""
-        self.is_finished = self._is_cut or self._may_end()
-        if self.is_finished:
+        if self._is_cut or self._may_end():
+            self.is_finished = True
             self._results.finish()  # other consumers may be waiting
 
     def _may_end(self) -> bool:

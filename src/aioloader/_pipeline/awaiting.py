@@ -85,6 +85,7 @@ class SideLoop:
                 from aioloader._pipeline.host import LoopHost
 
                 self._host = host = LoopHost()
+                host.start()
                 self._loop = host.loop
             gathered = _gathered(values, limit)
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)

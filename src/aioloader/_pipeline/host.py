@@ -288,12 +288,16 @@ class LoopHost(Host):
             self._own_thread = threading.Thread(
                 target=run, name="aioloader-loop", daemon=True
             )
-            start_thread(self._own_thread)
             return
         self.loop = caller
         if lifespan is not None:
             self._host_task = caller.create_task(self._serve(), name="aioloader host")
             self._host_task.add_done_callback(self._finish)
+
+    def start(self) -> None:
+        """Start the private thread, if there is one; its maker calls this once."""
+        if self._own_thread is not None:
+            start_thread(self._own_thread)
 
     def open(self) -> None:
         if not call_threadsafe(self.loop, self._wanted.set):
@@ -496,10 +500,16 @@ class Hosts:
                 host = LoopHost(lifespan)
             else:
                 host = Host(lifespan) if place == "thread" else CallerHost(lifespan)
-            host.place = place
-            self._hosts.add(host)
-            if self._entered and host.lease():
-                self._kept.append(host)
+            try:
+                host.place = place
+                if isinstance(host, LoopHost):
+                    host.start()
+                self._hosts.add(host)
+                if self._entered and host.lease():
+                    self._kept.append(host)
+            except BaseException:  # Ctrl-C: nobody has the maker's lease
+                host.release()
+                raise
             return host
 
     def keep(self) -> None:

@@ -170,8 +170,7 @@ class Steps:
     def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
         # The tasks of a loop get batches in the order in which they ask.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._turns = asyncio.Lock()
+        self._turns: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
 
     def next(self) -> Any:
         """Take a step; without a check, later ones are the feed's own."""
@@ -192,9 +191,10 @@ class Steps:
             if self.feed is None:
                 require_asyncio()
             loop = asyncio.get_running_loop()
-            if loop is not self._loop:
-                self._loop, self._turns = loop, asyncio.Lock()
-            async with self._turns:
+            turns = self._turns
+            if loop is not turns[0]:
+                turns = self._turns = (loop, asyncio.Lock())
+            async with turns[1]:
                 if self.prepare is not None and not are_imported(self.engine):
                     await in_new_thread(partial(import_modules, self.engine))
                 try:
@@ -213,11 +213,16 @@ class Steps:
     def begin(self) -> "Feed | None":
         """Return the feed; the first call makes it. None if it was closed before."""
         with self._lock:
-            if self.feed is None and self.prepare is not None:
+            prepare = self.prepare
+            if self.feed is None and prepare is not None:
                 # Kept at once: it is started again, or released, after an interrupt.
-                feed = self.prepared = self.prepared or self.prepare(self)
+                feed = self.prepared = self.prepared or prepare(self)
+                if self.prepare is None:  # another thread has closed it meanwhile
+                    feed.close()
+                    return None
                 self.start(feed)
-                self.feed, self.prepared, self.prepare = feed, None, None
+                self.feed = feed  # before the next: ``end`` finds it in one place
+                self.prepared = self.prepare = None
                 if self.check is None:  # saves a call per batch
                     self.next = feed.next  # type: ignore[method-assign]
             return self.feed
@@ -231,7 +236,7 @@ class Steps:
     def end(self) -> "Feed | None":
         """Prevent a start; return the feed to close, if there is one."""
         self.prepare, self.is_held = None, False
-        return self.feed or self.prepared
+        return self.prepared or self.feed
 
     def abandon(self) -> None:
         """Release an iterator that was dropped, or is still open at Python's exit."""

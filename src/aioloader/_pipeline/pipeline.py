@@ -126,16 +126,18 @@ class Pipeline:
 
     def open(self) -> None:
         """Prepare for the first request; may take long."""
-        if self.pool is not None:
-            self.pool.open(self)
+        pool = self.pool  # another thread may close this, and drop it
+        if pool is not None:
+            pool.open(self)
 
     def submit(self, task: BatchTask) -> None:
         """Take a request; its result goes into ``ready``."""
         self.under_way[id(task)] = (task, time.monotonic())
         if self.is_closing:
             return  # the consumer's wait has ended
-        if self.pool is not None and self.pool.reads:
-            self._into_pool(task)
+        pool = self.pool
+        if pool is not None and pool.reads:
+            self._into_pool(pool, task)
         elif self.maker.is_plain:
             self._in_thread(task)
         else:
@@ -267,8 +269,9 @@ class Pipeline:
 
     def _release_pool(self) -> None:
         self._no_more_pauses.set()
-        if self.pool is not None:
-            self.pool.forget(self)
+        pool = self.pool
+        if pool is not None:
+            pool.forget(self)
         if self._is_abandoned:
             self.drop_pool()
 
@@ -310,16 +313,17 @@ class Pipeline:
         """Read a batch, unless the loop did, and make it if no pool does."""
         maker, began = self.maker, time.perf_counter()
         read = self._read if self.reads_here and maker.is_plain else None
-        if self.pool is None:
+        pool = self.pool
+        if pool is None:
             result: BatchResult | None = maker.make(task, read)
         else:
             result = maker.fetch(task, self._read)
         if read is not None:
             self._time(began)
-        if result is None:
-            self._into_pool(task)
-        else:
+        if result is not None:
             self.deliver(task, result)
+        elif pool is not None:
+            self._into_pool(pool, task)
 
     def _time(self, began: float) -> None:
         """Note that a batch started at ``began`` has been read."""
@@ -404,8 +408,8 @@ class Pipeline:
             self.deliver(task, result)
         elif self.is_closing:
             pass
-        elif self.pool is not None:
-            self._into_pool(task)
+        elif (pool := self.pool) is not None:
+            self._into_pool(pool, task)
         elif self.maker.is_quick(task):
             self.deliver(task, self.maker.make(task, seeded=False))
         else:
@@ -447,11 +451,10 @@ class Pipeline:
 
     # -- results --------------------------------------------------------------------
 
-    def _into_pool(self, task: BatchTask) -> None:
-        assert self.pool is not None
+    def _into_pool(self, pool: Pool, task: BatchTask) -> None:
         task.stage = "pool"
         try:
-            self.pool.submit(self, task)
+            pool.submit(self, task)
         except Exception as error:  # handed to the consumer
             # Its traceback would hold the consumer's frames and thus the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))

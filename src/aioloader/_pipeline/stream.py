@@ -8,7 +8,7 @@ reads the whole stream and keeps its part.
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
@@ -188,7 +188,7 @@ class Stream:
         if self._is_async:
             iterator = await _open_async(dataset, self._stack)
         else:
-            iterator = iter(dataset)
+            iterator = _begun(iter, dataset)
             if inspect.isgenerator(iterator):
                 self._stack.callback(iterator.close)
         position.load_iterator(iterator)
@@ -459,10 +459,17 @@ class _Source:
             await repeated.aclose()
 
 
+def _begun(begin: Callable[[Any], Any], dataset: Any) -> Any:
+    try:
+        return begin(dataset)
+    except StopIteration as error:  # no coroutine may raise one
+        raise raisable(error, "the dataset") from error
+
+
 async def _open_async(dataset: Any, stack: AsyncExitStack) -> Any:
     """Return an async iterator of ``dataset``, which ``stack`` closes."""
     is_chain = isinstance(dataset, ChainDataset) and not has_aiter(dataset)
-    iterator = _chained(dataset.datasets) if is_chain else aiter(dataset)
+    iterator = _chained(dataset.datasets) if is_chain else _begun(aiter, dataset)
     if isinstance(iterator, HasLifespan):
         await stack.enter_async_context(iterator.lifespan())
     if inspect.isasyncgen(iterator):

@@ -8,6 +8,7 @@ lacks them.
 import itertools
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import (
     BrokenExecutor,
@@ -56,7 +57,8 @@ class ExecutorWorkers(Pool):
         self._is_over = False
         self._first = itertools.count()
         self._futures: set[Future[Any]] = set()
-        self._numbers: dict[int, int] = {}  # of threads, by identifier
+        # Of threads, by identifier.
+        self._numbers = defaultdict[int, int](itertools.count().__next__)
 
     def open(self, pipeline: Pipeline) -> None:
         """Pickle the ``WorkerSpec``, unless the executor has threads."""
@@ -85,7 +87,7 @@ class ExecutorWorkers(Pool):
     def _make_here(self, pipeline: Pipeline, task: BatchTask) -> BatchResult:
         """Make a batch in a thread of the executor, as a worker thread."""
         ident, spec = threading.get_ident(), self._spec
-        number = self._numbers.setdefault(ident, len(self._numbers))
+        number = self._numbers[ident]
         dataset = pipeline.maker.dataset
         with worker_thread(number, spec.num_workers, spec.base_seed, dataset):
             # Two threads cannot be in one context at once.

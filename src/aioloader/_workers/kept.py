@@ -71,7 +71,8 @@ class Pools:
 
     def join_later(self, workers: "Pool") -> None:
         """Make ``close`` wait for workers: nobody does if their iterator is dropped."""
-        self._ending.add(workers)
+        with self._lock:
+            self._ending.add(workers)
 
     def drop(self) -> None:
         """End kept workers in the background: others replace them."""
@@ -80,11 +81,13 @@ class Pools:
     def close(self) -> None:
         """End kept workers and wait until all have ended, bounded."""
         kept = self._take()
+        with self._lock:
+            ending = list(self._ending)
         for pool in kept:
             pool.end()
         with contextlib.ExitStack() as stack:  # an error is raised after all waits
             stack.callback(self.servers.close)
-            for workers in (*self._ending, *kept):
+            for workers in (*ending, *kept):
                 stack.callback(workers.join)
 
     async def aclose(self) -> None:

@@ -29,6 +29,8 @@ def explain(spec: object, error: Exception, reducers: Reducers = _NONE) -> str:
                 "workers inherit it with multiprocessing_context='fork', or use "
                 "workers='thread'"
             )
+    if _refusal(spec, set(), reducers) is None:  # a signal handler has raised it, say
+        raise error
     return (
         f"what the workers need cannot be pickled: {error}; "
         "multiprocessing_context='fork' lets them inherit it"

@@ -97,7 +97,7 @@ class ProcessPool(LastingPool):
                 over = LoaderClosedError("the worker processes have ended")
                 error, self._error = self._error or over, None
                 pipeline.fail(error)
-            else:
+            elif not pipeline.is_closing:  # else it is forgotten
                 self._dispatcher.submit(pipeline, task)
 
     def forget(self, pipeline: Pipeline) -> None:
@@ -109,7 +109,8 @@ class ProcessPool(LastingPool):
         if self._is_over:
             return []
         ends = self._results, self._launcher.control
-        return [end.fileno() for end in ends if end is not None]
+        found = [end.fileno() for end in ends if end is not None]
+        return [one for one in found if one >= 0]  # another thread may close them
 
     def collect(self, *, seldom: int = _SELDOM) -> None:
         """Deliver the results that have arrived and handle deaths; never block."""
