@@ -43,8 +43,7 @@ class Strange(Faulty):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("value", "collate_fn"),
-    [(broadcast, None), (broadcast, list), (expanded, None)],
+    ("value", "collate_fn"), [(broadcast, None), (broadcast, list), (expanded, None)]
 )
 def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
     """An error of ours or of an allocator, no signal; the workers live on."""

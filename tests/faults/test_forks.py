@@ -14,13 +14,11 @@ import pytest
 
 from aioloader import DataLoader
 from faulty import await_gone, pools_of
+from working import Numbers
 
 
-class Collecting:
+class Collecting(Numbers):
     """Tells whether the garbage collector is on where samples are read."""
-
-    def __len__(self) -> int:
-        return 8
 
     def __getitem__(self, index: int) -> bool:
         return gc.isenabled()
@@ -33,7 +31,7 @@ def test_threads_that_fork_at_once() -> None:
 
     def run() -> None:
         for _ in range(4):
-            found.extend(b for b in DataLoader(Collecting(), None, num_workers=1))
+            found.extend(b for b in DataLoader(Collecting(8), None, num_workers=1))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -87,17 +85,12 @@ def test_a_stopped_supervisor_is_continued_to_end() -> None:
     assert await_gone([supervisor]) == []
 
 
-class Stuck:
+class Stuck(Numbers):
     """Is unpickled for ever; leaves its process in a file."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
     def __setstate__(self, state: Any) -> None:
         path = state["path"].with_suffix(".new")

@@ -5,8 +5,8 @@ import gc
 import itertools
 import os
 import pickle
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,18 +229,10 @@ async def test_two_tasks_on_persistent_workers(kind: Any) -> None:
 def test_one_iterator_in_two_threads(kind: Any) -> None:
     """Each batch goes to one of them, and both see the end."""
     iterator = iter(DataLoader(Faulty(400), 4, num_workers=2, **workers_by(kind)))
-    found: list[int] = []
-
-    def read() -> None:
-        for batch in iterator:
-            found.extend(batch[2].tolist())
-
-    threads = [threading.Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(found) == list(range(400))
+    with ThreadPoolExecutor(2) as threads:
+        parts: Any = threads.map(list, [iterator, iterator])
+    found = [i for batch in itertools.chain(*parts) for i in batch[2].tolist()]
+    assert sorted(found) == [*range(400)]
 
 
 @pytest.mark.slow

@@ -121,12 +121,11 @@ def test_an_interruption_leaves_no_process(module: str) -> None:
 def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is a page written over a directory: the results are printed before."""
     Path("a").mkdir()
-    few = ("--rounds", "1", "--batches", "1", "--page", "a")
+    few = ("--rounds", "1", "--batches", "8", "--page", "a")
     assert main(["bench", f"{module}:awaited", *few]) == 1
     out, err = capsys.readouterr()
     assert err.startswith("aioloader bench: error: [Errno")
     assert out.splitlines()[2].split() == ["aioloader"]
-    assert out.splitlines()[3].split() == ["samples/s", "-"]
     assert re.search(r"Not compared .*: Awaited is read by coroutines, which", out)
 
 
@@ -136,7 +135,7 @@ def test_a_part_of_a_module_for_a_while(
     name = f"{module}:Parts.inline"
     assert main(["bench", name, "--rounds", "1", "--seconds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split() == ["samples/s", "0", "0", "-"]
+    assert lines[3].split() == ["samples/s", "-", "-", "-"]
     assert "Too few batches to name the bottleneck: 1." in lines
 
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -226,15 +227,9 @@ def test_two_threads_share_one_iterator() -> None:
     """The same for threads, over the thread and over the loop."""
     for dataset in (SyncMap(), AsyncMap()):
         iterator = iter(DataLoader(dataset, batch_size=4, prefetch_factor=2))
-        found: list[Any] = []
-        threads = [
-            threading.Thread(target=found.extend, args=(iterator,)) for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(labels(found)) == EXPECTED
+        with ThreadPoolExecutor(3) as threads:
+            parts: Any = threads.map(list, [iterator] * 3)
+        assert sorted(labels([*itertools.chain(*parts)])) == EXPECTED
 
 
 def test_for_cannot_be_hosted_on_the_callers_loop() -> None:

@@ -16,6 +16,7 @@ from aioloader.errors import BatchTimeoutError
 from beside import beside
 from core.kit import quiet
 from samples import AsyncMap, AsyncStream, SyncMap, collect, labels
+from working import Numbers
 
 
 class Gated(AsyncMap):
@@ -204,14 +205,12 @@ def test_stats_count_what_was_delivered() -> None:
     assert loader.stats().waited > 0
 
 
-class Tallied:
+class Tallied(Numbers):
     """Adds a byte to a file for each sample that is read."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(800)
         self.path = path
-
-    def __len__(self) -> int:
-        return 800
 
     def __getitem__(self, index: int) -> int:
         with self.path.open("ab", buffering=0) as file:

@@ -68,6 +68,18 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 6},
+    {"batch_size": 6, "drop_last": True},
+    {"batch_size": 6, "shuffle": True},
+    {"batch_size": 6, "shuffle": True, "generator": 11},
+    {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
+    {"sampler": [5, 3, 3], "batch_size": 2},
+    {"batch_size": 50},
+]
+
+
 def seeded(options: dict[str, Any]) -> dict[str, Any]:
     """Seed torch, and return the options with the generator of that seed."""
     torch.manual_seed(4)
@@ -84,20 +96,7 @@ def expected_of(options: dict[str, Any]) -> tuple[list[Any], torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch_size": 6},
-        {"batch_size": 6, "drop_last": True},
-        {"batch_size": 6, "shuffle": True},
-        {"batch_size": 6, "shuffle": True, "generator": 11},
-        {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
-        {"sampler": [5, 3, 3], "batch_size": 2},
-        {"batch_size": 50},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 async def test_map_style(way: str, name: str, options: dict[str, Any]) -> None:
     """Same batches and same later draws as torch over the same samples, twice."""
     expected = expected_of(options)

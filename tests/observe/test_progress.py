@@ -18,6 +18,7 @@ from aioloader import DataLoader, progress
 from aioloader._observe import progress as module
 from observe.showing import Clock, Counting, Terminal
 from samples import AsyncMap
+from working import AsyncNumbers, Numbers
 
 
 @pytest.fixture
@@ -177,16 +178,13 @@ async def test_a_wait_is_cancelled(clock: Clock, terminal: Terminal) -> None:
     """No batch is lost; the iteration can go on."""
     arrived = asyncio.Event()
 
-    class Slow:
-        def __len__(self) -> int:
-            return 4
-
-        async def __getitem__(self, index: int) -> int:
+    class Slow(AsyncNumbers):
+        async def __getitem__(self, index: int) -> Any:
             if index == 2:
                 await arrived.wait()
             return index
 
-    loader = DataLoader(Slow(), None, loop="caller")
+    loader = DataLoader(Slow(4), None, loop="caller")
     batches = aiter(progress(loader, file=terminal))
     assert [await anext(batches), await anext(batches)] == [0, 1]
     task = asyncio.ensure_future(anext(batches))
@@ -213,11 +211,8 @@ def test_an_exception_of_the_consumer_holds_no_iterator(clock: Clock) -> None:
     assert terminal.getvalue().endswith("\n")
 
 
-class Failing:
+class Failing(Numbers):
     """Raises at one sample."""
-
-    def __len__(self) -> int:
-        return 4
 
     def __getitem__(self, index: int) -> int:
         return 6 // (index - 1)
@@ -225,7 +220,7 @@ class Failing:
 
 def test_an_exception_of_the_dataset(clock: Clock, terminal: Terminal) -> None:
     """Is raised as it is, holds no iterator; a caller may go on."""
-    batches = iter(progress(DataLoader(Failing(), None), file=terminal))
+    batches = iter(progress(DataLoader(Failing(4), None), file=terminal))
     assert next(batches) == -6
     with pytest.raises(ZeroDivisionError) as caught:
         next(batches)

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 from aioloader import DataLoader, WorkerInfo, get_worker_info
 from samples import collect
-from working import Drawing, Numbers, draw, first
+from working import AsyncNumbers, Drawing, Numbers, draw, first
 
 
 def test_outside_there_is_none() -> None:
@@ -55,10 +55,7 @@ def test_inside_both_tell_the_same(num_workers: int) -> None:
 async def test_async_code_is_told_too() -> None:
     """On the loop of a worker, and in the thread beside it."""
 
-    class Asking:
-        def __len__(self) -> int:
-            return 4
-
+    class Asking(AsyncNumbers):
         async def __getitem__(self, index: int) -> Any:
             info = get_worker_info()
             return None if info is None else info.id
@@ -67,7 +64,7 @@ async def test_async_code_is_told_too() -> None:
         info = torch_worker_info()
         return None if info is None else (info.id, number)
 
-    loader = DataLoader(Asking(), num_workers=2, transform=pair, collate_fn=first)
+    loader = DataLoader(Asking(4), num_workers=2, transform=pair, collate_fn=first)
     assert set(await collect(loader)) <= {(0, 0), (1, 1)}
 
 

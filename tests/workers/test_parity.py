@@ -5,22 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ChainDataset, IterableDataset
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
 from beside import beside
-from loader.test_parity import expected_of, seeded
-from samples import (
-    AsyncBatchMap,
-    AsyncMap,
-    AsyncStream,
-    SyncMap,
-    SyncStream,
-    collect,
-    labels,
-    tensors,
-)
+from loader.test_parity import MAPS, OPTIONS, expected_of, seeded
+from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 from working import (
     AsyncNumbers,
     AsyncSharded,
@@ -36,25 +27,6 @@ from working import (
 MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"batch_size": 6},
-    {"batch_size": 6, "drop_last": True},
-    {"batch_size": 6, "shuffle": True, "generator": 11},
-    {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
-    {"sampler": [5, 3, 3], "batch_size": 2},
-    {"batch_size": 50, "shuffle": True},
-]
-MAPS: dict[str, Callable[[], Any]] = {
-    "sync": SyncMap,
-    "async": AsyncMap,
-    "async batches": AsyncBatchMap,
-    "tensors": tensors,
-    "async concat": lambda: ConcatDataset([AsyncMap(20), SyncMap(0)]),
-    "subset of batches": lambda: Subset(AsyncBatchMap(), range(20)),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("name", MAPS)
@@ -65,14 +37,6 @@ def test_map_style(num_workers: int, name: str, options: dict[str, Any]) -> None
     ours: Any = DataLoader(MAPS[name](), num_workers=num_workers, **seeded(options))
     found = [labels(list(ours)) for _ in range(2)]
     assert (found, torch.rand(1)) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MAPS)
-async def test_async_for(name: str) -> None:
-    """A task gets the same."""
-    loader: Any = DataLoader(MAPS[name](), batch_size=6, num_workers=2)
-    assert labels(await collect(loader)) == labels(list(TorchLoader(SyncMap(), 6)))
 
 
 STREAMS: dict[str, Callable[[], IterableDataset[Any]]] = {
