@@ -227,7 +227,7 @@ WRONG = {
     "from_iterable(one_by_one)": "TypeError: from_iterable needs an iterable or a fun",
     "from_async_iterable([1])": "TypeError: from_async_iterable needs an iterable or",
     "from_async_iterable(one_by_one())": "TypeError: .*read only once",
-    "progress([1])": "TypeError: progress needs a DataLoader, got 'list'",
+    "progress([1])": "TypeError: progress needs an aioloader.DataLoader, got ",
     "iter(from_iterable([]))": "TypeError: .*not iterable",
     # Unknown options, of whatever is made and by whichever constructor; the nearest of
     # its own and of those it shares.

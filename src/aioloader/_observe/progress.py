@@ -72,7 +72,7 @@ def progress(
         TypeError: If ``loader`` is another iterable, which has no statistics.
     """
     if not hasattr(loader, "stats"):
-        raise TypeError(f"progress needs a DataLoader, got {type(loader).__name__!r}")
+        raise TypeError(f"progress needs an aioloader.DataLoader, got {type(loader)}")
     given = {"total": total, "desc": desc, "leave": leave, "file": file}
     return WithProgress(loader, given)
 
