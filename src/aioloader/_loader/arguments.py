@@ -115,7 +115,7 @@ def count_workers(num_workers: Any, workers: Any) -> Any:
     if isinstance(num_workers, Chosen):
         is_fixed = isinstance(workers, RayWorkers)
         return workers.num_workers if is_fixed else num_workers
-    with contextlib.suppress(TypeError):  # refused later, with a message
+    with contextlib.suppress(TypeError, ValueError):  # refused later, with a message
         # As torch: numpy's, too, and any zero.
         num_workers = 0 if num_workers == 0 else operator.index(num_workers)
     if not isinstance(workers, RayWorkers) or num_workers == workers.num_workers:

@@ -51,7 +51,8 @@ class Rows(Sequence[dict[str, Any]]):
     A value is a numpy scalar of the column's width for a number or a boolean, a
     separate array for a list of numbers, a dict for a struct, ``str``, ``bytes``, a
     ``datetime`` object, a ``Decimal``, a ``UUID``, a list of such values, or None for
-    NULL. Times in nanoseconds are numpy's, because Python has no type that precise.
+    NULL. Times in nanoseconds, and 24:00, are numpy's, because Python has no type for
+    them.
 
     Attributes:
         names: The names of the columns, in order.

@@ -331,10 +331,6 @@ def _maps(array: pa.Array) -> list[Any]:
 
 def _times(array: pa.Array) -> list[Any]:
     kind, unit = array.type, getattr(array.type, "unit", "")
-    if unit != "ns" and not types.is_time(kind):
-        with contextlib.suppress(*_NOT_IN_PYTHON):
-            values: list[Any] = array.to_pylist()
-            return values
     is_point = types.is_timestamp(kind) or types.is_date(kind)
     unit = unit or ("D" if types.is_date32(kind) else "ms")
     width = pa.int32() if kind.bit_width == 32 else pa.int64()
@@ -342,12 +338,18 @@ def _times(array: pa.Array) -> list[Any]:
     exact = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
     if unit == "ns":
         return list(exact)
-    return [_python_time(*pair) for pair in zip(array, exact, strict=True)]
+    # PostgreSQL has 24:00, which pyarrow makes 0:00.
+    is_beyond = exact >= _DAY if types.is_time(kind) else np.zeros(len(exact), bool)
+    if not is_beyond.any():
+        with contextlib.suppress(*_NOT_IN_PYTHON):
+            values: list[Any] = array.to_pylist()
+            return values
+    return [_python_time(*row) for row in zip(array, exact, is_beyond, strict=True)]
 
 
-def _python_time(scalar: pa.Scalar, exact: Any) -> Any:
-    if types.is_time(scalar.type) and scalar.is_valid and exact >= _DAY:
-        return exact  # such as 24:00, which pyarrow makes 0:00
+def _python_time(scalar: pa.Scalar, exact: Any, is_beyond: Any) -> Any:
+    if is_beyond and scalar.is_valid:
+        return exact
     try:
         return scalar.as_py()
     except _NOT_IN_PYTHON:

@@ -309,8 +309,8 @@ class ObstoreStore(Store):
 
         A web server may say so of a name that ends in ``.gz``, which is unpacked.
         """
-        coding, location = result.attributes.get("Content-Encoding"), self.locate(key)
-        if coding in _CODINGS and unpacker_of(location) is None:
+        coding = result.attributes.get("Content-Encoding")
+        if coding in _CODINGS and unpacker_of(location := self.locate(key)) is None:
             raise RefusedError(compressed(location, coding))
 
     def check_page(self, key: str, result: Any) -> None:
