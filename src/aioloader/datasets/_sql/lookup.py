@@ -17,7 +17,14 @@ import numpy as np
 
 from aioloader._observe.extras import imported
 from aioloader.datasets._sql.address import LostError, retried
-from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
+from aioloader.datasets._sql.postgres_values import (
+    FLAG,
+    FLOATS,
+    KNOWN,
+    infinite_error,
+    parts_query,
+    types_by_parts,
+)
 from aioloader.datasets._sql.relation import column
 
 if TYPE_CHECKING:
@@ -268,8 +275,12 @@ class PostgresLookup(Lookup):
         async with pool.acquire() as connection, connection.transaction():
             plain = self._relation.select(self._selected, among)
             found = (await connection.prepare(plain)).get_attributes()[1:]
+            types = {one.name: _short(one.type.name) for one in found}
+            nested = [one.name for one in found if one.type.kind != "scalar"]
+            if unknown := [name for name in nested if types[name] not in KNOWN]:
+                parts = await connection.fetch(parts_query(self._relation, unknown))
+                types |= types_by_parts(unknown, parts)
         exact = FLOATS if self._values.numeric == "float" else _DECIMALS
-        types = {one.name: _short(one.type.name) for one in found}
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {self._values.selection(columns)}"
         return self._relation.select(selected, among)

@@ -17,9 +17,12 @@ from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
     FLOATS,
+    KNOWN,
     POINTS,
     as_decimals,
     infinite_error,
+    parts_query,
+    types_by_parts,
 )
 from aioloader.datasets._sql.session import (
     GROWTH,
@@ -219,6 +222,12 @@ class Postgres(Session):
                 self._refuse_collation('"C"')
         if self._key_type in POINTS:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
+        nested = [n for n in self._read if schema.field(n).type.num_fields]
+        if unknown := [name for name in nested if types[name] not in KNOWN]:
+            parts = connection.fetch(
+                parts_query(relation, unknown), relation.parameters
+            )
+            types |= types_by_parts(unknown, parts)
         is_exact = self._values.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
