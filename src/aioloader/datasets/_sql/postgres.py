@@ -27,10 +27,10 @@ from aioloader.datasets._sql.postgres_values import (
 from aioloader.datasets._sql.session import (
     GROWTH,
     Key,
-    KeyCheck,
     Scan,
     Session,
     Span,
+    encoded,
     fitting,
 )
 from aioloader.datasets._stores.outlast import outlast
@@ -168,7 +168,7 @@ class Postgres(Session):
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
-        check, rest = KeyCheck(self.relation.key, last), span.since(last)
+        rest, is_again = span.since(last), last is not None
         connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
         sql, parameters = self._statement(rest, bound), self.relation.parameters
@@ -179,8 +179,10 @@ class Postgres(Session):
             batches = connection.batches(sql, (), size)
         with closing(batches):
             for batch in batches:
-                if found := self._passed(batch, check):
+                if found := self._fresh(batch, last, is_again=is_again):
                     yield found
+                    last = encoded(found[0][-1].as_py())
+                is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> "Block":
         """Return the rows of a batch; those with infinite dates have failed."""
