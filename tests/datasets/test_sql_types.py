@@ -446,10 +446,13 @@ async def test_arrays_of_domains(postgresql: Database, kind: str) -> None:
         "CREATE DOMAIN amount AS numeric",
         "CREATE DOMAIN price AS money",
         "CREATE DOMAIN number AS oid",
-        "CREATE TABLE t (id INT PRIMARY KEY, a amount[], m price[], o number[])",
-        "INSERT INTO t VALUES (1, '{1.10}', '{1.5}', '{4000000000}')",
+        "CREATE DOMAIN day AS date NOT NULL",
+        "CREATE TABLE t (id INT PRIMARY KEY, a amount[], m price[], o number[], "
+        "d day[])",
+        "INSERT INTO t VALUES (1, '{1.10}', '{1.5}', '{4000000000}', '{infinity}')",
     )
-    (row,) = await values_of(postgresql, kind)
+    (row,) = await values_of(postgresql, kind, infinity="null")
+    assert row["d"] == [None]
     assert [*map(str, row["a"])] == ["1.10"]
     assert [*row["m"]] == [decimal.Decimal("1.5")]
     assert [*row["o"]] == [4_000_000_000]

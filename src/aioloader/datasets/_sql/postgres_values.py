@@ -38,7 +38,10 @@ _INFINITE = {
     **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
     **dict.fromkeys(("daterange", "tsrange", "tstzrange"), _RANGE),
 }
-_FINITE_LIST = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
+# Of the base type: a domain may allow no NULL.
+_FINITE = (
+    "array_replace(array_replace({{0}}::{0}[], 'infinity', NULL), '-infinity', NULL)"
+)
 # Types with an expression that reads them; arrays begin with "_".
 KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
 # The types within others that need such an expression, as "_date" in an array, of a
@@ -85,7 +88,7 @@ class Values:
             if rule:
                 cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
                 read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
-                read = _FINITE_LIST if rule is _LIST else read
+                read = _FINITE.format(kind[1:]) if rule is _LIST else read
             parts.append(f"{read.format(column(name))} AS {quoted(name)}")
         if cases and self.infinity == "error":
             parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
