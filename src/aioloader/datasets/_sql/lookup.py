@@ -23,6 +23,7 @@ from aioloader.datasets._sql.postgres_values import (
     KNOWN,
     infinite_error,
     parts_query,
+    selection,
     types_by_parts,
 )
 from aioloader.datasets._sql.relation import column
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import asyncpg
 
     from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.postgres_values import Values
     from aioloader.datasets._sql.relation import Relation
 
 Row: TypeAlias = Mapping[str, Any]
@@ -60,12 +60,11 @@ class Lookup(abc.ABC):
         self,
         address: "Address",
         relation: "Relation",
-        values: "Values",
         connections: int,
         deadline: float,
     ) -> None:
         self.users = 0
-        self._address, self._relation, self._values = address, relation, values
+        self._address, self._relation = address, relation
         self._connections, self._deadline = connections, deadline
         self._key = relation.key_column
         wanted = ["q.*"] if relation.columns is None else map(column, relation.columns)
@@ -280,9 +279,9 @@ class PostgresLookup(Lookup):
             if unknown := [name for name in nested if types[name] not in KNOWN]:
                 parts = await connection.fetch(parts_query(self._relation, unknown))
                 types |= types_by_parts(unknown, parts)
-        exact = FLOATS if self._values.numeric == "float" else _DECIMALS
+        exact = FLOATS if self._relation.numeric == "float" else _DECIMALS
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
-        selected = f"{self._key}, {self._values.selection(columns)}"
+        selected = f"{self._key}, {selection(columns, self._relation.infinity)}"
         return self._relation.select(selected, among)
 
     async def _copy(self, connection: Any) -> Keys:

@@ -22,6 +22,7 @@ from aioloader.datasets._sql.postgres_values import (
     as_decimals,
     infinite_error,
     parts_query,
+    selection,
     types_by_parts,
 )
 from aioloader.datasets._sql.session import (
@@ -230,13 +231,13 @@ class Postgres(Session):
                 parts_query(relation, unknown), relation.parameters
             )
             types |= types_by_parts(unknown, parts)
-        is_exact = self._values.numeric == "decimal"
+        is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
         for name in self._read:
             cast = casts.get(types[name]) or _text(schema.field(name).type)
             columns[name] = types[name], cast or ("{}" if name == key else "")
-        self._selected = self._values.selection(columns)
+        self._selected = selection(columns, relation.infinity)
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:

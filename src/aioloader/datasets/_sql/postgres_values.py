@@ -6,18 +6,13 @@ names the row's key, or NULL if the user chooses that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._checks import check_word
-from aioloader.datasets._sql.relation import Relation, column, quoted
+from aioloader.datasets._sql.relation import Infinity, Relation, column, quoted
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-Numeric: TypeAlias = Literal["decimal", "float"]
-Infinity: TypeAlias = Literal["error", "null"]
 
 # Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
@@ -63,36 +58,26 @@ WHERE path <> '' AND typname IN
 POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
 
-@dataclass(frozen=True)
-class Values:
-    """How to read values without an Arrow or Python type."""
+def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
+    """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
 
-    numeric: Numeric = "decimal"
-    infinity: Infinity = "error"
-
-    def __post_init__(self) -> None:
-        check_word(self.numeric, Numeric, "numeric")
-        check_word(self.infinity, Infinity, "infinity")
-
-    def selection(self, columns: Mapping[str, tuple[str, str]]) -> str:
-        """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
-
-        Args:
-            columns: For each, the type and the expression that reads it, with ``{}``
-                for the column; empty: as it is, with NULL for infinite dates.
-        """
-        parts: list[str] = []
-        cases: list[str] = []
-        for at, (name, (kind, cast)) in enumerate(columns.items()):
-            read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
-            if rule:
-                cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
-                read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
-                read = _FINITE.format(kind[1:]) if rule is _LIST else read
-            parts.append(f"{read.format(column(name))} AS {quoted(name)}")
-        if cases and self.infinity == "error":
-            parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
-        return ", ".join(parts)
+    Args:
+        columns: For each, the type and the expression that reads it, with ``{}``
+            for the column; empty: as it is, with NULL for infinite dates.
+        infinity: As in ``Relation``.
+    """
+    parts: list[str] = []
+    cases: list[str] = []
+    for at, (name, (kind, cast)) in enumerate(columns.items()):
+        read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
+        if rule:
+            cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
+            read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
+            read = _FINITE.format(kind[1:]) if rule is _LIST else read
+        parts.append(f"{read.format(column(name))} AS {quoted(name)}")
+    if cases and infinity == "error":
+        parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
+    return ", ".join(parts)
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:

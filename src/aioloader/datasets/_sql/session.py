@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from aioloader._order.blocks import Block
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.connection import Connection
-    from aioloader.datasets._sql.postgres_values import Values
     from aioloader.datasets._streams.shards import Position
 
 Key: TypeAlias = int | str
@@ -59,12 +58,9 @@ class Session(abc.ABC):
     deadline: float
     _sign: str  # of a numbered parameter
 
-    def __init__(
-        self, address: "Address", relation: Relation, values: "Values", deadline: float
-    ) -> None:
+    def __init__(self, address: "Address", relation: Relation, deadline: float) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # the columns to deliver
-        self._values = values
         self._key = relation.key_column
         self._key_type = ""  # as in SQL
         self._selected = ""  # the list after SELECT

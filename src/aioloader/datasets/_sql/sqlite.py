@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._sql.connection import Connection, close_all
+from aioloader.datasets._sql.postgres_values import selection
 from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
     GROWTH,
@@ -197,7 +198,7 @@ class SQLite(Session):
         self._check_key(connection)
         self._types[key] = _KEY_TYPES[self._key_type]
         casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
-        self._selected = self._values.selection({**casts, key: ("", "")})
+        self._selected = selection({**casts, key: ("", "")}, relation.infinity)
         sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
