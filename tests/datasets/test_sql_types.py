@@ -286,6 +286,7 @@ INFINITE = [
     ("date", "'infinity'"),
     ("timestamptz", "'-infinity'"),
     ("date[]", "'{2020-01-01,NULL,infinity}'"),
+    ("day[]", "'{2020-01-01,NULL,infinity}'"),
     pytest.param("date", "'-infinity'", marks=pytest.mark.fuzz),
     pytest.param("timestamp", "'infinity'", marks=pytest.mark.fuzz),
     pytest.param("timestamp[]", "'{-infinity}'", marks=pytest.mark.fuzz),
@@ -359,6 +360,7 @@ async def test_an_infinite_date_is_an_error(
     postgresql: Database, kind: str, type_: str, value: str
 ) -> None:
     postgresql.run(
+        "CREATE DOMAIN day AS date",
         f"CREATE TABLE t (id INT PRIMARY KEY, n INT, d {type_})",
         f"INSERT INTO t VALUES (6, 60, NULL), (7, 70, {value}), (8, 80, NULL)",
     )
@@ -403,3 +405,54 @@ async def test_only_the_row_with_an_infinite_date_fails(postgresql: Database) ->
     assert row["d"] == "[2020-01-01,infinity]"
     with pytest.raises(DatasetError, match="id = 1 has an infinite date"):
         await values_of(postgresql, "keys")
+
+
+@pytest.mark.slow
+async def test_dates_and_numbers_within_other_types(postgresql: Database) -> None:
+    """Drivers read some of them as other values: by keys, or always."""
+    postgresql.run(
+        "CREATE DOMAIN day AS date",
+        "CREATE TYPE visit AS (at day, n INT)",
+        "CREATE TYPE price AS (n numeric, m money)",
+        "CREATE TYPE spot AS (n INT, x numeric)",
+        "CREATE TYPE days AS RANGE (subtype = date)",
+        "CREATE TABLE t (id INT PRIMARY KEY, visit visit, visits visit[], price price, "
+        "days days, ranges daterange[], span datemultirange, point spot, ns INT[])",
+        "INSERT INTO t VALUES (1, '(infinity,1)', '{\"(infinity,1)\"}', '(1,1.5)', "
+        "'[2020-01-01,infinity]', '{\"[2020-01-01,infinity]\"}', "
+        "'{[2020-01-01,infinity]}', '(3,0.1)', '{1}')",
+    )
+    for name in ("visit", "visits", "price"):
+        words = rf"column '{name}' .* type .*; write CAST\(\"{name}\" AS TEXT\)"
+        with pytest.raises(ValueError, match=words):
+            await rows_of(SQLFormat(postgresql.url, "t", key="id", columns=[name]))
+    for name in ("visit", "visits", "days", "ranges", "span"):
+        async with listed(postgresql, columns=[name]) as rows:
+            with pytest.raises(DatasetError, match=f"column '{name}' is of type"):
+                await rows[0]
+    query = "SELECT id, visit::text, (visit).n, days, ranges, span, point, ns FROM t"
+    (row,) = await rows_of(SQLFormat(postgresql.url, query, key="id"))
+    assert row["visit"] == "(infinity,1)"
+    assert row["span"] == "{[2020-01-01,infinity]}"
+    assert row["point"] == {"n": 3, "x": decimal.Decimal("0.1")}
+    async with listed(postgresql, columns=["point", "ns"]) as rows:
+        assert {**(await rows[0])["point"]} == row["point"]
+
+
+@WAYS
+async def test_arrays_of_domains(postgresql: Database, kind: str) -> None:
+    """They are read as arrays of what the domain is based on."""
+    postgresql.run(
+        "CREATE DOMAIN amount AS numeric",
+        "CREATE DOMAIN price AS money",
+        "CREATE DOMAIN number AS oid",
+        "CREATE DOMAIN day AS date NOT NULL",
+        "CREATE TABLE t (id INT PRIMARY KEY, a amount[], m price[], o number[], "
+        "d day[])",
+        "INSERT INTO t VALUES (1, '{1.10}', '{1.5}', '{4000000000}', '{infinity}')",
+    )
+    (row,) = await values_of(postgresql, kind, infinity="null")
+    assert row["d"] == [None]
+    assert [*map(str, row["a"])] == ["1.10"]
+    assert [*row["m"]] == [decimal.Decimal("1.5")]
+    assert [*row["o"]] == [4_000_000_000]

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 from aioloader._observe.extras import imported
 from aioloader.datasets._options import OrderOptions, names_options
+from aioloader.datasets.sharded import ShardedStream
 from aioloader.datasets.streams import Stream
 
 
@@ -46,17 +47,14 @@ def from_arrow(
     pa = imported("pyarrow", "arrow", "from_arrow needs pyarrow")
     memory = "aioloader.datasets._arrow.memory"
     made = imported(memory, "arrow", "from_arrow needs pyarrow")
-    stream: Stream[dict[str, Any]]
     wanted = made.Wanted(columns, nulls, None, filters)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
-        stream = made.ArrowShards(made.MemoryFormat(source, wanted), **order)
-        return stream
+        return ShardedStream(made.MemoryFormat(source, wanted), **order)
     dataset = sys.modules.get("pyarrow.dataset")  # there if the source is one
     if dataset is not None and isinstance(source, dataset.Dataset):
-        stream = made.ArrowShards(made.FragmentFormat(source, wanted), **order)
-        return stream
+        return ShardedStream(made.FragmentFormat(source, wanted), **order)
     name = type(source).__name__
     if order:
         raise TypeError(
@@ -76,5 +74,6 @@ def from_arrow(
                 f"from_arrow needs Arrow data, got {name!r}: it has no "
                 "__arrow_c_stream__ and is not a function that returns such an object"
             )
+    stream: Stream[dict[str, Any]]
     stream = made.ArrowStream(None if splits else source, wanted, splits)
     return stream

@@ -250,6 +250,9 @@ class ShardedStream(Stream[Sample_co]):
             found=summary,
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.made_by).__name__})"
+
 
 class _Listing(NamedTuple):
     """The shards, their summary, and their lengths if the deal depends on them."""

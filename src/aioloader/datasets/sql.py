@@ -27,8 +27,7 @@ from aioloader.datasets._sql.lookup import (
     compact,
     import_asyncpg,
 )
-from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
-from aioloader.datasets._sql.relation import Relation
+from aioloader.datasets._sql.relation import Infinity, Numeric, Relation
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import ObjectNotFoundError
@@ -91,7 +90,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         infinity: Infinity = "error",
     ) -> None:
         check_at_least(connections, 1, "connections")
-        self._relation = Relation(table, key, columns)
+        self._relation = Relation(table, key, columns, (), numeric, infinity)
         if self._relation.is_query:
             raise ValueError("table must be a table: name a query by creating a view")
         is_url = isinstance(url, (str, Sealed))
@@ -104,7 +103,7 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
             self._address.label = "asyncpg.Pool"
         if not self._address.is_sqlite:
             import_asyncpg()
-        self._options = Values(numeric, infinity), connections, deadline
+        self._options = connections, deadline
         self._readers: PerLoop[Lookup] = PerLoop(self._new_lookup)
         if keys is not None:
             self._keys: Keys = compact(keys)

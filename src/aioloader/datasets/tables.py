@@ -12,7 +12,7 @@ from aioloader._observe.extras import imported
 from aioloader.datasets._checks import check_word
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.postgres_values import Infinity, Numeric
+from aioloader.datasets._sql.relation import Infinity, Numeric
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 

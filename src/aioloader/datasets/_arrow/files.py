@@ -42,8 +42,6 @@ _TAIL = 1 << 16
 _KEPT = 64 << 20
 # Recent schemas to compare with, so that equal ones share an object.
 _SCHEMAS = 8
-# Suffix of the name of a shard in which no row is wanted.
-SKIPPED = "skipped"
 
 
 class End(NamedTuple):
@@ -130,11 +128,10 @@ class TableFormat(StoredFormat):
 
     def _begun(self, first: End, others: Sequence[str]) -> tuple[Wanted, Sequence[str]]:
         """Begin a table; return it, and the other files that may have wanted rows."""
-        in_names = bool(self._partitions)
         schema = self._with_name(first.schema, first.address)
         wanted = copy.copy(self._wanted)
-        wanted.start(schema, first.location, in_names=in_names)
-        if wanted.filters is None or not in_names:
+        wanted.start(schema, first.location)
+        if wanted.filters is None or not self._partitions:
             return wanted, others
         known = [self._condition(one, first.schema) for one in others]
         return wanted, [others[at] for at in wanted.filters.files(schema, known)]
@@ -146,22 +143,20 @@ class TableFormat(StoredFormat):
         wanted.settle()
         filters, shards = wanted.filters, Listed()
         about = [] if filters is None else filters.names(wanted.schema)
-        sizes: list[int] = []
-        skipped: list[Part] = []
+        shards.sizes = sizes = []
         for end in ends:
             schema = self._with_name(end.schema, end.address)
             # Statistics do not apply to values that are cast before the comparison.
             is_plain = not end.skipped or wanted.has(schema, about)
             for number, (part, size) in enumerate(end.parts):
-                if is_plain and number in end.skipped:
-                    skipped.append((end.address, *part, SKIPPED))
-                else:
+                if not (is_plain and number in end.skipped):
                     shards.append((end.address, *part))
                     sizes.append(size)
-        # Empty shards come last, so that lanes have equal shares of the others; where
-        # these are fewer than readers, they are cut.
-        shards.sizes = sizes + [0] * len(skipped)
-        shards += skipped
+        if not shards and (left := next((end for end in ends if end.parts), None)):
+            # One that has no wanted row, for its readers to find out.
+            (part, size), *_ = left.parts
+            shards.append((left.address, *part))
+            sizes.append(size)
         return shards
 
     async def sizes(self, shards: Sequence[Part], *, must: bool) -> list[int] | None:  # noqa: ARG002  (they were read with the ends of the files)
@@ -173,17 +168,12 @@ class TableFormat(StoredFormat):
     def describe(self) -> dict[str, Any]:
         return self._wanted.describe()
 
-    def count(self, shards: Sequence[Part]) -> int:
-        return sum(shard[-1] != SKIPPED for shard in shards)
-
     async def cut(self, shards: Sequence[Part], count: int) -> list[Part]:
-        whole = [shard for shard in shards if shard[-1] != SKIPPED]
-        if not whole:
-            return ([*shards] * count)[: max(count, len(shards))]
-        # Empty shards are left out, so that each reader has rows.
         found: list[Part] = []
-        counts = (b - a for a, b in pairwise(edges(count, len(whole))))
-        for shard, parts in zip(whole, counts, strict=True):
+        if not shards:  # files without row groups
+            return found
+        counts = (b - a for a, b in pairwise(edges(count, len(shards))))
+        for shard, parts in zip(shards, counts, strict=True):
             found += self._cut(shard, parts) if parts > 1 else [shard]
         return found
 
@@ -265,8 +255,6 @@ class TableFormat(StoredFormat):
     async def _open(
         self, address: str, part: Sequence[Any], position: Position, window: int
     ) -> Opened:
-        if part[-1:] == [SKIPPED]:
-            return Opened(lambda: iter(()), lambda batch: batch, 0)
         end = await self._known_end(address)
         Known.of(position).check(end.location, end.version)
         columns = self._with_name(end.schema, address)

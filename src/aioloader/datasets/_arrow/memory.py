@@ -29,7 +29,6 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.datasets.sharded import ShardedStream
 from aioloader.datasets.streams import Stream
 from aioloader.errors import StateMismatchError
 
@@ -43,16 +42,6 @@ Range: TypeAlias = tuple[int, int]
 # A fragment, which of its parts, and how many it has.
 Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
 Row: TypeAlias = dict[str, Any]
-
-
-class ArrowShards(ShardedStream[Row]):
-    """A table or a dataset."""
-
-    def describe(self) -> State:
-        return {**super().describe(), "kind": "from_arrow"}
-
-    def __repr__(self) -> str:
-        return f"from_arrow({type(self.made_by).__name__})"
 
 
 class MemoryFormat(ShardFormat):

@@ -66,8 +66,8 @@ class Footer:
 class ParquetFormat(TableFormat):
     """Row groups of Parquet files.
 
-    A shard is an address and a number; then a word if no row of it is wanted, or a part
-    and the number of parts. Arguments and errors are those of ``TableFormat``.
+    A shard is an address and a number; then, optionally, a part and the number of
+    parts. Arguments and errors are those of ``TableFormat``.
     """
 
     def open_together(self, shards: Sequence[Part], budget: int) -> list[ShardReader]:

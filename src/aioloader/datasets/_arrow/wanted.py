@@ -52,7 +52,6 @@ class Wanted:
         self.given = schema
         self.names: tuple[str, ...] = ()  # the columns to read, with the filter's
         self._delivered: list[str] = []
-        self._is_partial = False
         self._fields: dict[str, pa.Field] = {}  # those of ``given`` that are read
         self._full: list[str] = []  # those without NULLs that are delivered
         # The type of each column, and the file in which it was found.
@@ -78,11 +77,8 @@ class Wanted:
 
     # -- a listing ------------------------------------------------------------------
 
-    def start(self, first: pa.Schema, location: str, *, in_names: bool = False) -> Self:
-        """Start a table with a file; on a copy, while others are reading.
-
-        Some of the file's columns may be in the names of files (``in_names``).
-        """
+    def start(self, first: pa.Schema, location: str) -> Self:
+        """Start a table with a file; on a copy, while others are reading."""
         given = self.given
         names = list(self._columns or first.names)
         read = list(names)
@@ -93,7 +89,6 @@ class Wanted:
             _field_of(first, name, location)
         self.names, self._delivered = tuple(read), names
         # Missing columns of chosen types are NULL.
-        self._is_partial = given is not None or in_names
         self._fields = {one.name: one for one in given or () if one.name in read}
         self._types = {name: (one.type, "") for name, one in self._fields.items()}
         full = {name for name, one in self._fields.items() if not one.nullable}
@@ -155,7 +150,7 @@ class Wanted:
 
     def present(self, schema: pa.Schema) -> list[str]:
         """Return which of the columns a file itself has."""
-        known = {*(schema.names if self._is_partial else self.names)}
+        known = {*schema.names}
         return [name for name in self.names if name in known]
 
     def has(self, schema: pa.Schema, names: Iterable[str]) -> bool:

@@ -5,7 +5,6 @@ has a separate copy of SQLite, and two copies in one process do not see each oth
 locks: to write a file with ``sqlite3`` while it is read here, use another process.
 """
 
-import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -15,8 +14,7 @@ from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._sql.address import Address, retried
 from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.postgres import Postgres
-from aioloader.datasets._sql.postgres_values import Infinity, Numeric, Values
-from aioloader.datasets._sql.relation import Relation, is_list
+from aioloader.datasets._sql.relation import Infinity, Numeric, Relation, is_list
 from aioloader.datasets._sql.session import Key, Session, Span, SQLReader, encoded
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._streams.shards import ShardFormat
@@ -61,10 +59,9 @@ class SQLFormat(ShardFormat):
         if deadline < 0:
             raise ValueError(f"deadline must not be negative, got {deadline}")
         self._address = Address(url)
-        self._relation = Relation(query, key, columns, parameters)
+        self._relation = Relation(query, key, columns, parameters, numeric, infinity)
         self._partitions = _checked(partitions)
         self._deadline = deadline
-        self._values = Values(numeric, infinity)
         driver_of(self._address)
 
     async def shards(
@@ -77,7 +74,7 @@ class SQLFormat(ShardFormat):
         """
         known = known or {}
         kind = SQLite if self._address.is_sqlite else Postgres
-        session = kind(self._address, self._relation, self._values, self._deadline)
+        session = kind(self._address, self._relation, self._deadline)
         stack.push_async_callback(session.aclose)
         cuts = known.get("cuts", self._partitions)
 
@@ -102,7 +99,7 @@ class SQLFormat(ShardFormat):
 
     def describe(self) -> dict[str, Any]:
         """Return what is selected; a digest of values and of long queries."""
-        return {**self._relation.describe(), **dataclasses.asdict(self._values)}
+        return self._relation.describe()
 
     async def plan(self) -> list[Key]:
         """Return the keys to cut at, for ``partitions`` of other ranks."""

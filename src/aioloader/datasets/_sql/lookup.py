@@ -17,14 +17,21 @@ import numpy as np
 
 from aioloader._observe.extras import imported
 from aioloader.datasets._sql.address import LostError, retried
-from aioloader.datasets._sql.postgres_values import FLAG, FLOATS, infinite_error
+from aioloader.datasets._sql.postgres_values import (
+    FLAG,
+    FLOATS,
+    KNOWN,
+    infinite_error,
+    parts_query,
+    selection,
+    types_by_parts,
+)
 from aioloader.datasets._sql.relation import column
 
 if TYPE_CHECKING:
     import asyncpg
 
     from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.postgres_values import Values
     from aioloader.datasets._sql.relation import Relation
 
 Row: TypeAlias = Mapping[str, Any]
@@ -53,12 +60,11 @@ class Lookup(abc.ABC):
         self,
         address: "Address",
         relation: "Relation",
-        values: "Values",
         connections: int,
         deadline: float,
     ) -> None:
         self.users = 0
-        self._address, self._relation, self._values = address, relation, values
+        self._address, self._relation = address, relation
         self._connections, self._deadline = connections, deadline
         self._key = relation.key_column
         wanted = ["q.*"] if relation.columns is None else map(column, relation.columns)
@@ -268,10 +274,14 @@ class PostgresLookup(Lookup):
         async with pool.acquire() as connection, connection.transaction():
             plain = self._relation.select(self._selected, among)
             found = (await connection.prepare(plain)).get_attributes()[1:]
-        exact = FLOATS if self._values.numeric == "float" else _DECIMALS
-        types = {one.name: _short(one.type.name) for one in found}
+            types = {one.name: _short(one.type.name) for one in found}
+            nested = [one.name for one in found if one.type.kind != "scalar"]
+            if unknown := [name for name in nested if types[name] not in KNOWN]:
+                parts = await connection.fetch(parts_query(self._relation, unknown))
+                types |= types_by_parts(unknown, parts)
+        exact = FLOATS if self._relation.numeric == "float" else _DECIMALS
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
-        selected = f"{self._key}, {self._values.selection(columns)}"
+        selected = f"{self._key}, {selection(columns, self._relation.infinity)}"
         return self._relation.select(selected, among)
 
     async def _copy(self, connection: Any) -> Keys:

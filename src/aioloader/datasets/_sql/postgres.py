@@ -17,17 +17,21 @@ from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
     FLOATS,
+    KNOWN,
     POINTS,
     as_decimals,
     infinite_error,
+    parts_query,
+    selection,
+    types_by_parts,
 )
 from aioloader.datasets._sql.session import (
     GROWTH,
     Key,
-    KeyCheck,
     Scan,
     Session,
     Span,
+    encoded,
     fitting,
 )
 from aioloader.datasets._stores.outlast import outlast
@@ -165,7 +169,7 @@ class Postgres(Session):
     def scan(
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
-        check, rest = KeyCheck(self.relation.key, last), span.since(last)
+        rest, is_again = span.since(last), last is not None
         connection.fetch(_RANGE, ["" if key is None else str(key) for key in rest])
         bound = f"current_setting('aioloader.{{}}')::{self._key_type}"
         sql, parameters = self._statement(rest, bound), self.relation.parameters
@@ -176,8 +180,10 @@ class Postgres(Session):
             batches = connection.batches(sql, (), size)
         with closing(batches):
             for batch in batches:
-                if found := self._passed(batch, check):
+                if found := self._fresh(batch, last, is_again=is_again):
                     yield found
+                    last = encoded(found[0][-1].as_py())
+                is_again = is_again and not batch.num_rows
 
     def _rows(self, batch: "pa.RecordBatch") -> "Block":
         """Return the rows of a batch; those with infinite dates have failed."""
@@ -219,13 +225,19 @@ class Postgres(Session):
                 self._refuse_collation('"C"')
         if self._key_type in POINTS:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
-        is_exact = self._values.numeric == "decimal"
+        nested = [n for n in self._read if schema.field(n).type.num_fields]
+        if unknown := [name for name in nested if types[name] not in KNOWN]:
+            parts = connection.fetch(
+                parts_query(relation, unknown), relation.parameters
+            )
+            types |= types_by_parts(unknown, parts)
+        is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
         for name in self._read:
             cast = casts.get(types[name]) or _text(schema.field(name).type)
             columns[name] = types[name], cast or ("{}" if name == key else "")
-        self._selected = self._values.selection(columns)
+        self._selected = selection(columns, relation.infinity)
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:

@@ -5,19 +5,14 @@ that. A driver would read an infinite date as an ordinary day; here it is an err
 names the row's key, or NULL if the user chooses that.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from aioloader.datasets._checks import check_word
-from aioloader.datasets._sql.relation import Relation, column, quoted
+from aioloader.datasets._sql.relation import Infinity, Relation, column, quoted
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-Numeric: TypeAlias = Literal["decimal", "float"]
-Infinity: TypeAlias = Literal["error", "null"]
 
 # Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
@@ -33,44 +28,87 @@ _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
 _RANGE = "(NOT isfinite(lower({0})) OR NOT isfinite(upper({0})))"
 _INFINITE = {
+    "_interval": "{0}::text LIKE '%infinity%'",  # a literal only since version 17
     **dict.fromkeys(("date", "timestamp", "timestamptz", "interval"), _POINT),
     **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
     **dict.fromkeys(("daterange", "tsrange", "tstzrange"), _RANGE),
 }
-_FINITE_LIST = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
+# Of the base type: a domain may allow no NULL.
+_FINITE = (
+    "array_replace(array_replace({{0}}::{0}[], 'infinity', NULL), '-infinity', NULL)"
+)
+# Types with an expression that reads them; arrays begin with "_".
+KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
+# The types within others that need such an expression, as "_date" in an array, of a
+# domain or not, and "?date" among the fields or bounds of another type. In versions
+# before 14 there are no multiranges, and no such column.
+_PARTS = """
+WITH RECURSIVE part (at, kind, oid, path) AS (
+SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
+UNION SELECT at, kind, inner_oid, path || mark FROM part JOIN pg_type AS t USING (oid),
+LATERAL (SELECT t.typbasetype, '' UNION SELECT t.typelem, '_' UNION
+SELECT rngsubtype, '?' FROM pg_range AS r
+WHERE t.oid::text IN (rngtypid::text, to_jsonb(r) ->> 'rngmultitypid') UNION
+SELECT atttypid, '?' FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0
+AND NOT attisdropped) AS parts (inner_oid, mark))
+SELECT at, kind, path || typname FROM part JOIN pg_type USING (oid)
+WHERE path <> '' AND typname IN
+('date', 'timestamp', 'timestamptz', 'interval', 'numeric', 'money', 'oid')
+"""
 POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
 
-@dataclass(frozen=True)
-class Values:
-    """How to read values without an Arrow or Python type."""
+def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
+    """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
 
-    numeric: Numeric = "decimal"
-    infinity: Infinity = "error"
+    Args:
+        columns: For each, the type and the expression that reads it, with ``{}``
+            for the column; empty: as it is, with NULL for infinite dates.
+        infinity: As in ``Relation``.
+    """
+    parts: list[str] = []
+    cases: list[str] = []
+    for at, (name, (kind, cast)) in enumerate(columns.items()):
+        read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
+        if rule:
+            cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
+            read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
+            read = _FINITE.format(kind[1:]) if rule is _LIST else read
+        parts.append(f"{read.format(column(name))} AS {quoted(name)}")
+    if cases and infinity == "error":
+        parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
+    return ", ".join(parts)
 
-    def __post_init__(self) -> None:
-        check_word(self.numeric, Numeric, "numeric")
-        check_word(self.infinity, Infinity, "infinity")
 
-    def selection(self, columns: Mapping[str, tuple[str, str]]) -> str:
-        """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
+def parts_query(relation: Relation, columns: Iterable[str]) -> str:
+    """Return the query for the parts of columns' types; see ``types_by_parts``."""
+    nothing = "LIMIT 0"
+    kinds = (
+        f"({at}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
+        for at, name in enumerate(columns)
+    )
+    return _PARTS.format(kinds=", ".join(kinds))
 
-        Args:
-            columns: For each, the type and the expression that reads it, with ``{}``
-                for the column; empty: as it is, with NULL for infinite dates.
-        """
-        parts: list[str] = []
-        cases: list[str] = []
-        for at, (name, (kind, cast)) in enumerate(columns.items()):
-            read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
-            if rule:
-                cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
-                read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
-                read = _FINITE_LIST if rule is _LIST else read
-            parts.append(f"{read.format(column(name))} AS {quoted(name)}")
-        if cases and self.infinity == "error":
-            parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
-        return ", ".join(parts)
+
+def types_by_parts(
+    columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
+) -> dict[str, str]:
+    """Return, by column, the types of arrays of a domain, as if it was its base.
+
+    A ValueError if a column has parts that drivers read as other values.
+    """
+    types: dict[str, str] = {}
+    for at, kind, part in rows:
+        name = columns[at]
+        if part in KNOWN:
+            types[name] = part
+        elif not part.endswith("numeric"):
+            raise ValueError(
+                f"column {name!r} is of type {kind}, in which {part.lstrip('_?')} "
+                f"may be read as another value; write CAST({quoted(name)} AS TEXT), or "
+                "its parts, in a query or a view"
+            )
+    return types
 
 
 def infinite_error(

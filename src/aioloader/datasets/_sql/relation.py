@@ -6,9 +6,12 @@ Names are quoted, never trusted; a query is the user's own text and is put in br
 import re
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from aioloader.datasets._checks import check_is
+from aioloader.datasets._checks import check_is, check_word
+
+Numeric: TypeAlias = Literal["decimal", "float"]
+Infinity: TypeAlias = Literal["error", "null"]
 
 _QUERY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
@@ -19,10 +22,11 @@ _PART = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
 class Relation:
-    """A table or query, the key to order and divide by, and the wanted columns.
+    """A table or query, the key to order and divide by, and what to read of it.
 
     A table is ``name`` or ``schema.name``, quoted if it has a dot; a query has
-    placeholders for ``parameters``. Without ``columns`` all are wanted.
+    placeholders for ``parameters``. Without ``columns`` all are wanted. ``numeric`` and
+    ``infinity`` are as for ``SQLDataset``.
     """
 
     text: str
@@ -39,7 +43,11 @@ class Relation:
         key: str,
         columns: Iterable[str] | None = None,
         parameters: Iterable[Any] = (),
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
     ) -> None:
+        check_word(numeric, Numeric, "numeric")
+        check_word(infinity, Infinity, "infinity")
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of names, got {columns!r}")
         if not is_list(parameters):
@@ -48,6 +56,7 @@ class Relation:
         check_is(text, str, "query", "a string")
         check_is(key, str, "key", "a string")
         self.text, self.key = text, key
+        self.numeric, self.infinity = numeric, infinity
         self.columns = None if columns is None else tuple(columns)
         self.parameters = tuple(parameters)
         self.is_query = bool(_QUERY.match(text))
@@ -76,6 +85,8 @@ class Relation:
             "digest": blake2b(words, digest_size=8).hexdigest(),
             "key": self.key,
             "columns": None if self.columns is None else list(self.columns),
+            "numeric": self.numeric,
+            "infinity": self.infinity,
         }
 
     def table(self) -> str:

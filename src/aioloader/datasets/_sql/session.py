@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from aioloader._order.blocks import Block
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.connection import Connection
-    from aioloader.datasets._sql.postgres_values import Values
     from aioloader.datasets._streams.shards import Position
 
 Key: TypeAlias = int | str
@@ -51,37 +50,6 @@ class Span(NamedTuple):
         return self if key is None else Span(key, self.stop)
 
 
-class KeyCheck:
-    """Checks that keys are unique, and drops the row that was already read.
-
-    It works on whole columns: about a nanosecond per row.
-    """
-
-    def __init__(self, name: str, last: Key | None) -> None:
-        self._name, self.last = name, last  # key of the last row read
-        # Whether the query started at that row, which may be deleted.
-        self.is_again = last is not None
-
-    def passed(self, batch: "pa.RecordBatch") -> "pa.RecordBatch":
-        """Return the new rows of a batch, if no key comes twice or is NULL."""
-        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
-
-        keys = batch.column(self._name)
-        is_last = encoded(keys[0].as_py()) == self.last
-        plain = getattr(keys, "storage", keys)  # of an extension type, such as UUIDs
-        twice = compute.index(compute.equal(plain[:-1], plain[1:]), True).as_py()
-        if twice < 0 and is_last and not self.is_again:
-            twice = 0
-        if twice >= 0:
-            key = encoded(keys[twice].as_py())
-            raise ValueError(
-                f"key {self._name!r} is not unique: {key!r} appears twice; choose a "
-                "unique column, or make one in a query"
-            )
-        self.is_again, self.last = False, encoded(keys[-1].as_py())
-        return batch.slice(int(is_last))
-
-
 class Session(abc.ABC):
     """One iteration."""
 
@@ -90,12 +58,9 @@ class Session(abc.ABC):
     deadline: float
     _sign: str  # of a numbered parameter
 
-    def __init__(
-        self, address: "Address", relation: Relation, values: "Values", deadline: float
-    ) -> None:
+    def __init__(self, address: "Address", relation: Relation, deadline: float) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # the columns to deliver
-        self._values = values
         self._key = relation.key_column
         self._key_type = ""  # as in SQL
         self._selected = ""  # the list after SELECT
@@ -198,11 +163,32 @@ class Session(abc.ABC):
         where = f"WHERE {' AND '.join(bounds)}" if bounds else ""
         return self.relation.select(self._selected, where, "ORDER BY", self._key)
 
-    def _passed(
-        self, batch: "pa.RecordBatch", check: KeyCheck
+    def _fresh(
+        self, batch: "pa.RecordBatch", last: Key | None, *, is_again: bool
     ) -> "tuple[pa.Array, Block] | None":
-        """Return the keys and the rows of a batch that are new; None if none is."""
-        new = check.passed(batch) if batch.num_rows else batch
+        """Return the keys and rows of a batch after the ``last`` key; None if none is.
+
+        A ValueError if a key comes twice. If ``is_again``, the query started at the
+        last key, whose row, unless it was deleted, is dropped. Whole columns are
+        compared: about a nanosecond per row.
+        """
+        from pyarrow import compute  # noqa: PLC0415  (an optional dependency)
+
+        if not batch.num_rows:
+            return None
+        keys = batch.column(self.relation.key)
+        is_last = encoded(keys[0].as_py()) == last
+        plain = getattr(keys, "storage", keys)  # of an extension type, such as UUIDs
+        twice = compute.index(compute.equal(plain[:-1], plain[1:]), True).as_py()
+        if twice < 0 and is_last and not is_again:
+            twice = 0
+        if twice >= 0:
+            key = encoded(keys[twice].as_py())
+            raise ValueError(
+                f"key {self.relation.key!r} is not unique: {key!r} appears twice; "
+                "choose a unique column, or make one in a query"
+            )
+        new = batch.slice(int(is_last))
         found = new.column(self.relation.key), self._rows(new)
         return found if new.num_rows else None
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._sql.connection import Connection, close_all
+from aioloader.datasets._sql.postgres_values import selection
 from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
     GROWTH,
     Key,
-    KeyCheck,
     Scan,
     Session,
     Span,
@@ -127,12 +127,11 @@ class SQLite(Session):
         self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range; a query starts again with more rows a batch."""
-        check = KeyCheck(self.relation.key, last)
         # A query that sorts would sort again for each change.
         count = fitting(self._row_bytes, batch_bytes) if self._sorts else 1
         while True:
-            before = check.last
-            rest = span.since(before)
+            before, is_again = last, last is not None
+            rest = span.since(last)
             bounds = [self._bound(key) for *_, key in rest.bounds()]
             batches = connection.batches(
                 self._statement(rest, "?"),
@@ -144,8 +143,10 @@ class SQLite(Session):
                     for batch in batches:
                         conformed = self._conformed(batch)
                         self._check_digits(connection, conformed)
-                        if found := self._passed(conformed, check):
+                        if found := self._fresh(conformed, last, is_again=is_again):
                             yield found
+                            last = encoded(found[0][-1].as_py())
+                        is_again = False
                         wanted = fitting(batch.nbytes / batch.num_rows, batch_bytes)
                         if count > 2 * wanted or wanted > GROWTH * count:
                             most = wanted if self._sorts else GROWTH * count
@@ -155,9 +156,8 @@ class SQLite(Session):
                         return
                 except OSError as exc:
                     # The guessed type ended here: let the driver guess again.
-                    if "Type mismatch" not in str(exc) or check.last == before:
+                    if "Type mismatch" not in str(exc) or last == before:
                         raise
-            check.is_again = True
 
     def _rows(self, batch: "pa.RecordBatch") -> "Block":
         """Return the rows of a batch; those with text that is no UTF-8 have failed."""
@@ -198,7 +198,7 @@ class SQLite(Session):
         self._check_key(connection)
         self._types[key] = _KEY_TYPES[self._key_type]
         casts = {name: ("", _CASTS.get(self._types[name], "")) for name in self._read}
-        self._selected = self._values.selection({**casts, key: ("", "")})
+        self._selected = selection({**casts, key: ("", "")}, relation.infinity)
         sql = f"EXPLAIN QUERY PLAN {self._statement(Span(), '')}"
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
