@@ -1,5 +1,6 @@
 """Streams of shards: order, slots and shares, common to all formats."""
 
+import copy
 import operator
 import re
 import zlib
@@ -43,7 +44,7 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
-from aioloader.datasets._streams.shards import Shard, ShardFormat, StoredFormat, Summary
+from aioloader.datasets._streams.shards import Shard, ShardFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
@@ -293,7 +294,8 @@ class StoredStream(ShardedStream[Sample_co]):
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, ``*`` is looked up.
-        made_by: Makes the format of the shards from their addresses and ``Places``.
+        made_by: Makes the format of the shards from their addresses and ``Places``,
+            which are its ``places``.
         store: What ``addresses`` are relative to: a URL, a directory, a store of
             obstore, a file system of fsspec, or a ``Source``.
         store_options: Options of the store that a URL names, such as
@@ -305,12 +307,12 @@ class StoredStream(ShardedStream[Sample_co]):
         order: As for ``ShardedStream``.
     """
 
-    made_by: StoredFormat
+    made_by: Any
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
-        made_by: Callable[[list[Address], Places], StoredFormat],
+        made_by: Callable[[list[Address], Places], ShardFormat],
         *,
         store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
@@ -344,7 +346,10 @@ class StoredStream(ShardedStream[Sample_co]):
     ) -> Self:
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
-        clone.made_by = self.made_by.cached(CacheDir(directory, max_bytes))
+        clone.made_by = copy.copy(self.made_by)
+        clone.made_by.places = self.made_by.places.cached(
+            CacheDir(directory, max_bytes)
+        )
         return clone
 
     def places(self) -> list[str]:
