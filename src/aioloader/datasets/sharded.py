@@ -144,8 +144,6 @@ class ShardedStream(Stream[Sample_co]):
         mine = (await self._shares(reading, len(shards), sizes))[share.reader]
         lanes = min(-(-self._interleave // share.readers), len(mine))
         states = state.get("lanes") or [{} for _ in range(lanes)]
-        if not reading.is_strict:
-            states = [_without_stamp(one) for one in states]
         budget = self._max_bytes // max(1, lanes * share.hosted)
         if lanes == 1:
             (only,) = states
@@ -280,12 +278,6 @@ def _dealt(
         dealt[reader].append(shard)
         heapreplace(least, (total + sizes[shard], count + 1, reader))
     return dealt
-
-
-def _without_stamp(lane: State) -> State:
-    """Return a slot's state that any shard of the same size fits."""
-    at = {name: one for name, one in lane.get("at", {}).items() if name != "stamp"}
-    return {**lane, "at": at}
 
 
 class StoredStream(ShardedStream[Sample_co]):
