@@ -376,5 +376,5 @@ class ByteStream(StoredStream[Sample_co]):
     def __init__(
         self, addresses: "Addresses", make: Make, **options: Unpack[StreamOptions]
     ) -> None:
-        made_by = partial(ByteFormat, make=make, cuts=self.cuts)
+        made_by = partial(ByteFormat, make=make, cuts=type(self).cuts)
         super().__init__(addresses, made_by, **options)
