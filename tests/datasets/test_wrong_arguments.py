@@ -21,7 +21,7 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._options import OrderOptions, StoreOptions, StreamOptions
+from aioloader.datasets._options import OrderOptions, StreamOptions
 from aioloader.datasets.sharded import ShardedStream, StoredStream
 from aioloader.errors import DatasetError
 
@@ -298,8 +298,7 @@ def test_a_subclass_adds_its_own() -> None:
     ("shared", "constructors"),
     [
         (OrderOptions, [ShardedStream]),
-        (StoreOptions, [StoredStream]),
-        (StreamOptions, [StoredStream, ShardedStream]),
+        (StreamOptions, [ShardedStream, StoredStream]),
     ],
 )
 def test_typed_options_are_those_of_the_constructors(

@@ -7,11 +7,11 @@ about the same size, and depend only on the shards' sizes, so each rank finds th
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from heapq import heapify, heapreplace
 from itertools import chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.failures import NoRangesError
@@ -38,13 +38,9 @@ class CannotCutError(Exception):
     """Internal: why a shard cannot be cut, and what to do."""
 
 
-class Cuts(Protocol):
-    """Finds where the shards of one format can be cut, or raises a CannotCutError."""
-
-    async def __call__(
-        self, places: Places, address: Address, size: int, count: int
-    ) -> Sequence[int]:
-        """Return where all but the first of ``count`` even parts start, in order."""
+# Finds where all but the first of ``count`` even parts of a shard start, in order, by
+# its address, size and ``count``; or raises a CannotCutError.
+Cuts: TypeAlias = Callable[[Places, Address, int, int], Awaitable[Sequence[int]]]
 
 
 async def cut_shards(

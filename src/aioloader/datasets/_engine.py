@@ -40,8 +40,8 @@ from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.shards import (
     Parser,
     Position,
+    ShardFormat,
     ShardReader,
-    StoredFormat,
     Summary,
     summary_of,
 )
@@ -432,7 +432,7 @@ class ByteReader(Reader):
         return piece
 
 
-class ByteFormat(StoredFormat):
+class ByteFormat(ShardFormat):
     """Shards of bytes at some ``addresses``, which are patterns.
 
     ``make`` makes samples of the bytes; ``cuts`` finds where a shard can be cut; None:

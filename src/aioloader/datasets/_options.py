@@ -41,18 +41,14 @@ class OrderOptions(TypedDict, total=False):
     max_bytes: int
 
 
-class StoreOptions(TypedDict, total=False):
-    """Keywords for reading from a store through a cache."""
+class StreamOptions(OrderOptions, total=False):
+    """Keywords of every stream whose shards are in a store or on disk."""
 
     store: "str | os.PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
     requests: Requests | None
     cache: "str | os.PathLike[str] | None"
     cache_bytes: int
-
-
-class StreamOptions(StoreOptions, OrderOptions, total=False):
-    """Keywords of every stream whose shards are in a store or on disk."""
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:

@@ -21,12 +21,13 @@ from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets.named import ReadDataset
+from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
+from aioloader.datasets.named import Named
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
+class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
     """Reads whole files, many at a time, by ``async def __getitem__``.
 
     Several event loops may read one dataset at once; it may be pickled. As an async
@@ -70,7 +71,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], ReadDataset):
         if isinstance(paths, (str, bytes, os.PathLike)):
             self._pattern = os.fsdecode(paths)
             paths = _expand(self._pattern, self.root)
-        super().__init__(partial(ReadBatcher, num_threads), map(_fspath, paths))
+        self._names = NameTable(map(_fspath, paths))
+        self._readers = PerLoop(partial(ReadBatcher, num_threads))
 
     @classmethod
     @names_options

@@ -7,7 +7,7 @@ loops too, and can be pickled if it can be.
 import abc
 import asyncio
 import copy
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Self, SupportsIndex
 
@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import HasLifespan
 
@@ -82,19 +81,6 @@ class Named(HasLifespan):
     def folders(self, root: str) -> list[str]:  # noqa: ARG002  (stores have none)
         """Return the folders in ``root`` that exist, even if empty."""
         return []
-
-
-class ReadDataset(LoopDataset, Named):
-    """Named bytes, read by one reader for each event loop.
-
-    Args:
-        make_reader: Makes a reader, which counts its ``users``.
-        names: The names by index.
-    """
-
-    def __init__(self, make_reader: Callable[[], Any], names: Iterable[str]) -> None:
-        self._readers = PerLoop(make_reader)
-        self._names = names if isinstance(names, NameTable) else NameTable(names)
 
 
 class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):

@@ -18,10 +18,11 @@ from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
+from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import store_of
-from aioloader.datasets.named import ReadDataset
+from aioloader.datasets.named import Named
 
 if TYPE_CHECKING:
     import os
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ObjectDataset(
-    Dataset[Coroutine[Any, Any, "Bytes | bytes | memoryview"]], ReadDataset
+    Dataset[Coroutine[Any, Any, "Bytes | bytes | memoryview"]], LoopDataset, Named
 ):
     """Reads whole objects of a store, many at a time, by ``async def __getitem__``.
 
@@ -94,7 +95,8 @@ class ObjectDataset(
         self._sizes: npt.NDArray[np.int64] | None = None
         if isinstance(keys, Listing):
             self._sizes, keys = keys.sizes, keys.keys
-        super().__init__(partial(Client, policy), keys)
+        self._names = keys if isinstance(keys, NameTable) else NameTable(keys)
+        self._readers = PerLoop(partial(Client, policy))
 
     @classmethod
     @names_options

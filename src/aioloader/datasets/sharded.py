@@ -1,5 +1,6 @@
 """Streams of shards: order, slots and shares, common to all formats."""
 
+import copy
 import operator
 import re
 import zlib
@@ -43,7 +44,7 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
-from aioloader.datasets._streams.shards import Shard, ShardFormat, StoredFormat, Summary
+from aioloader.datasets._streams.shards import Shard, ShardFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
@@ -143,8 +144,6 @@ class ShardedStream(Stream[Sample_co]):
         mine = (await self._shares(reading, len(shards), sizes))[share.reader]
         lanes = min(-(-self._interleave // share.readers), len(mine))
         states = state.get("lanes") or [{} for _ in range(lanes)]
-        if not reading.is_strict:
-            states = [_without_stamp(one) for one in states]
         budget = self._max_bytes // max(1, lanes * share.hosted)
         if lanes == 1:
             (only,) = states
@@ -284,19 +283,14 @@ def _dealt(
     return dealt
 
 
-def _without_stamp(lane: State) -> State:
-    """Return a slot's state that any shard of the same size fits."""
-    at = {name: one for name, one in lane.get("at", {}).items() if name != "stamp"}
-    return {**lane, "at": at}
-
-
 class StoredStream(ShardedStream[Sample_co]):
     """A stream of shards on disk, in a store or on the web.
 
     Args:
         addresses: Paths or URLs, one or many; ``{000..127}`` and ``{a,b}`` are
             expanded, ``*`` is looked up.
-        made_by: Makes the format of the shards from their addresses and ``Places``.
+        made_by: Makes the format of the shards from their addresses and ``Places``,
+            which are its ``places``.
         store: What ``addresses`` are relative to: a URL, a directory, a store of
             obstore, a file system of fsspec, or a ``Source``.
         store_options: Options of the store that a URL names, such as
@@ -308,12 +302,12 @@ class StoredStream(ShardedStream[Sample_co]):
         order: As for ``ShardedStream``.
     """
 
-    made_by: StoredFormat
+    made_by: Any
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
         addresses: "Addresses",
-        made_by: Callable[[list[Address], Places], StoredFormat],
+        made_by: Callable[[list[Address], Places], ShardFormat],
         *,
         store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
@@ -347,7 +341,10 @@ class StoredStream(ShardedStream[Sample_co]):
     ) -> Self:
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
-        clone.made_by = self.made_by.cached(CacheDir(directory, max_bytes))
+        clone.made_by = copy.copy(self.made_by)
+        clone.made_by.places = self.made_by.places.cached(
+            CacheDir(directory, max_bytes)
+        )
         return clone
 
     def places(self) -> list[str]:
@@ -382,5 +379,5 @@ class ByteStream(StoredStream[Sample_co]):
     def __init__(
         self, addresses: "Addresses", make: Make, **options: Unpack[StreamOptions]
     ) -> None:
-        made_by = partial(ByteFormat, make=make, cuts=self.cuts)
+        made_by = partial(ByteFormat, make=make, cuts=type(self).cuts)
         super().__init__(addresses, made_by, **options)

@@ -374,7 +374,8 @@ class _Step(Stream[Any]):
         return {"kind": self._step.kind, **self._described, "of": of}
 
     def __repr__(self) -> str:
-        shown = self._described["size"] if self._step is Shuffled else "..."
+        first, *_ = *self._described.values(), None
+        shown = first or "" if self._step in {Shuffled, Repeated, EpochPart} else "..."
         return f"{self.upstream!r}.{self._step.kind}({shown})"
 
 
@@ -399,9 +400,6 @@ class _Repeat(_Step):
 
     def carried(self, _state: State, _passed: int, _share: Share) -> None:
         """Return None: each epoch starts with the first pass."""
-
-    def __repr__(self) -> str:
-        return f"{self.upstream!r}.repeat({self._described['times'] or ''})"
 
 
 def _repeats(stream: Stream[Any]) -> int:
@@ -445,9 +443,6 @@ class _EpochLength(_Step):
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
         return self._clone(_tail=tail, leaves_out=is_skipped)
-
-    def __repr__(self) -> str:
-        return f"{self.upstream!r}.epoch_length({self.total()})"
 
 
 class Mixture(Stream[Any]):

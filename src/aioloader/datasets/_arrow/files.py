@@ -27,7 +27,7 @@ from aioloader.datasets._stores.places import Listed, each
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Position,
-    StoredFormat,
+    ShardFormat,
     Summary,
     summary_of,
 )
@@ -69,7 +69,7 @@ class Decoding(NamedTuple):
     tail: bytes = b""  # the end of the file, if that is known and read again
 
 
-class TableFormat(StoredFormat):
+class TableFormat(ShardFormat):
     """Tables in files, each with one or more shards.
 
     A format says what is known of a file (``_read_end``), and how a part of it is

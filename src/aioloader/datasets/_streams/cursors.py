@@ -46,7 +46,6 @@ class Reading:
     # What all readers here share, by the identity of a source.
     listed: dict[Any, Any] = field(default_factory=dict)
     agreement: "Agreement | None" = None  # how ranks compare their lists of shards
-    is_strict: bool = True  # whether shards must be those of the state, or only as long
     begun: int = 0  # the epoch in which the stream was at its beginning
 
 

@@ -53,8 +53,19 @@ def fitted(state: State, found: Description, *, strict: bool) -> State:
         )
     if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
         warn_of_order()
-    state = {**state, "stream": found}
-    return state if strict else {**state, "strict": False}
+    streams = state["streams"] if strict else _without_stamps(state["streams"])
+    return {**state, "stream": found, "streams": streams}
+
+
+def _without_stamps(state: Any) -> Any:
+    """Return a state that any shards of the same sizes fit."""
+    if isinstance(state, list):
+        return [*map(_without_stamps, state)]
+    if not isinstance(state, dict):
+        return state
+    if isinstance(at := state.get("at"), dict):  # in a shard
+        return {**state, "at": {k: one for k, one in at.items() if k != "stamp"}}
+    return {name: _without_stamps(one) for name, one in state.items()}
 
 
 def _counts(one: State) -> bool:

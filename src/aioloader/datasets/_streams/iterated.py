@@ -290,7 +290,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._loaded = self.fitted(state, strict=strict)
 
     def fitted(self, state: State, *, strict: bool = True) -> State:
-        return fitted(state, self.describe(), strict=strict and "strict" not in state)
+        return fitted(state, self.describe(), strict=strict)
 
     def _clone(self, **changed: Any) -> Self:
         clone = object.__new__(type(self))
@@ -336,8 +336,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             state = state_of(**self._known, position=0, streams=fresh)
         elif not state["streams"]:  # all are at their beginning
             state = {**state, "streams": fresh}
-        self._is_strict = state.get("strict", True)
-        self._state = part_of({k: v for k, v in state.items() if k != "strict"}, deal)
+        self._state = part_of(state, deal)
         # Ranks take turns from the position on, also if not all had as many before.
         position: int = self._state["position"]
         self.at: int = -(-(position - deal.rank) // deal.ranks)
@@ -426,8 +425,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             cursor: Cursor | None = None
             if self.fills or not has_ended:
                 part = self._epoch, deal.share(number), self._stack, listed
-                known_of = self._agreement, self._is_strict, self._known["begun"]
-                reading = Reading(*part, *known_of)
+                reading = Reading(*part, self._agreement, self._known["begun"])
                 cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)
                 if self.fills:

@@ -5,18 +5,16 @@ among readers, state) is built on these two base classes alone.
 """
 
 import abc
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from typing_extensions import Buffer
 
 from aioloader._order.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
-from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.versions import Version
 
 Shard: TypeAlias = Any
@@ -199,18 +197,6 @@ class ShardFormat(abc.ABC):
             budget: Bytes that all of them may read ahead of the pulls.
         """
         return []
-
-
-class StoredFormat(ShardFormat):
-    """A format of shards in a store, opened by its ``places``."""
-
-    places: Any
-
-    def cached(self, cache: CacheDir) -> Self:
-        """Return the same format, with shards read through a cache."""
-        clone = copy.copy(self)
-        clone.places = self.places.cached(cache)
-        return clone
 
 
 def summary_of(addresses: Iterable[Address]) -> Summary:
