@@ -1,9 +1,9 @@
 """How the arguments are checked: each by itself, then those that go together.
 
 ``DataLoader`` declares them, with defaults and words; those about ranks are checked by
-``Ranks``, sizes of batches by torch's samplers. The messages are torch's where it has
-them, so that users can search for them. All are checked in the constructor, and each
-by itself where one was assigned later.
+``part_asked``, sizes of batches by torch's samplers. The messages are torch's where it
+has them, so that users can search for them. All are checked in the constructor, and
+each by itself where one was assigned later.
 """
 
 import contextlib

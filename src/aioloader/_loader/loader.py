@@ -19,11 +19,12 @@ from aioloader._loader.observed import Observed
 from aioloader._loader.options import NAMES, Options, attributes_of, placed
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
-    Ranks,
     check_batches,
     end_together,
     make_samplers,
     own_order,
+    part_asked,
+    part_now,
     repeats_samples,
     settle_shuffle,
     tell_epoch,
@@ -304,12 +305,12 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if multiprocessing_context is not None:
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
-        ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        if ranks.given is not None and ranks.given.has_peers:  # given by a mesh
-            self._replace("rank", ranks.given.rank)
-            self._replace("world_size", ranks.given.world_size)
-        self._may_repeat = repeats_samples(options, ranks, shuffle)
-        made = make_samplers(options, ranks, shuffle)
+        given = self._given_part = part_asked(rank, world_size, tail, dataset)
+        if given is not None and given.has_peers:  # by a mesh
+            self._replace("rank", given.rank)
+            self._replace("world_size", given.world_size)
+        self._may_repeat = repeats_samples(options, given, shuffle)
+        made = make_samplers(options, given, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             name = "default_collate" if self._auto_collation else "default_convert"
@@ -350,11 +351,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def _options(self, *, settles: bool = False) -> Options:
         """Return the arguments as they are now, and what follows from them."""
-        live, ranks = self._live, self._ranks
-        part = ranks.given or WHOLE
-        if ranks.is_auto:
-            settled = None if settles else live.part
-            part = settled or self._ranks.part_now(self)
+        live, part = self._live, self._given_part or WHOLE
+        if (self._own or self).rank == "auto":
+            part = (None if settles else live.part) or part_now(self)
         if settles:  # an iteration starts: it fixes the ranks that are looked up
             if live.part not in {None, part}:
                 live.replace_workers()
@@ -376,7 +375,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             TypeError: If the dataset or the sampler has no length.
         """
         options = self._options()
-        length = options.length(self._ranks.part_now(self))
+        length = options.length(part_now(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length

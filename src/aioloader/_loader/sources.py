@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.utils.data import TensorDataset
@@ -27,49 +27,27 @@ from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.host import Hosts, Place
+from aioloader._pipeline.host import Place
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
-from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
-from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import use_batch_rng, use_sample_rng
-from aioloader._workers.kept import Pools
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.tuner import Tuning
     from aioloader._workers.worker_spec import WorkerSpec
 
-
-class Resources(Protocol):
-    """What a loader keeps between epochs for its iterations."""
-
-    loads: Loads
-    slots: SlotPool
-    accelerators: "dict[torch.device, Accelerator]"
-
-    @property
-    def hosts(self) -> Hosts:
-        """Where batches are made."""
-
-    @property
-    def pools(self) -> Pools:
-        """Its workers."""
-
-    @property
-    def tuning(self) -> "Tuning":
-        """What it has found out of its ``"auto"`` arguments."""
+# What a loader keeps between epochs: a ``Runtime``, which imports this module.
+Runtime: TypeAlias = Any
 
 
 def make_source(
-    options: Options, epoch: Epoch, live: Resources, *, is_async: bool
+    options: Options, epoch: Epoch, live: Runtime, *, is_async: bool
 ) -> Feed:
     if (tensors := _gathered(options, epoch)) is not None:
         from aioloader._pipeline.inline import GatherFeed
@@ -290,7 +268,7 @@ def inline_setting(options: Options, epoch: Epoch) -> Setting:
     return replace(setting, fixed=fixed)
 
 
-def _mover(options: Options, live: Resources) -> "Mover | None":
+def _mover(options: Options, live: Runtime) -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
@@ -312,7 +290,7 @@ def _mover(options: Options, live: Resources) -> "Mover | None":
 # -- what makes one batch -------------------------------------------------------------
 
 
-def make_maker(options: Options, epoch: Epoch, live: Resources) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
@@ -372,7 +350,7 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
 
 
 def _pool(
-    options: Options, epoch: Epoch, maker: BatchMaker, live: Resources
+    options: Options, epoch: Epoch, maker: BatchMaker, live: Runtime
 ) -> Pool | None:
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
