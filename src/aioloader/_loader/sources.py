@@ -32,6 +32,7 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
+from aioloader._pipeline.waiting import running_loop
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
@@ -58,7 +59,7 @@ def make_source(
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
-        maker.side_loop = SideLoop(asyncio.get_running_loop())
+        maker.side_loop = SideLoop(running_loop())
     mover = _mover(options, live)
     if options.is_inline and mover is None and not is_async:
         from aioloader._pipeline.inline import InlineFeed
@@ -71,12 +72,7 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
-    make_ready: Any = ReadyQueue
-    make_feed = AheadFeed
-    if options.is_own_stream and end_together(options):
-        from aioloader._pipeline.evened import EvenedFeed
-
-        make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
+    ready, make_feed = _queue(options, epoch, maker)
     epoch.counters.listed = Listed()
     on_device = options.target.ahead if mover else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
@@ -90,10 +86,9 @@ def make_source(
         pipeline = Pipeline(
             maker,
             host,
-            in_order=options.in_order,
+            ready=ready,
             bookmark=epoch.bookmark,
             pool=pool,
-            make_ready=make_ready,
             head_start=_follows_concurrency(options),
             tuner=tuner,
             counters=epoch.counters,
@@ -103,9 +98,7 @@ def make_source(
             from aioloader._device.stage import Staged
 
             epoch.counters.copies = copies = Copies()
-            pipeline.stage = Staged(
-                pipeline.ready, mover, on_device, epoch.number, copies
-            )
+            pipeline.stage = Staged(ready, mover, on_device, epoch.number, copies)
         return make_feed(
             pipeline,
             epoch,
@@ -118,17 +111,23 @@ def make_source(
         raise
 
 
-def _evened_queue(
+def _queue(
     options: Options, epoch: Epoch, maker: BatchMaker
-) -> Callable[..., ReadyQueue]:
-    """Return what makes the queue of a rank that ends together with the others."""
+) -> tuple[ReadyQueue, type[AheadFeed]]:
+    """Return the queue of the results, and the class of the feed that takes them."""
+    in_order, start = options.in_order, epoch.bookmark
+    if not (options.is_own_stream and end_together(options)):
+        without = start.beyond - epoch.dropped()
+        ready = ReadyQueue(in_order=in_order, start=start.done, without=without)
+        return ready, AheadFeed
     from aioloader._order.shared_end import SharedEnd
-    from aioloader._pipeline.evened import EvenedQueue
+    from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
-    at = epoch.number, epoch.bookmark.read()
-    talk = maker.dataset.end_talk(options.tail, at)
+    talk = maker.dataset.end_talk(options.tail, (epoch.number, start.read()))
     end = SharedEnd(pads=options.tail != "drop")
-    return partial(EvenedQueue, end, talk, epoch.dropped(), options.readers)
+    where = epoch.dropped(), options.readers
+    evened = EvenedQueue(end, talk, *where, in_order=in_order, start=start.done)
+    return evened, EvenedFeed
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
