@@ -38,7 +38,6 @@ from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
 from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
-from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
 from aioloader.protocols import Kind, refuse_again
 
@@ -343,7 +342,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def __aiter__(self) -> BatchIterator[Batch]:
         torch_compat.refuse_overridden(type(self), DataLoader)
-        refuse_trio()
         return self._iterate(is_async=True)
 
     def _get_iterator(self) -> BatchIterator[Batch]:  # type: ignore[override]
