@@ -392,9 +392,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         refuse_again(self.dataset, is_begun=live.epoch is not None)
         options = self._options(settles=True)
         if options.chooses:
-            deaths = live.pools.servers.deaths
-            is_kept = live.has_kept()
-            auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
+            auto.settle(self)
             options = self._options()
         if options.is_own_stream:
             end_together(options)  # or refuse
