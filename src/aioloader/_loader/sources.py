@@ -191,15 +191,6 @@ def _follows_concurrency(options: Options) -> bool:
     )
 
 
-def default_window(concurrency: int, batch_size: int) -> int:
-    """Return how many batches keep ``concurrency`` samples in flight on one loop.
-
-    Three more than that: one is being collated, one is being delivered, and one is
-    late. With fewer, the fetchers run out of samples to start.
-    """
-    return math.ceil(concurrency / max(1, batch_size)) + 3
-
-
 def _setting(
     options: Options, window: Window, *, reads: bool | None = None, on_device: int = 0
 ) -> Setting:
@@ -397,7 +388,8 @@ def _spec(
     read = maker.dataset if reads else None
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
-        per_worker = default_window(options.concurrency, options.batch_size or 1)
+        # What keeps its samples in flight, and as many spare ones as in a window.
+        per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
     is_open = isinstance(options.prefetch_factor, Chosen)
     most = max(per_worker, MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
