@@ -150,7 +150,7 @@ def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None
 
 def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     if pool is not None and pool.reads:
-        return pool.place
+        return "pool" if isinstance(pool, Lease) else "thread"
     if options.is_plain:
         return "thread"
     if options.loop == "thread":
