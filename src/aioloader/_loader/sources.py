@@ -72,7 +72,15 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
-    ready, make_feed = _queue(options, epoch, maker)
+    if options.is_own_stream and end_together(options):
+        ready, make_feed = _evened(options, epoch, maker)
+    else:
+        make_feed = AheadFeed
+        ready = ReadyQueue(
+            in_order=options.in_order,
+            start=epoch.bookmark.done,
+            without=epoch.bookmark.beyond - epoch.dropped(),
+        )
     epoch.counters.listed = Listed()
     on_device = options.target.ahead if mover else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
@@ -111,23 +119,20 @@ def make_source(
         raise
 
 
-def _queue(
+def _evened(
     options: Options, epoch: Epoch, maker: BatchMaker
 ) -> tuple[ReadyQueue, type[AheadFeed]]:
-    """Return the queue of the results, and the class of the feed that takes them."""
-    in_order, start = options.in_order, epoch.bookmark
-    if not (options.is_own_stream and end_together(options)):
-        without = start.beyond - epoch.dropped()
-        ready = ReadyQueue(in_order=in_order, start=start.done, without=without)
-        return ready, AheadFeed
+    """Return the queue and the feed's class of a rank that ends with the others."""
     from aioloader._order.shared_end import SharedEnd
     from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
+    start = epoch.bookmark
     talk = maker.dataset.end_talk(options.tail, (epoch.number, start.read()))
     end = SharedEnd(pads=options.tail != "drop")
     where = epoch.dropped(), options.readers
-    evened = EvenedQueue(end, talk, *where, in_order=in_order, start=start.done)
-    return evened, EvenedFeed
+    in_order, done = options.in_order, start.done
+    queue = EvenedQueue(end, talk, *where, in_order=in_order, start=done)
+    return queue, EvenedFeed
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
