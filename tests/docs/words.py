@@ -27,7 +27,7 @@ SOURCES = ("src/aioloader/**/*.py", "examples/**/*.py")
 # Where jargon of the source counts too.
 PUBLIC = re.compile(
     r"README|CHANGELOG|SECURITY|docs/(?!reference/)|examples/"
-    r"|src/aioloader/((datasets/)?[a-z]\w*\.py|_cli/|_loader/(arguments|loader|observed)"
+    r"|src/aioloader/((datasets/)?[a-z]\w*\.py|_cli/|_loader/(arguments|loader)"
     r"|_observe/(metrics|page|stats|verdict)|_device/naming)"
 )
 # On Python 3.12 and later, the text of an f-string is a token of its own.

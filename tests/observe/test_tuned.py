@@ -15,12 +15,13 @@ from aioloader import DataLoader
 from aioloader._loader.arguments import count_workers
 from aioloader._loader.options import Chosen
 from aioloader._observe.autotune import Controller, Held
+from aioloader._observe.records import NOT_MADE
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
 from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
-from aioloader._pipeline.tuner import Figures, Tuner, Tuning
+from aioloader._pipeline.tuner import Tuner, Tuning
 from aioloader._workers.ray.workers import RayWorkers
 from loader.states import left_at
 from observe.showing import Clock
@@ -231,16 +232,24 @@ def test_workers_by_the_kind_of_dataset() -> None:
     assert repr(again.num_workers) == "auto(0)"
 
 
+def deliver(epoch: Any, rate: int) -> None:
+    """Record so many batches per second for 100 s, half of which are waited for."""
+    for number in range(100 * rate + 1):
+        taken = 1 + number / rate
+        record = number, taken - 0.5 / rate, taken, 0, 1, NOT_MADE
+        epoch.counters.records.append(record)
+
+
 @pytest.mark.usefixtures("many_cores")
 def test_workers_between_epochs() -> None:
     """More where the consumer waited; fewer after deaths; never beyond the cores."""
     loader = DataLoader(SyncMap(), num_workers="auto", workers="thread")
-    live, tuning = loader._live, loader._live.tuning
-    seen = []
+    live, seen = loader._live, []
     for rate, deaths in ((8, 0), (12, 0), (12, 0), (12, 1), (12, 1)):
         iter(loader)
         seen.append(int(loader.num_workers))
-        tuning.figures = Figures(1, 101, batches=100 * rate, waited=50)
+        live.epoch = live.draw(loader._options(), None)
+        deliver(live.epoch, rate)
         live.pools.servers.deaths = deaths
     assert seen == [8, 12, 12, 12, 6]
 
@@ -253,7 +262,7 @@ def test_kept_workers_stay() -> None:
     )
     torch.manual_seed(0)
     first, second = list(loader), list(loader)
-    loader._live.tuning.figures = Figures(1, 101, batches=100, waited=90)
+    deliver(loader._live.epoch, 1)
     before = loader.num_workers
     iterator = iter(loader)
     assert loader.num_workers is before

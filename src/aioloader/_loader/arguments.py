@@ -1,9 +1,9 @@
 """How the arguments are checked: each by itself, then those that go together.
 
 ``DataLoader`` declares them, with defaults and words; those about ranks are checked by
-``Ranks``, sizes of batches by torch's samplers. The messages are torch's where it has
-them, so that users can search for them. All are checked in the constructor, and each
-by itself where one was assigned later.
+``part_asked``, sizes of batches by torch's samplers. The messages are torch's where it
+has them, so that users can search for them. All are checked in the constructor, and
+each by itself where one was assigned later.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "loop": ("thread", "caller"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
-# Counts, and whether they may be None.
-_COUNTS = {
-    "num_workers": False,
-    "prefetch_factor": True,
-    "snapshot_every_n_steps": True,
-    "concurrency": False,
-    "prefetch_bytes": True,
+# Counts, whether they may be None, and the least; torch has its own words for two.
+_COUNTS: dict[str, tuple[bool, int | None]] = {
+    "num_workers": (False, None),
+    "prefetch_factor": (True, None),
+    "snapshot_every_n_steps": (True, 0),
+    "concurrency": (False, 1),
+    "prefetch_bytes": (True, 1),
 }
 # What took the place of former arguments.
 _FORMER = {
@@ -183,35 +183,30 @@ def _check_seeds(options: Options) -> None:
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:
-    for name, is_optional in _COUNTS.items():
+    for name, (is_optional, least) in _COUNTS.items():
+        count = given[name]
+        if is_optional and count is None:
+            continue
         try:
-            if not (is_optional and given[name] is None):
-                operator.index(given[name])
+            operator.index(count)
         except TypeError:
             or_auto = " or 'auto'" if name in FIRST else ""
             raise TypeError(
-                f"{name} must be an integer{or_auto}, got {given[name]!r}"
+                f"{name} must be an integer{or_auto}, got {count!r}"
             ) from None
+        if least is not None and count < least:
+            raise ValueError(f"{name} must be at least {least}, got {count}")
     if given["num_workers"] < 0:
         raise ValueError(
             "num_workers option should be non-negative; "
             "use num_workers=0 to disable multiprocessing."
         )
-    factor, steps = given["prefetch_factor"], given["snapshot_every_n_steps"]
+    factor = given["prefetch_factor"]
     if factor is not None and factor < 1:
         raise ValueError(
             "prefetch_factor option should be non-negative and at least 1, "
             f"got {factor}"
         )
-    if steps is not None and steps < 0:
-        raise ValueError(
-            "snapshot_every_n_steps must be at least 0 (0 and None mean "
-            f"never), got {steps}"
-        )
-    for name in ("concurrency", "prefetch_bytes"):
-        count = given[name]
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
     _check_timeout(given["timeout"])
 
 

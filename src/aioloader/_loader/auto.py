@@ -78,18 +78,21 @@ def _first_workers(options: Options) -> int:
     return min(cores(), _FIRST_WORKERS)
 
 
-def settle(loader: Any, tuning: "Tuning", *, deaths: int, is_kept: bool) -> None:
+def settle(loader: Any) -> None:
     """Let the next iteration start with what earlier ones found out."""
     for name in FIRST:
         value = argument(loader, name)
         if isinstance(value, str):  # assigned by the user
             loader._replace(name, placed(name, value))
-    if is_kept:
+    live = loader._live
+    if live.has_kept():
         return
-    if isinstance(loader.num_workers, Chosen) and loader.num_workers:
+    tuning, latest = live.tuning, live.epoch
+    if latest and isinstance(loader.num_workers, Chosen) and loader.num_workers:
         most = max(cores(), loader.num_workers)
         workers = tuning.controller("num_workers", loader.num_workers, 1, most)
-        tuning.observe_workers(workers, deaths)
+        deaths = live.pools.servers.deaths
+        tuning.observe_workers(workers, latest.counters, deaths)
     for name, controller in tuning.controllers.items():
         value = argument(loader, name)
         if isinstance(value, Chosen) and value != controller.value:

@@ -3,9 +3,12 @@
 It checks its arguments and delegates; it reads and schedules nothing itself.
 """
 
+import contextlib
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -15,15 +18,15 @@ from torch.utils.data._utils import collate as torch_rules
 from aioloader._collate.collate import OURS
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
-from aioloader._loader.observed import Observed
 from aioloader._loader.options import NAMES, Options, attributes_of, placed
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
-    Ranks,
     check_batches,
     end_together,
     make_samplers,
     own_order,
+    part_asked,
+    part_now,
     repeats_samples,
     settle_shuffle,
     tell_epoch,
@@ -31,13 +34,14 @@ from aioloader._loader.sampling import (
 )
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
+from aioloader._observe.records import Counters
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
-from aioloader._order.failures import OnError, Skip
+from aioloader._order.failures import Failure, OnError, Skip
 from aioloader._order.ranks import WHOLE, Tail
 from aioloader._order.retry import Retry
+from aioloader._order.stream_states import mixed
 from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
-from aioloader._pipeline.waiting import refuse_trio
 from aioloader._workers.rng import Rng
 from aioloader.protocols import Kind, refuse_again
 
@@ -45,9 +49,24 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from aioloader._loader import signature as sig
+    from aioloader._observe.stats import LoaderStats
+    from aioloader._observe.trace import Trace
+    from aioloader._observe.verdict import Report
 
 
-class DataLoader(Observed, TorchLoader[Batch]):
+class _Shown:
+    """An attribute that a subclass or its instances may replace; no property may."""
+
+    def __init__(self, get: Callable[[Any], int]) -> None:
+        self._get = get
+
+    def __get__(self, loader: Any, _cls: type) -> int:
+        if loader is None:  # only instances have it
+            raise AttributeError
+        return self._get(loader)
+
+
+class DataLoader(TorchLoader[Batch]):
     """Load batches from a dataset, for ``async for`` and for ``for``.
 
     A drop-in for ``torch.utils.data.DataLoader``: the same first seventeen arguments,
@@ -60,6 +79,10 @@ class DataLoader(Observed, TorchLoader[Batch]):
         >>> loader = DataLoader(list(range(6)), batch_size=4)
         >>> [batch.tolist() for batch in loader]
         [[0, 1, 2, 3], [4, 5]]
+
+    Attributes:
+        epoch: The number of the epoch under way, from 0; else of the next one. It is
+            that of ``state_dict()``.
 
     Args:
         dataset: Map-style, iterable or async iterable; no base class is needed.
@@ -140,6 +163,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
     collate_fn: Any
     prefetch_factor: int | None
     _live: Runtime
+    epoch: _Shown = _Shown(lambda loader: loader._live.epoch_number())
 
     # The type of a batch: see `signature`. The first overload that matches wins.
     @overload
@@ -304,12 +328,12 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if multiprocessing_context is not None:
             context = multiprocessing_context, self.num_workers, workers
             self.multiprocessing_context = arguments.context_of(*context)
-        ranks = self._ranks = Ranks.asked(rank, world_size, tail, dataset)
-        if ranks.given is not None and ranks.given.has_peers:  # given by a mesh
-            self._replace("rank", ranks.given.rank)
-            self._replace("world_size", ranks.given.world_size)
-        self._may_repeat = repeats_samples(options, ranks, shuffle)
-        made = make_samplers(options, ranks, shuffle)
+        given = self._given_part = part_asked(rank, world_size, tail, dataset)
+        if given is not None and given.has_peers:  # by a mesh
+            self._replace("rank", given.rank)
+            self._replace("world_size", given.world_size)
+        self._may_repeat = repeats_samples(options, given, shuffle)
+        made = make_samplers(options, given, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
             name = "default_collate" if self._auto_collation else "default_convert"
@@ -342,7 +366,6 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def __aiter__(self) -> BatchIterator[Batch]:
         torch_compat.refuse_overridden(type(self), DataLoader)
-        refuse_trio()
         return self._iterate(is_async=True)
 
     def _get_iterator(self) -> BatchIterator[Batch]:  # type: ignore[override]
@@ -350,11 +373,9 @@ class DataLoader(Observed, TorchLoader[Batch]):
 
     def _options(self, *, settles: bool = False) -> Options:
         """Return the arguments as they are now, and what follows from them."""
-        live, ranks = self._live, self._ranks
-        part = ranks.given or WHOLE
-        if ranks.is_auto:
-            settled = None if settles else live.part
-            part = settled or self._ranks.part_now(self)
+        live, part = self._live, self._given_part or WHOLE
+        if (self._own or self).rank == "auto":
+            part = (None if settles else live.part) or part_now(self)
         if settles:  # an iteration starts: it fixes the ranks that are looked up
             if live.part not in {None, part}:
                 live.replace_workers()
@@ -376,7 +397,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             TypeError: If the dataset or the sampler has no length.
         """
         options = self._options()
-        length = options.length(self._ranks.part_now(self))
+        length = options.length(part_now(self))
         if options.kind is not Kind.MAP and not options.is_own_stream:
             self._IterableDataset_len_called = len(self.dataset)  # type: ignore[assignment]
         return length
@@ -395,9 +416,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         refuse_again(self.dataset, is_begun=live.epoch is not None)
         options = self._options(settles=True)
         if options.chooses:
-            deaths = live.pools.servers.deaths
-            is_kept = live.has_kept()
-            auto.settle(self, live.tuning, deaths=deaths, is_kept=is_kept)
+            auto.settle(self)
             options = self._options()
         if options.is_own_stream:
             end_together(options)  # or refuse
@@ -423,7 +442,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
             steps.prepared.open(0 if is_async else sys.maxsize)
         return iterator
 
-    # -- its state, and the end ---------------------------------------------------
+    # -- its state ----------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
@@ -451,6 +470,116 @@ class DataLoader(Observed, TorchLoader[Batch]):
         found, options = unsealed(state), self._options(settles=True)
         self._live.load_state_dict(options, found, strict=strict)
 
+    # -- what it reports ----------------------------------------------------------
+
+    def stats(self) -> "LoaderStats":
+        """Return the statistics of the latest epoch so far; ``print`` shows a table."""
+        from aioloader._observe.stats import LoaderStats, SourceStats
+
+        epoch, servers = self._live.epoch, self._live.pools.servers
+        counters = Counters() if epoch is None else epoch.counters
+        policy = None if epoch is None else epoch.failures
+        is_under_way = any(one.is_under_way() for one in self._live.iterators())
+        return LoaderStats(
+            epoch=counters.epoch,
+            batches=counters.batches,
+            waited=counters.waited,
+            in_flight=counters.in_flight if is_under_way else 0,
+            failures=0 if policy is None else policy.count,
+            worker_deaths=servers.deaths,
+            worker_restarts=servers.restarts,
+            resumed_at=0 if epoch is None else epoch.bookmark.read(),
+            retries=0 if policy is None else policy.retries,
+            batch_bytes=counters.bytes / max(1, counters.weighed),
+            listed=counters.listed,
+            loop_lag=None if counters.lag is None else counters.lag(),
+            device_bytes=counters.ahead_bytes() if is_under_way else 0,
+            sources={name: SourceStats(*one) for name, one in self._mixed().items()},
+            iteration=counters.iteration,
+            _records=counters.recorded(),
+            _setting=self._live.setting(),
+            _copies=counters.copied(),
+        )
+
+    def report(self, *, ranks: str | None = None) -> "Report":
+        """Return the bottleneck of training, and the one argument to change.
+
+        The report computes how fast the latest batches of the latest epoch, at most
+        256, would be with other arguments, and advises the one with the largest
+        speed-up. Takes 0.05 to 0.3 s. ``print`` shows it.
+
+        Args:
+            ranks: Also says which rank waits longest for these batches, and which ranks
+                have not called this in the same epoch. A name for this loader, the same
+                on all ranks, such as ``"train"``. Numbers are exchanged through the
+                store of torch's process group; no rank waits for another.
+        """
+        from aioloader._observe import verdict
+
+        stats, length = self.stats(), self._epoch_length()
+        before = max(0, stats.epoch)
+        setting = replace(stats._setting, length=length, epochs_before=before)
+        found = verdict.report(stats._records, setting, stats, stats._copies)
+        if ranks is None:
+            return found
+        from aioloader._order.rank_store import slowest_rank
+
+        waited = sum(one.taken - one.asked for one in stats._records)
+        slowest = slowest_rank(ranks, stats.epoch, waited, stats.recent)
+        return replace(found, remarks=found.remarks + slowest)
+
+    def report_html(self, path: str | os.PathLike[str]) -> None:
+        """Write ``stats()`` and ``report()`` as one page, with a diagram of the stages.
+
+        Args:
+            path: The HTML file; it is self-contained and makes no requests.
+        """
+        from aioloader._observe.page import report_html
+
+        stats = self.stats()
+        report_html(path, stats, self.report(), stats._records, stats._setting)
+
+    def trace(self, path: str | os.PathLike[str]) -> "Trace":
+        """Return a context manager that records when and where batches are made.
+
+        Perfetto and Chrome's tracing open the file; ``aioloader.merge_traces`` joins it
+        with a trace of ``torch.profiler``, which has the same clock. For ``with`` and
+        ``async with``; a batch in the block costs 0.1 us.
+
+        Args:
+            path: The JSON file; compressed if the name ends with ``".gz"``.
+        """
+        from aioloader._observe.trace import Trace
+
+        trace = Trace(path, self._live.traces)
+        self._live.show(trace)
+        return trace
+
+    def _mixed(self) -> dict[str, tuple[int, float]]:
+        """Return samples and passes of the sources of a mixture of streams."""
+        epoch, options = self._live.epoch, self._live.options
+        if epoch is None or options is None or not options.is_own_stream:
+            return {}
+        states = epoch.progress.bookmark().states.values()
+        return mixed(one["dataset"] for one in states if "dataset" in one)
+
+    def _epoch_length(self) -> int:
+        """Return how many batches the latest epoch has; so far, if it has no length."""
+        epoch, options = self._live.epoch, self._live.options
+        if epoch is None or options is None:
+            return 0
+        batches = epoch.counters.batches
+        if not epoch.progress.is_over:
+            with contextlib.suppress(TypeError):
+                batches = max(batches, options.length())
+        return batches
+
+    @property
+    def skipped(self) -> tuple[Failure, ...]:
+        """The latest failed samples of the latest epoch, at most 1,000."""
+        policy = None if self._live.epoch is None else self._live.epoch.failures
+        return () if policy is None else tuple(policy.latest)
+
     def __repr__(self) -> str:
         dataset = type(self.dataset).__name__
         return (
@@ -458,6 +587,8 @@ class DataLoader(Observed, TorchLoader[Batch]):
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
             f"open={len(self._live.open)})"
         )
+
+    # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
         self._live.hosts.keep()

@@ -11,7 +11,7 @@ import itertools
 import operator
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,55 +42,50 @@ _TAILS = (None, "wrap", "pad", "drop", "uneven")
 # -- ranks -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The arguments about ranks."""
+def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | None:
+    """Return the part that a loader's arguments give, or None.
 
-    # The part given by numbers; if they are looked up, only its ``tail`` is known; None
-    # if no ranks were asked for.
-    given: Part | None
-    is_auto: bool = False
-
-    @classmethod
-    def asked(cls, rank: Any, world_size: Any, tail: Any, dataset: Any) -> "Ranks":
-        if tail not in _TAILS:
-            known = " or ".join(repr(word) for word in _TAILS)
-            raise ValueError(f"tail must be {known}, got {tail!r}")
-        # Of some streams nobody knows how long their parts are.
-        is_open = isinstance(dataset, OwnStream) and dataset.total() is None
-        tail = tail or ("uneven" if is_open else "wrap")
-        if rank is not None and is_mesh(rank):
-            if world_size is not None:
-                raise ValueError(
-                    "a DeviceMesh as rank excludes world_size: it has both, got "
-                    f"world_size={world_size!r}"
-                )
-            part = checked(place_in(rank, "rank"), rank.size(), tail)
-            return cls(replace(part, has_peers=True))
-        if rank == "auto":
-            if world_size is not None:
-                raise ValueError(
-                    "rank='auto' excludes world_size: both are looked up when an "
-                    "iteration starts"
-                )
-            return cls(Part(tail=tail), is_auto=True)
-        if rank == "env":
+    If ``rank`` is looked up, only its ``tail`` is known.
+    """
+    if tail not in _TAILS:
+        known = " or ".join(repr(word) for word in _TAILS)
+        raise ValueError(f"tail must be {known}, got {tail!r}")
+    # Of some streams nobody knows how long their parts are.
+    is_open = isinstance(dataset, OwnStream) and dataset.total() is None
+    tail = tail or ("uneven" if is_open else "wrap")
+    if rank is not None and is_mesh(rank):
+        if world_size is not None:
             raise ValueError(
-                "rank='env' is now rank='auto': torch.distributed where it is "
-                "initialized, else RANK and WORLD_SIZE of the environment"
+                "a DeviceMesh as rank excludes world_size: it has both, got "
+                f"world_size={world_size!r}"
             )
-        if rank is None and world_size is None:
-            # A single rank: only `tail` is given.
-            return cls(None if tail in {"wrap", "uneven"} else Part(tail=tail))
-        return cls(checked(rank, world_size, tail))
+        part = checked(place_in(rank, "rank"), rank.size(), tail)
+        return replace(part, has_peers=True)
+    if rank == "auto":
+        if world_size is not None:
+            raise ValueError(
+                "rank='auto' excludes world_size: both are looked up when an "
+                "iteration starts"
+            )
+        return Part(tail=tail)
+    if rank == "env":
+        raise ValueError(
+            "rank='env' is now rank='auto': torch.distributed where it is "
+            "initialized, else RANK and WORLD_SIZE of the environment"
+        )
+    if rank is None and world_size is None:
+        # A single rank: only `tail` is given.
+        return None if tail in {"wrap", "uneven"} else Part(tail=tail)
+    return checked(rank, world_size, tail)
 
-    def part_now(self, loader: Any) -> Part:
-        """Return the part of an iteration of ``loader`` that would start now."""
-        part = self.given or WHOLE
-        if self.is_auto:
-            part = checked(*(group() or _of_environment()), part.tail)
-            refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
-        return part
+
+def part_now(loader: Any) -> Part:
+    """Return the part of an iteration of ``loader`` that would start now."""
+    part: Part = loader._given_part or WHOLE
+    if (loader._own or loader).rank == "auto":
+        part = checked(*(group() or _of_environment()), part.tail)
+        refuse_two_deals(part, loader.dataset, loader.sampler, loader.batch_sampler)
+    return part
 
 
 def check_batches(options: Options) -> None:
@@ -199,13 +194,13 @@ def _replicas(sampler: Any) -> int:
     return count if is_shard else 1
 
 
-def repeats_samples(options: Options, ranks: Ranks, shuffle: Any) -> bool:
+def repeats_samples(options: Options, given: Part | None, shuffle: Any) -> bool:
     """Tell whether giving all samples to all ranks is probably a mistake.
 
     Validating on the whole dataset on each rank is common; training in a random order
     or reading a stream that way is not.
     """
-    if ranks.given is not None:
+    if given is not None:
         return False
     if options.is_own_stream:
         return options.dataset.ranks is None
@@ -229,7 +224,7 @@ def warn_of_repeats() -> bool:
 
 
 def make_samplers(
-    options: Options, ranks: Ranks, shuffle: Any
+    options: Options, given: Part | None, shuffle: Any
 ) -> tuple[Any, Any, int | None]:
     """Return sampler, batch sampler and batch size, as torch's loader has them.
 
@@ -243,7 +238,7 @@ def make_samplers(
             sampler = _InfiniteConstantSampler()
         elif not shuffle:
             sampler = SequentialSampler(dataset)
-        elif ranks.given is None:
+        elif given is None:
             sampler = RandomSampler(dataset, generator=generator)
         else:  # the same on all ranks, whatever their seeds
             seed = 0 if generator is None else generator.initial_seed()
@@ -253,8 +248,8 @@ def make_samplers(
         _check_lengths(dataset, batch_sampler)
     elif size is not None:
         batch_sampler = BatchSampler(sampler, size, options.drop_last)
-    if ranks.given is not None:
-        refuse_two_deals(ranks.given, dataset, sampler, batch_sampler)
+    if given is not None:
+        refuse_two_deals(given, dataset, sampler, batch_sampler)
     return sampler, batch_sampler, size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.utils.data import TensorDataset
@@ -27,49 +27,28 @@ from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.host import Hosts, Place
+from aioloader._pipeline.host import Place
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
-from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
-from aioloader._transport.slots import SlotPool
+from aioloader._pipeline.waiting import running_loop
 from aioloader._workers.info import use_batch_rng, use_sample_rng
-from aioloader._workers.kept import Pools
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.tuner import Tuning
     from aioloader._workers.worker_spec import WorkerSpec
 
-
-class Resources(Protocol):
-    """What a loader keeps between epochs for its iterations."""
-
-    loads: Loads
-    slots: SlotPool
-    accelerators: "dict[torch.device, Accelerator]"
-
-    @property
-    def hosts(self) -> Hosts:
-        """Where batches are made."""
-
-    @property
-    def pools(self) -> Pools:
-        """Its workers."""
-
-    @property
-    def tuning(self) -> "Tuning":
-        """What it has found out of its ``"auto"`` arguments."""
+# What a loader keeps between epochs: a ``Runtime``, which imports this module.
+Runtime: TypeAlias = Any
 
 
 def make_source(
-    options: Options, epoch: Epoch, live: Resources, *, is_async: bool
+    options: Options, epoch: Epoch, live: Runtime, *, is_async: bool
 ) -> Feed:
     if (tensors := _gathered(options, epoch)) is not None:
         from aioloader._pipeline.inline import GatherFeed
@@ -80,7 +59,7 @@ def make_source(
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
-        maker.side_loop = SideLoop(asyncio.get_running_loop())
+        maker.side_loop = SideLoop(running_loop())
     mover = _mover(options, live)
     if options.is_inline and mover is None and not is_async:
         from aioloader._pipeline.inline import InlineFeed
@@ -93,12 +72,15 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
-    make_ready: Any = ReadyQueue
-    make_feed = AheadFeed
     if options.is_own_stream and end_together(options):
-        from aioloader._pipeline.evened import EvenedFeed
-
-        make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
+        ready, make_feed = _evened(options, epoch, maker)
+    else:
+        make_feed = AheadFeed
+        ready = ReadyQueue(
+            in_order=options.in_order,
+            start=epoch.bookmark.done,
+            without=epoch.bookmark.beyond - epoch.dropped(),
+        )
     epoch.counters.listed = Listed()
     on_device = options.target.ahead if mover else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
@@ -112,10 +94,9 @@ def make_source(
         pipeline = Pipeline(
             maker,
             host,
-            in_order=options.in_order,
+            ready=ready,
             bookmark=epoch.bookmark,
             pool=pool,
-            make_ready=make_ready,
             head_start=_follows_concurrency(options),
             tuner=tuner,
             counters=epoch.counters,
@@ -125,9 +106,7 @@ def make_source(
             from aioloader._device.stage import Staged
 
             epoch.counters.copies = copies = Copies()
-            pipeline.stage = Staged(
-                pipeline.ready, mover, on_device, epoch.number, copies
-            )
+            pipeline.stage = Staged(ready, mover, on_device, epoch.number, copies)
         return make_feed(
             pipeline,
             epoch,
@@ -140,17 +119,20 @@ def make_source(
         raise
 
 
-def _evened_queue(
+def _evened(
     options: Options, epoch: Epoch, maker: BatchMaker
-) -> Callable[..., ReadyQueue]:
-    """Return what makes the queue of a rank that ends together with the others."""
+) -> tuple[ReadyQueue, type[AheadFeed]]:
+    """Return the queue and the feed's class of a rank that ends with the others."""
     from aioloader._order.shared_end import SharedEnd
-    from aioloader._pipeline.evened import EvenedQueue
+    from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
-    at = epoch.number, epoch.bookmark.read()
-    talk = maker.dataset.end_talk(options.tail, at)
+    start = epoch.bookmark
+    talk = maker.dataset.end_talk(options.tail, (epoch.number, start.read()))
     end = SharedEnd(pads=options.tail != "drop")
-    return partial(EvenedQueue, end, talk, epoch.dropped(), options.readers)
+    where = epoch.dropped(), options.readers
+    in_order, done = options.in_order, start.done
+    queue = EvenedQueue(end, talk, *where, in_order=in_order, start=done)
+    return queue, EvenedFeed
 
 
 def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
@@ -173,7 +155,7 @@ def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None
 
 def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     if pool is not None and pool.reads:
-        return pool.place
+        return "pool" if isinstance(pool, Lease) else "thread"
     if options.is_plain:
         return "thread"
     if options.loop == "thread":
@@ -212,15 +194,6 @@ def _follows_concurrency(options: Options) -> bool:
     return options.prefetch_factor is None or isinstance(
         options.prefetch_factor, Chosen
     )
-
-
-def default_window(concurrency: int, batch_size: int) -> int:
-    """Return how many batches keep ``concurrency`` samples in flight on one loop.
-
-    Three more than that: one is being collated, one is being delivered, and one is
-    late. With fewer, the fetchers run out of samples to start.
-    """
-    return math.ceil(concurrency / max(1, batch_size)) + 3
 
 
 def _setting(
@@ -290,7 +263,7 @@ def inline_setting(options: Options, epoch: Epoch) -> Setting:
     return replace(setting, fixed=fixed)
 
 
-def _mover(options: Options, live: Resources) -> "Mover | None":
+def _mover(options: Options, live: Runtime) -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
@@ -312,7 +285,7 @@ def _mover(options: Options, live: Resources) -> "Mover | None":
 # -- what makes one batch -------------------------------------------------------------
 
 
-def make_maker(options: Options, epoch: Epoch, live: Resources) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
@@ -372,7 +345,7 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
 
 
 def _pool(
-    options: Options, epoch: Epoch, maker: BatchMaker, live: Resources
+    options: Options, epoch: Epoch, maker: BatchMaker, live: Runtime
 ) -> Pool | None:
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
@@ -420,7 +393,8 @@ def _spec(
     read = maker.dataset if reads else None
     per_worker = options.prefetch_factor or 2
     if _follows_concurrency(options) and reads and not options.is_plain:
-        per_worker = default_window(options.concurrency, options.batch_size or 1)
+        # What keeps its samples in flight, and as many spare ones as in a window.
+        per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
     is_open = isinstance(options.prefetch_factor, Chosen)
     most = max(per_worker, MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}

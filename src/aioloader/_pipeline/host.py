@@ -352,7 +352,7 @@ class LoopHost(Host):
         assert self.lifespan is not None
         try:
             async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(self.lifespan.leave_async, self.cpu)
+                stack.push_async_callback(self.lifespan.leave_async)
                 stack.push_async_callback(self._end_all)
                 with anyio.CancelScope() as self._opening:
                     await self._wanted.wait()

@@ -76,6 +76,8 @@ class Lifespan:
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
             elif make is not None:
+                # Left after an entry that was cancelled and is still running there.
+                self._loop_stack.push_async_callback(thread.call, self._stack.close)
                 manager = await thread.call(partial(self._enter_plain, make))
             if hasattr(manager, "__aenter__"):
                 await self._loop_stack.enter_async_context(manager)
@@ -86,14 +88,10 @@ class Lifespan:
                 raise
             raise _noted(error, "entering")  # noqa: B904  (it keeps its cause)
 
-    async def leave_async(self, thread: CpuThread) -> None:
+    async def leave_async(self) -> None:
         """Leave what ``enter_async`` entered, where it was entered."""
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(self._loop_stack.aclose)
-                if self._make is not None and not reads_on_loop(self._dataset):
-                    # Runs after an entry that was cancelled and is still running there.
-                    await thread.call(self._stack.close)
+            await self._loop_stack.aclose()
         except BaseException as error:
             if ends_task(error):
                 raise

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +63,13 @@ class Pipeline:
     maker: BatchMaker
     host: Host  # where it runs; the pipeline owns one lease from the start
     _: KW_ONLY
-    in_order: bool  # deliver batches by number, or else as they complete
+    # Where the consumer takes results from; in a worker, ``sink`` gets them.
+    ready: ReadyQueue = field(default_factory=partial(ReadyQueue, in_order=False))
     bookmark: Bookmark = BEGINNING  # where the epoch is resumed
     # The workers that make batches, or transform and collate what was read here; None
     # if all of that is done here.
     pool: Pool | None = None
-    sink: Callable[[BatchTask, BatchResult], None] | None = None  # instead of ``ready``
-    make_ready: Callable[..., ReadyQueue] = ReadyQueue
+    sink: Callable[[BatchTask, BatchResult], None] | None = None
     head_start: bool = False  # the first batch is read a moment before the others
     # Changes the maker's ``concurrency`` if the loader chooses it.
     tuner: "Tuner | None" = None
@@ -78,12 +78,6 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         maker, host, pool, bookmark = self.maker, self.host, self.pool, self.bookmark
-        self.ready: ReadyQueue = self.make_ready(
-            in_order=self.in_order,
-            start=bookmark.done,
-            # A stream makes batches again that were delivered beyond the position.
-            without=bookmark.beyond if maker.kind is Kind.MAP else frozenset[int](),
-        )
         if host.loop is not None:
             maker.side_loop = SideLoop(host.loop)
         # A worker's pipelines have one maker: the next one replaces its loop.

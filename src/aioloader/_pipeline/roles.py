@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from aioloader._order.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
@@ -18,7 +18,6 @@ class Pool(abc.ABC):
     """Workers that make batches, or transform and collate samples read here."""
 
     reads: bool  # whether workers read the samples too
-    place: Literal["thread", "pool"] = "thread"  # the host that the pipeline needs
     pumps: bool = False  # whether the consumer itself collects results while it waits
 
     def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
@@ -83,7 +82,6 @@ class Lease(Pool):
     pumps: bool = False
 
     def __post_init__(self) -> None:
-        self.place = "pool"
         self._pool: LastingPool | None = None
         self._is_begun = False
         self._is_over = False

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from aioloader._observe.autotune import Controller, Held, Observation
 from aioloader._observe.machine import memory_left
-from aioloader._observe.records import Setting
+from aioloader._observe.records import Counters, Setting
 
 # A setting is measured over half as many reads as are in flight, but at least over this
 # many reads and seconds.
@@ -27,23 +27,13 @@ _LOOK = 64
 
 
 @dataclass
-class Figures:
-    """The speed of an iteration: when its first and its latest batch were delivered."""
-
-    began: float = 0.0
-    latest: float = 0.0
-    batches: int = 0  # how many were delivered after the first one
-    waited: float = 0.0  # seconds that the consumer waited for them
-
-
-@dataclass
 class Tuning:
     """What a loader has found out in all its epochs."""
 
     controllers: dict[str, Controller] = field(default_factory=dict)  # by argument name
     held: Held = field(default_factory=partial(Held, 0))  # the sizes of batches
-    figures: Figures = field(default_factory=Figures)  # of the latest iteration
     deaths: int = 0  # worker deaths seen so far
+    observed: object = None  # the latest iteration whose speed was
 
     def controller(self, name: str, start: int, least: int, most: int) -> Controller:
         """Return the controller of an argument, made once."""
@@ -67,15 +57,24 @@ class Tuning:
             setting = replace(setting, window=batches + setting.on_device)
         return setting
 
-    def observe_workers(self, controller: Controller, deaths: int) -> None:
-        """Decide on the number of workers after an epoch; ``deaths`` are of all."""
-        figures, self.figures = self.figures, Figures()
+    def observe_workers(
+        self, controller: Controller, latest: Counters, deaths: int
+    ) -> None:
+        """Decide on the number of workers after an iteration, once.
+
+        ``deaths`` are of all iterations.
+        """
         died, self.deaths = deaths - self.deaths, deaths
-        seconds = figures.latest - figures.began
-        if figures.batches >= _BATCHES and seconds >= _SECONDS_OF_BATCHES:
-            rate, waited = figures.batches / seconds, figures.waited / seconds
+        is_known, self.observed = self.observed is latest.iteration, latest.iteration
+        records = latest.recorded()
+        if is_known or len(records) <= _BATCHES:
+            return
+        seconds = records[-1].taken - records[0].taken
+        if seconds >= _SECONDS_OF_BATCHES:
+            waited = sum(one.taken - one.asked for one in records[1:])
+            rate = (len(records) - 1) / seconds
             failures = min(1.0, died / controller.value)
-            controller.observe(Observation(rate, waited, failures=failures))
+            controller.observe(Observation(rate, waited / seconds, failures=failures))
 
 
 Window = TypeVar("Window", bound=Any)  # that of ``ahead_feed``
@@ -108,13 +107,12 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self._held = self.tuning.held
-        self._figures = self.tuning.figures = Figures()
-        self._first_waited = 0.0
         self._look_at_memory()
         self._most_concurrency = self.concurrency.most if self.concurrency else 0
         self._hard = self._most_concurrency, self.prefetch.most if self.prefetch else 0
         self._round: _Round | None = None
         self._has_changed = True
+        self._taken = 0  # batches delivered
         # Start of this period: its time, its batch, the seconds waited before.
         self._period = 0.0, 0, 0.0
         self._on_device = 0
@@ -178,24 +176,21 @@ class Tuner:
 
         The consumer has ``waited`` so many seconds so far.
         """
-        figures, now = self._figures, time.perf_counter()
+        now = time.perf_counter()
         if batch is not None:
             self._held.note(batch)
-        if not figures.began:
-            figures.began, self._first_waited = now, waited
-            self._period = now, 0, waited
-        else:
-            figures.batches += 1
-        figures.latest, figures.waited = now, waited - self._first_waited
-        if figures.batches % _LOOK == _LOOK - 1:
+        self._taken += 1
+        if self._taken == 1:
+            self._period = now, 1, waited
+        if not self._taken % _LOOK:
             self._look_at_memory()
         if window.is_lazy:
             return window
         began, first, before = self._period
-        seconds, taken = now - began, figures.batches - first
+        seconds, taken = now - began, self._taken - first
         is_long = taken >= max(_BATCHES, 2 * window.batches)
         if self.prefetch and is_long and seconds >= _SECONDS_OF_BATCHES:
-            self._period = now, figures.batches, waited
+            self._period = now, self._taken, waited
             if self.concurrency is None or not self.concurrency.is_trying:
                 rate, share = taken / seconds, (waited - before) / seconds
                 self.prefetch.observe(Observation(rate, waited=min(1.0, share)))

@@ -183,30 +183,17 @@ def context_elsewhere() -> contextvars.Context:
     return context
 
 
-_NEEDS_ASYNCIO = (
-    "`async for` over a DataLoader needs asyncio, and no asyncio task runs here (trio "
-    "is not supported): start the program with asyncio.run(...) or "
-    "anyio.run(..., backend='asyncio'), or iterate with a plain `for`, under trio in a "
-    "thread (trio.to_thread.run_sync)"
-)
-
-
 def require_asyncio() -> None:
     """Raise unless an asyncio task runs here."""
     with contextlib.suppress(RuntimeError):
         if asyncio.current_task() is not None:
             return
-    raise RuntimeError(_NEEDS_ASYNCIO)
-
-
-def refuse_trio() -> None:
-    """Raise if another async library runs; an iterator may be made where none does."""
-    sniffio = sys.modules.get("sniffio")  # trio brings it
-    if sniffio is None or not hasattr(sniffio, "current_async_library"):
-        return
-    with contextlib.suppress(sniffio.AsyncLibraryNotFoundError):
-        if sniffio.current_async_library() != "asyncio":
-            raise RuntimeError(_NEEDS_ASYNCIO)
+    raise RuntimeError(
+        "`async for` over a DataLoader needs asyncio, and no asyncio task runs here "
+        "(trio is not supported): start the program with asyncio.run(...) or "
+        "anyio.run(..., backend='asyncio'), or iterate with a plain `for`, under trio "
+        "in a thread (trio.to_thread.run_sync)"
+    )
 
 
 def resolve(future: asyncio.Future[None]) -> None:

@@ -377,7 +377,6 @@ class _Server:
             pipeline = self._pipelines[key] = Pipeline(
                 self._endpoint.maker,
                 self._hosts.lease("loop"),
-                in_order=False,
                 bookmark=Bookmark(states={0: request.resume and request.resume[0]}),
                 sink=self._deliver,
             )

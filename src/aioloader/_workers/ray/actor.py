@@ -101,7 +101,7 @@ class RayActor:
         host.open()
         if (failure := host.failure()) is not None:
             raise failure
-        return Pipeline(maker, host, in_order=False, sink=self._deliver)
+        return Pipeline(maker, host, sink=self._deliver)
 
     def _deliver(self, task: BatchTask, result: BatchResult) -> None:
         """Pass a result to ``make``, from any thread."""
