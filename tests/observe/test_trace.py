@@ -149,18 +149,6 @@ def test_batches_that_are_ready() -> None:
     assert counts == [(7, 1), (8, 0), (11, 1), (12, 0)]
 
 
-def test_another_machines_clock() -> None:
-    """What Ray's workers took is shown where it can have been at the latest."""
-    far = 1e6
-    made = (far, far + 2, far + 2, far + 5, far + 6, 0.0, 0.0, 0.0)
-    setting = Setting("workers", workers=1, worker_kind="RayWorkers")
-    epoch = Traced(0, setting, [(0, 10.0, 20.0, 0, 1, made)])
-    events = list(trace_events([epoch], 0, 1))
-    (collate,) = of_kind(events, "collate")
-    assert (collate["ts"] + collate["dur"]) / 1e6 == pytest.approx(20.0)
-    assert "another machine" in collate["args"]["placed"]
-
-
 # -- the block ----------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import is_made, on_one_clock, percentiles
+from aioloader._observe.stages import is_made, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 from aioloader._observe.words import seconds_text
@@ -256,7 +256,7 @@ def _shares(stages: Sequence[Any]) -> Iterator[str]:
 
 def _timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
     """Draw when each of the last batches was in which stage."""
-    last = on_one_clock(records[-_ROWS:], setting)
+    last = records[-_ROWS:]
     begin = min(one.made[0] if is_made(one) else one.asked for one in last)
     begin = min(begin, last[0].asked)
     seconds = max(one.taken for one in last) - begin or 1.0

@@ -2,8 +2,7 @@
 
 All statistics of a loader are computed from these records on request; the hot path
 appends one tuple per batch. The clock is ``time.perf_counter``, which all processes of
-a machine share (Ray's workers on other machines do not: for them only differences are
-meaningful).
+a machine share; times of workers on other machines are converted (``remote_tasks``).
 """
 
 import time

@@ -20,8 +20,6 @@ Floats: TypeAlias = NDArray[np.float64]
 # Name, begins and ends of a step of all batches, and how many samples run at a time.
 _Step: TypeAlias = tuple[str, Floats, Floats, Any]
 
-# Workers of this machine, which share the clock.
-_LOCAL = {"process", "thread", "ProcessPoolExecutor", "ThreadPoolExecutor"}
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
 # A consumer waited for a batch if it did for more than this share of its transport.
@@ -86,7 +84,6 @@ def stage_stats(
     """
     if not records:
         return ()
-    records = on_one_clock(records, setting)
     span = _Span(records, setting, copies)
     device = [span.device(copies)] if copies else []
     return (*span.making(), span.transport(), *device, span.consumer())
@@ -135,37 +132,9 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
     return float(p50), float(p95), float(p99)
 
 
-def on_one_clock(records: Sequence[Record], setting: Setting) -> list[Record]:
-    """Return the records with the clocks of workers on other machines corrected.
-
-    Only if times are impossible: then the fastest batch of each slot is assumed to have
-    arrived as soon as it was collated.
-    """
-    made = [one for one in records if is_made(one)]
-    if not made or setting.place != "workers" or setting.worker_kind in _LOCAL:
-        return list(records)
-    earliest = 2 * records[0].asked - records[-1].taken
-    if all(one.made[0] >= earliest and one.made[4] <= one.taken for one in made):
-        return list(records)
-    offsets: dict[int, float] = {}
-    for one in made:
-        late = one.taken - one.made[4]
-        offsets[one.lane] = min(late, offsets.get(one.lane, late))
-    return [
-        _shifted(one, offsets[one.lane]) if is_made(one) else one for one in records
-    ]
-
-
 def is_made(record: Record) -> bool:
     """Tell whether it is known when the batch was made."""
     return record.made[4] != 0
-
-
-def _shifted(record: Record, seconds: float) -> Record:
-    made = record.made
-    began, read, started, transformed, collated = (at + seconds for at in made[:5])
-    moved = (began, read, started, transformed, collated, *made[5:])
-    return record._replace(made=moved)
 
 
 def hand_over(records: Sequence[Record], setting: Setting) -> float:
@@ -227,7 +196,6 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
     """Return the total seconds that finished batches waited for an earlier one."""
     if not setting.in_order or setting.place == "inline" or not records:
         return 0.0
-    records = on_one_clock(records, setting)
     held, latest = 0.0, 0.0
     for one in records:
         if is_made(one):

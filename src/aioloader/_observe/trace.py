@@ -29,7 +29,7 @@ from aioloader._observe.records import (
     RecordTuple,
     Setting,
 )
-from aioloader._observe.stages import is_made, on_one_clock
+from aioloader._observe.stages import is_made
 from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
@@ -46,7 +46,6 @@ _CONSUMER: _Track = (0, 0, "consumer")
 _READS: _Track = (1, 0, "reads")
 _LANES = 2
 _COPIES: _Track = (3, 0, "copies to the device")
-_MOVED = {"placed": "as late as possible: another machine's clock"}
 _STEPS = ("read", "queued", "transform", "collate")
 
 
@@ -259,16 +258,12 @@ def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
     return tracks
 
 
-def _records(traced: Traced) -> list[Record]:
-    return on_one_clock(list(map(Record._make, traced.records)), traced.setting)
-
-
 def _jobs(traced: Traced) -> Iterator[_Job]:
     """Yield the jobs of an epoch, also those that took no time."""
-    records, epoch = _records(traced), {"epoch": traced.epoch}
+    epoch = {"epoch": traced.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
     before: Record | None = None
-    for record, (*_, made) in zip(records, traced.records, strict=True):
+    for record in map(Record._make, traced.records):
         if before is not None:
             args = epoch | {"batch": before.number, "samples": before.samples}
             yield _Job(_CONSUMER, ["step"], [before.taken, record.asked], args)
@@ -276,8 +271,7 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
         args = epoch | {"batch": record.number, "samples": record.samples}
         yield _Job(_CONSUMER, [wait], [record.asked, record.taken], args)
         if is_made(record):
-            moved = {} if record.made is made else _MOVED
-            yield from _making(traced.setting, record, args | moved)
+            yield from _making(traced.setting, record, args)
     free = 0.0  # when the copy before had ended
     for number, _, began, ended, nbytes in traced.copies:
         args = epoch | {"batch": number, "bytes": nbytes}
@@ -307,7 +301,7 @@ def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
     """Yield the changes of the number of batches that wait for the consumer."""
     if traced.setting.place != "inline":
-        for record in filter(is_made, _records(traced)):
+        for record in filter(is_made, map(Record._make, traced.records)):
             yield record.made[4], 1
             yield record.taken, -1
 
