@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from aioloader import DataLoader, Device, merge_traces
 from aioloader._observe.records import (
     NOT_MADE,
-    Copies,
     Copy,
     Counters,
+    Latest,
     MadeAt,
     Records,
     RecordTuple,
@@ -42,7 +42,7 @@ def traced(setting: Setting, count: int = 6) -> Traced:
     """Return an epoch of batches that overlap where there are two lanes."""
     lanes = max(1, setting.workers)
     records = [record(n, 4.0 * n, lane=n % lanes) for n in range(count)]
-    return Traced(3, setting, records)
+    return Traced(Counters(3), setting, records)
 
 
 def loaded(path: Path) -> Any:
@@ -74,7 +74,7 @@ def total(events: list[Any], name: str) -> float:
 )
 def test_any_times(drawn: list[Any], setting: Setting) -> None:
     """Nothing overlaps on a track, whatever was recorded; every second is there."""
-    one = Traced(0, setting)
+    one = Traced(Counters(0), setting)
     for number, (began, wait, lane, lasts) in enumerate(drawn):
         at = [began]
         for seconds in lasts:
@@ -115,7 +115,7 @@ def test_tracks() -> None:
 
 def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
     """They end in another thread than batches are taken in."""
-    records, copies, path = Records(), Copies(), tmp_path / "run.json"
+    records, copies, path = Records(), Latest[Copy](), tmp_path / "run.json"
     trace = Trace(path, [])
     counters = Counters(0, records=records, copies=copies)
     trace.follow(counters, Setting("thread", on_device=1))
@@ -135,7 +135,7 @@ def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
 def test_a_step_is_from_a_batch_to_the_next_question() -> None:
     """Of the last one nobody knows."""
     records = [(n, 10.0 * n, 10.0 * n + 2, 0, 1, NOT_MADE) for n in range(3)]
-    events = list(trace_events([Traced(0, Setting("thread"), records)], 0, 1))
+    events = list(trace_events([Traced(Counters(0), Setting("thread"), records)], 0, 1))
     steps = of_kind(events, "step")
     assert [(one["ts"] / 1e6, one["dur"] / 1e6) for one in steps] == [(2, 8), (12, 8)]
     assert not of_kind(events, "read")

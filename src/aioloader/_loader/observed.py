@@ -66,7 +66,7 @@ class Observed:
             iteration=counters.iteration,
             _records=counters.recorded(),
             _setting=self._live.setting(),
-            _copies=counters.copied(),
+            _copies=list(counters.copies.latest),
         )
 
     def report(self, *, ranks: str | None = None) -> "Report":

@@ -132,14 +132,6 @@ def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
 Records: TypeAlias = Latest[RecordTuple]
 
 
-@dataclass(slots=True)
-class Copies(Latest[Copy]):
-    """The latest copies to the device; added by the thread that makes them."""
-
-    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
-    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
-
-
 @dataclass(frozen=True)
 class Setting:
     """How a loader was set up for an epoch, as far as its speed depends on it."""
@@ -293,7 +285,10 @@ class Counters:
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None
-    copies: Copies | None = None  # the copies to the device; None without one
+    # The latest copies to the device; added by the thread that makes them.
+    copies: Latest[Copy] = field(default_factory=Latest)
+    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
+    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
     # Identifies the iteration: two may have the same epoch number.
     iteration: object = field(default_factory=object)
 
@@ -306,13 +301,9 @@ class Counters:
     def recorded(self) -> list[Record]:
         return [Record._make(one) for one in list(self.records.latest)]
 
-    def copied(self) -> list[Copy]:
-        return [] if self.copies is None else list(self.copies.latest)
-
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""
-        copies = self.copies
-        return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)
+        return max(0, self.moved_bytes - self.taken_bytes)
 
     def used(self) -> float:
         """Return how many cores this process has used lately; 0 if not known."""

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from aioloader._observe.records import (
     Copy,
     Counters,
-    Latest,
     MadeAt,
     Record,
     RecordTuple,
@@ -53,10 +52,18 @@ _STEPS = ("read", "queued", "transform", "collate")
 class Traced:
     """The part of a trace for one epoch: what was delivered and copied meanwhile."""
 
-    epoch: int
+    counters: Counters
     setting: Setting
     records: list[RecordTuple] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.counters.records.add_sink(self.records.append)
+        self.counters.copies.add_sink(self.copies.append)
+
+    def stop(self) -> None:
+        self.counters.records.remove_sink(self.records.append)
+        self.counters.copies.remove_sink(self.copies.append)
 
 
 class Trace:
@@ -75,8 +82,6 @@ class Trace:
         self._path = Path(path)
         self._traces = traces
         self._traced: list[Traced] = []
-        # What is collected, and where it is added.
-        self._sinks: list[tuple[Latest[Any], Callable[[Any], None]]] = []
         self._unix: int | None = None  # since the block began
 
     def follow(self, counters: Counters, setting: Setting) -> None:
@@ -85,16 +90,10 @@ class Trace:
         The loader calls it for the epochs under way when it makes the trace, and for
         each that starts in the block, before its first batch.
         """
-        traced = Traced(counters.epoch, setting)
+        traced = Traced(counters, setting)
         self._traced.append(traced)
-        self._collect(counters.records, traced.records.append)
-        if counters.copies is not None:
-            self._collect(counters.copies, traced.copies.append)
-
-    def _collect(self, latest: Latest[Any], sink: Callable[[Any], None]) -> None:
-        self._sinks.append((latest, sink))
         if self._unix is not None:
-            latest.add_sink(sink)
+            traced.start()
 
     def __enter__(self) -> Self:
         return self._start(has_folder=self._path.parent.is_dir())
@@ -121,21 +120,22 @@ class Trace:
             raise RuntimeError("this trace has already been recorded; make a new one")
         self._unix = _unix_of_clock()
         self._traces.append(self)
-        for latest, sink in self._sinks:
-            latest.add_sink(sink)
+        for one in self._traced:
+            one.start()
         return self
 
     def _stop(self) -> None:
         self._traces.remove(self)
-        for latest, sink in self._sinks:
-            latest.remove_sink(sink)
+        for one in self._traced:
+            one.stop()
 
     def _write(self, error: BaseException | None) -> None:
         """Write the file completely or not at all."""
         assert self._unix is not None
-        traced, self._traced, self._sinks = self._traced, [], []
+        traced, self._traced = self._traced, []
         epochs = [
-            {"epoch": one.epoch, "batches": len(one.records)} | asdict(one.setting)
+            {"epoch": one.counters.epoch, "batches": len(one.records)}
+            | asdict(one.setting)
             for one in traced
         ]
         base = time.time_ns() // _QUARTER_NS * _QUARTER_NS
@@ -260,7 +260,7 @@ def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
 
 def _jobs(traced: Traced) -> Iterator[_Job]:
     """Yield the jobs of an epoch, also those that took no time."""
-    epoch = {"epoch": traced.epoch}
+    epoch = {"epoch": traced.counters.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
     before: Record | None = None
     for record in map(Record._make, traced.records):
