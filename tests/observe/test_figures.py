@@ -119,9 +119,8 @@ def test_listing(tmp_path: Path) -> None:
         for _ in range(2):
             assert sum(1 for _ in loader) == 3
             found = loader.stats()
-            assert found.listed is not None
-            assert found.listed.shards == 3
-            assert found.listed.seconds > 0
+            assert found.listed_shards == 3
+            assert found.listed_seconds > 0
             assert "listed 3 shards" in str(found)
     with DataLoader(AsyncMap(8), 4) as loader:
         assert sum(1 for _ in loader) == 2

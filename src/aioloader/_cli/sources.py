@@ -4,11 +4,11 @@ Each yields samples from a given number on, in the same order in each run, and d
 its contents, so that packing resumes only with the same ones.
 """
 
-import array
 import asyncio
 import hashlib
 import itertools
 import json
+import operator
 import os
 import re
 from argparse import ArgumentTypeError, Namespace
@@ -178,25 +178,20 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
         )
     found.sort()
     bare = len(dataset.names) - len(found)
-    extensions = NameTable(extension for _, extension, _ in found)
-    files = array.array("Q", (at for *_, at in found))
-    is_new = [not at or found[at - 1][0] != key for at, (key, *_) in enumerate(found)]
-    starts = array.array("Q", (at for at, is_first in enumerate(is_new) if is_first))
-    keys = NameTable(found[at][0] for at in starts)
-    starts.append(len(found))
-    del found, is_new  # far larger than the tables
+    samples = [
+        (key, [one[1:] for one in files])
+        for key, files in itertools.groupby(found, operator.itemgetter(0))
+    ]
 
     def plan(number: int) -> Plan:
-        members = range(starts[number], starts[number + 1])
-        parts = {extensions[at]: files[at] for at in members}
+        key, members = samples[number]
+        parts = dict(members)
         if len(parts) < len(members):
-            twice = [extensions[at] for at in members]
-            raise ValueError(
-                f"two files are for the same member of {keys[number]!r}: {twice}"
-            )
-        return {"__key__": keys[number]}, parts
+            twice = [extension for extension, _ in members]
+            raise ValueError(f"two files are for the same member of {key!r}: {twice}")
+        return {"__key__": key}, parts
 
-    source = _files(dataset, len(keys), plan, options)
+    source = _files(dataset, len(samples), plan, options)
     if bare:
         source.notes.append(f"left out: {bare:,} files without an extension")
     return source

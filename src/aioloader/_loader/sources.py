@@ -18,7 +18,7 @@ from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
 from aioloader._observe.machine import allows_processes
-from aioloader._observe.records import Listed, Setting
+from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
@@ -99,7 +99,6 @@ def make_source(
         from aioloader._pipeline.evened import EvenedFeed
 
         make_ready, make_feed = _evened_queue(options, epoch, maker), EvenedFeed
-    epoch.counters.listed = Listed()
     on_device = options.target.ahead if mover else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     epoch.counters.describe = partial(

@@ -75,14 +75,6 @@ th:first-child, td:first-child { text-align: left; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-# Counts that are left out if they are 0.
-_COUNTS = {
-    "failures": "failed samples",
-    "worker_deaths": "worker deaths",
-    "worker_restarts": "worker restarts",
-}
-
-
 def report_html(
     path: str | os.PathLike[str],
     stats: Any,
@@ -134,9 +126,6 @@ def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
         yield f"{stats.samples / stats.seconds:,.4g}", "samples per second"
     for speed, used in report.head_room:
         yield f"{used:.0%}", f"accelerator busy, steps at {speed}x speed"
-    for name, what in _COUNTS.items():
-        if count := getattr(stats, name):
-            yield f"{count:,}", what
 
 
 def _figures(

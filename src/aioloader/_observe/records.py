@@ -248,23 +248,6 @@ class LoopLag:
 
 
 @dataclass(slots=True)
-class Listed:
-    """The listing of an epoch's shards, before the first was read.
-
-    Attributes:
-        shards: Number of shards.
-        seconds: How long it took.
-    """
-
-    shards: int = 0
-    seconds: float = 0.0
-
-
-# Set in the tasks of an iteration; code that lists shards adds to it.
-LISTED: ContextVar[Listed | None] = ContextVar("aioloader_listed", default=None)
-
-
-@dataclass(slots=True)
 class Counters:
     """The counters of a source; one per epoch."""
 
@@ -281,7 +264,8 @@ class Counters:
     clocks: deque[tuple[float, float]] = field(
         default_factory=partial(deque, maxlen=KEPT // _CLOCKED)
     )
-    listed: Listed | None = None  # the listing of a stream's shards, if done here
+    listed_shards: int = 0  # of a stream, before the first was read, if listed here
+    listed_seconds: float = 0.0  # how long it took
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None
@@ -312,6 +296,10 @@ class Counters:
             return 0.0
         (began, before), (ended, after) = clocks[0], clocks[-1]
         return (after - before) / max(1e-9, ended - began)
+
+
+# Set in the tasks of an iteration; code that lists shards adds to it.
+COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default=None)
 
 
 def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:

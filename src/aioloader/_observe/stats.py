@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Copy, Listed, LoopLag, Record, Setting
+from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -62,7 +62,8 @@ class LoaderStats:
         resumed_at: Batches of a resumed epoch that were delivered before.
         batch_bytes: Bytes of tensors, arrays, bytes and text in a batch: the mean of
             every 16th, and of some of the first; 0 if none was measured.
-        listed: The listing of a stream's shards, if this process did it.
+        listed_shards: Shards of a stream, if this process listed them.
+        listed_seconds: How long that took, before the first was read.
         loop_lag: How the event loop that reads samples in this process is blocked;
             None if there is none, or it is not yet measured.
         device_bytes: Device memory of batches that were moved and not yet delivered.
@@ -82,7 +83,8 @@ class LoaderStats:
     worker_restarts: int = 0
     resumed_at: int = 0
     batch_bytes: float = 0.0
-    listed: Listed | None = None
+    listed_shards: int = 0
+    listed_seconds: float = 0.0
     loop_lag: LoopLag | None = None
     device_bytes: int = 0
     sources: Mapping[str, SourceStats] = field(default_factory=dict, hash=False)
@@ -145,9 +147,9 @@ class LoaderStats:
             "worker restarts": self.worker_restarts,
         }
         lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
-        if self.listed is not None and self.listed.shards:
-            took = seconds_text(self.listed.seconds)
-            lines.append(f"listed {self.listed.shards:,} shards in {took}")
+        if self.listed_shards:
+            took = seconds_text(self.listed_seconds)
+            lines.append(f"listed {self.listed_shards:,} shards in {took}")
         lines += [
             f"source {name!r}: {one.samples:,} samples, {one.passes:.4g} passes"
             for name, one in self.sources.items()
