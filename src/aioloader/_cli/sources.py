@@ -31,12 +31,13 @@ from aioloader.datasets.streams import Stream
 from aioloader.datasets.tables import ParquetDataset
 from aioloader.datasets.tar import TarDataset
 
-_STREAMS: dict[str, Any] = {
+_ROWS: dict[str, Any] = {
     "jsonl": JSONLinesDataset,
     "ndjson": JSONLinesDataset,
     "parquet": ParquetDataset,
-    "tar": TarDataset,
 }
+_STREAMS = _ROWS | {"tar": TarDataset}
+_TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
@@ -257,22 +258,19 @@ def _rows(kind: str, options: Namespace) -> Source:
 def find_texts(options: Namespace, tokenizer: Any) -> Source:
     """Return the tokens of the texts in SRC; those before the first are only read."""
     kind = _kind_of(options.src)
-    column: str | None = options.column or "text"
-    if kind == "txt":
-        stream, column = _open_shards(TextDataset, options), None
-        if options.column is not None:
-            raise ArgumentTypeError(
-                f"--column is for rows, and {shown_address(options.src)} has lines"
-            )
-    elif kind == "parquet":
-        stream = _open_shards(ParquetDataset, options, columns=[column])
-    elif kind in {"jsonl", "ndjson"}:
-        stream = _open_shards(JSONLinesDataset, options)
-    else:
+    if kind not in _TEXTS:
         raise ArgumentTypeError(
             "SRC must be texts (.txt, .jsonl, .parquet), one or many, as in "
             f"'texts/*.txt', got {shown_address(options.src)}"
         )
+    is_lines = kind == "txt"
+    if is_lines and options.column is not None:
+        raise ArgumentTypeError(
+            f"--column is for rows, and {shown_address(options.src)} has lines"
+        )
+    column = None if is_lines else options.column or "text"
+    more = {"columns": [column]} if kind == "parquet" else {}
+    stream = _open_shards(_TEXTS[kind], options, **more)
 
     def tokens(first: int) -> Stream[Any]:
         return stream.skip(first).tokenize(tokenizer, column)
