@@ -103,7 +103,7 @@ def test_any_page(tmp_path: Path, setting: Setting, count: int) -> None:
     assert "http" not in text.replace("http-equiv", "")
     assert "url(" not in text
     assert "@import" not in text
-    assert len(root.findall(".//figure")) == (4 if count else 0)
+    assert len(root.findall(".//figure")) == (3 if count else 0)
     assert {"NaN", "nan", "inf"}.isdisjoint(re.findall(r"[\w.]+", text))
 
 
@@ -156,7 +156,7 @@ def boxes(figure: ET.Element) -> list[ET.Element]:
 def test_widths_are_times(tmp_path: Path) -> None:
     """In the pipeline (for each lane) and in the timeline."""
     root = parsed(written(tmp_path / "page.html", records(8)))
-    pipeline, _, timeline, waits = root.findall(".//figure")
+    pipeline, timeline, waits = root.findall(".//figure")
     width = {one.get("class"): size(one) for one in boxes(pipeline)}
     assert width["transform"] / width["read"] == pytest.approx(5 / 3, rel=1e-3)
     assert width["consumer"] / width["read"] == pytest.approx(0.4 / 0.3, rel=1e-3)
@@ -173,7 +173,7 @@ def test_many_batches_share_bars(tmp_path: Path) -> None:
     taken = records(1000)
     taken[501] = taken[501]._replace(asked=taken[501].taken - 7)
     root = parsed(written(tmp_path / "page.html", taken))
-    bars = boxes(root.findall(".//figure")[3])
+    bars = boxes(root.findall(".//figure")[2])
     assert len(bars) <= 230
     (highest,) = [one for one in bars if size(one) > 80]
     assert "at most 7.00 s" in str(highest.get("title"))
@@ -183,7 +183,7 @@ def test_batches_of_unknown_making(tmp_path: Path) -> None:
     """Their consumer is known all the same."""
     taken = records(8, is_made=False)
     root = parsed(written(tmp_path / "page.html", taken, stages=STAGES[-1:]))
-    timeline = root.findall(".//figure")[2]
+    timeline = root.findall(".//figure")[1]
     assert "consumer" in {one.get("class") for one in boxes(timeline)}
 
 

@@ -41,7 +41,7 @@ p { margin: .25rem 0; max-width: 46rem; }
 .muted, figcaption { color: var(--muted); }
 figure { margin: .75rem 0 0; overflow-x: auto; }
 figcaption { font-size: .85rem; }
-.row { display: grid; grid-template-columns: 13rem minmax(26rem, 1fr) 5rem;
+.row { display: grid; grid-template-columns: 10rem minmax(28rem, 1fr) 5rem;
   column-gap: .75rem; align-items: center; margin-top: .3rem; font-size: .8rem;
   line-height: 1.2; white-space: nowrap; }
 .row b { text-align: right; font-weight: 400; }
@@ -131,16 +131,11 @@ def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
 def _figures(
     stats: Any, report: Any, records: Sequence[Record], setting: Setting
 ) -> Iterator[str]:
-    yield from _figure(
-        "Pipeline",
-        "Seconds that each step takes per batch, divided by the slots that run it "
-        "concurrently. The widest sets the pace if enough batches are in flight.",
-        _pipeline(stats.stages, report.stage, setting),
-    )
-    caption = "Busy; starved: without work to do; blocked: with work that cannot be "
-    caption += "handed on."
-    drawing = _shares(stats.stages)
-    yield from _figure("How stages spend their time", caption, drawing)
+    caption = "How the slots of each stage spend their time: busy; starved: without "
+    caption += "work to do; blocked: with work that cannot be handed on. On the right: "
+    caption += "busy seconds of a slot per batch; those of one worker add up."
+    drawing = _pipeline(stats.stages, report.stage)
+    yield from _figure("Pipeline", caption, drawing)
     caption = "Where each of the last batches was. The first line is the consumer."
     yield from _figure("Timeline", caption, _timeline(records, setting))
     recent = f"the latest {len(records):,} batches"
@@ -192,45 +187,12 @@ def _legend(entries: dict[str, str]) -> str:
     return f'<p class="muted legend">{"".join(shown)}</p>'
 
 
-def _pipeline(stages: Sequence[Any], slowest: str, setting: Setting) -> Iterator[str]:
-    """Draw stages from top to bottom, as wide as the time that each batch takes there.
+def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
+    """Draw for each stage which share of its time it is busy, starved, blocked.
 
-    Stages that the same slots do one after the other are on one line. The ``slowest``,
-    named by the verdict, is marked.
+    So stages are as busy as their boxes are wide, and take as long for each batch. The
+    ``slowest``, named by the verdict, is marked.
     """
-    lines = _sharing_lanes(stages, setting)
-    widest = max(sum(map(_per_batch, line)) for line in lines) or 1.0
-    for line in lines:
-        names, boxes, seconds = [one.name for one in line], list[str](), 0.0
-        for one in line:
-            took = _per_batch(one)
-            title = f"{one.name}: {seconds_text(took)} a batch"
-            boxes.append(_box(one.name, title, seconds / widest, took / widest))
-            seconds += took
-        lanes = f" (x {line[0].lanes})" if line[0].lanes > 1 else ""
-        kind = "row marked" if slowest in names else "row"
-        yield _row(" + ".join(names) + lanes, boxes, seconds_text(seconds), kind)
-
-
-def _sharing_lanes(stages: Sequence[Any], setting: Setting) -> list[list[Any]]:
-    shared = set() if setting.transforms_async else {("transform", "collate")}
-    if setting.is_coupled:
-        shared.add(("read", "transform"))
-    lines: list[list[Any]] = []
-    for one in stages:
-        if lines and (lines[-1][-1].name, one.name) in shared:
-            lines[-1].append(one)
-        else:
-            lines.append([one])
-    return lines
-
-
-def _per_batch(stage: Any) -> float:
-    return float(stage.busy) / max(1, int(stage.items) * int(stage.lanes))
-
-
-def _shares(stages: Sequence[Any]) -> Iterator[str]:
-    """Draw for each stage which share of its time it is busy, starved, blocked."""
     for one in stages:
         boxes, begin = list[str](), 0.0
         kinds = {"busy": one.name, "blocked": "blocked", "starved": "idle"}
@@ -238,7 +200,10 @@ def _shares(stages: Sequence[Any]) -> Iterator[str]:
             share = one.shares[name]
             boxes.append(_box(kind, f"{one.name}: {share:.0%} {name}", begin, share))
             begin += share
-        yield _row(one.name, boxes, f"{one.utilisation:.0%} busy")
+        took = seconds_text(one.busy / max(1, one.items * one.lanes))
+        lanes = f" (x {one.lanes})" if one.lanes > 1 else ""
+        kind = "row marked" if one.name == slowest else "row"
+        yield _row(one.name + lanes, boxes, took, kind)
     busy = {"busy: the stage's colour": stages[0].name}
     yield _legend(busy | {"blocked": "blocked", "starved": "idle"})
 
