@@ -61,8 +61,9 @@ def written(
     stats: Any = Figures(
         3, len(taken), 30.0, failures=2, recent=len(taken), seconds=50.0, samples=200
     )
-    stats = SimpleNamespace(**{**vars(stats), "stages": tuple(stages)})
-    report_html(path, stats, VERDICT, taken, setting)
+    shown = {"stages": tuple(stages) if taken else (), "_records": taken}
+    stats = SimpleNamespace(**vars(stats) | shown, _setting=setting)
+    report_html(path, stats, VERDICT)
     return path.read_text(encoding="utf-8")
 
 
@@ -193,7 +194,7 @@ def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
     path.write_text("before")
     broken: Any = SimpleNamespace(**vars(Figures()), headline="x")
     with pytest.raises(AttributeError):
-        report_html(path, broken, broken, [], WORKERS)
+        report_html(path, broken, broken)
     assert path.read_text() == "before"
     written(path, records(3))
     assert list(tmp_path.iterdir()) == [path]

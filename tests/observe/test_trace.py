@@ -21,7 +21,6 @@ from aioloader._observe.records import (
     Copy,
     Counters,
     Latest,
-    MadeAt,
     Records,
     RecordTuple,
     Setting,
@@ -34,7 +33,7 @@ from samples import AsyncMap
 
 def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
     """Return a batch that took 2 s to read, 1 to wait, 3 to transform, 1 to collate."""
-    made = MadeAt(at, at + 2, at + 3, at + 6, at + 7, busy=5.0, cpu=0.5, delayed=0.1)
+    made = (at, at + 2, at + 3, at + 6, at + 7, 5.0, 0.5, 0.1)
     return number, at + 5, at + 8, lane, size, made
 
 

@@ -105,8 +105,7 @@ class Observed:
         """
         from aioloader._observe.page import report_html
 
-        stats = self.stats()
-        report_html(path, stats, self.report(), stats._records, stats._setting)
+        report_html(path, self.stats(), self.report())
 
     def trace(self, path: str | os.PathLike[str]) -> "Trace":
         """Return a context manager that records when and where batches are made.

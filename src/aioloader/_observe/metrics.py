@@ -124,13 +124,12 @@ class PrometheusCollector:
 
     def collect(self) -> "Iterator[Metric]":
         """Yield the current metrics."""
-        readings = [(one.name, one.read()) for one in self._watched]
         for figure in _METRICS:
             family = _family(figure)
             name = family.name + ("_total" if figure in _COUNTERS else "")
-            for loader, reading in readings:
-                for value, labels in reading.get(figure, ()):
-                    family.add_sample(name, {"loader": loader, **labels}, value)
+            for one in self._watched:
+                for value, labels in one.take(figure):
+                    family.add_sample(name, {"loader": one.name, **labels}, value)
             yield family
 
 

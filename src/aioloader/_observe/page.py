@@ -75,22 +75,14 @@ th:first-child, td:first-child { text-align: left; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def report_html(
-    path: str | os.PathLike[str],
-    stats: Any,
-    report: Any,
-    records: Sequence[Record],
-    setting: Setting,
-) -> None:
+def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
     """Write the report as a page; an existing file is replaced once it is complete."""
-    text = "\n".join(_page(stats, report, records, setting))
+    text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-def _page(
-    stats: Any, report: Any, records: Sequence[Record], setting: Setting
-) -> Iterator[str]:
+def _page(stats: Any, report: Any) -> Iterator[str]:
     headline = escape(report.headline)
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>'
@@ -108,12 +100,12 @@ def _page(
     for value, what in _tiles(stats, report):
         yield f"<li><b>{escape(value)}</b> {escape(what)}</li>"
     yield "</ul>"
-    if stats.stages and records:
-        yield from _figures(stats, report, records, setting)
+    if stats.stages:
+        yield from _figures(stats, report)
     else:
         yield "<p>No batch was recorded yet.</p>"
     yield "<h2>Setting</h2>"
-    settings = asdict(setting).items()
+    settings = asdict(stats._setting).items()  # noqa: SLF001
     rows = [(name.replace("_", " "), str(value)) for name, value in settings]
     yield from _table(("argument", "value"), rows)
     yield "</main>\n</body>\n</html>\n"
@@ -128,9 +120,8 @@ def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
         yield f"{used:.0%}", f"accelerator busy, steps at {speed}x speed"
 
 
-def _figures(
-    stats: Any, report: Any, records: Sequence[Record], setting: Setting
-) -> Iterator[str]:
+def _figures(stats: Any, report: Any) -> Iterator[str]:
+    records, setting = stats._records, stats._setting  # noqa: SLF001
     caption = "How the slots of each stage spend their time: busy; starved: without "
     caption += "work to do; blocked: with work that cannot be handed on. On the right: "
     caption += "busy seconds of a slot per batch; those of one worker add up."

@@ -28,8 +28,24 @@ _QUICK = 5e-4
 # Items of a batch that are measured.
 _ITEMS = 64
 
-# The fields of ``MadeAt`` as a plain tuple, which costs a fifth.
-Made: TypeAlias = tuple[float, float, float, float, float, float, float, float]
+# When and where a batch was made; clock readings in seconds. A plain tuple costs a
+# fifth of a named one.
+Made: TypeAlias = tuple[
+    float,  # reading started; for a stream, the batch was requested
+    float,  # all of its samples were read
+    float,  # transform and collate started; later than that if they waited
+    float,  # all of its samples were transformed
+    float,  # it was collated
+    # Seconds that coroutines took for single samples, summed over these: to read them,
+    # or else to transform them; 0 if there were none.
+    float,
+    # Seconds of processor time of the plain code that made it, reads included unless
+    # coroutines did them; measured for some batches only, otherwise 0.
+    float,
+    # Seconds in which that code was ready to run and waited for a processor; measured
+    # with the processor time, where the system tells.
+    float,
+]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 8
 
@@ -56,25 +72,6 @@ def spent(since: RunTimes) -> RunTimes:
     return run_times() - since
 
 
-class MadeAt(NamedTuple):
-    """When and where a batch was made; clock readings in seconds."""
-
-    began: float  # reading started; for a stream, the batch was requested
-    read: float  # all of its samples were read
-    started: float  # transform and collate started; later than ``read`` if they waited
-    transformed: float  # all of its samples were transformed
-    collated: float  # it was collated
-    # Seconds that coroutines took for single samples, summed over these: to read them,
-    # or else to transform them; 0 if there were none.
-    busy: float
-    # Seconds of processor time of the plain code that made it, reads included unless
-    # coroutines did them; measured for some batches only, otherwise 0.
-    cpu: float
-    # Seconds in which that code was ready to run and waited for a processor; measured
-    # with ``cpu``, where the system tells.
-    delayed: float
-
-
 class Record(NamedTuple):
     """One delivered batch."""
 
@@ -83,7 +80,7 @@ class Record(NamedTuple):
     taken: float  # when the consumer got it
     lane: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
-    made: Made  # a ``MadeAt`` as a plain tuple
+    made: Made
 
 
 class Copy(NamedTuple):
@@ -205,7 +202,7 @@ class Setting:
 
     @property
     def making_starts(self) -> int:
-        """Which of a batch's times (``MadeAt``) is when a making slot gets it."""
+        """Which of a batch's times (``Made``) is when a making slot gets it."""
         if self.transforms_async:
             return 3
         return 0 if self.is_coupled else 2

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from aioloader._observe.records import (
     Copy,
     Counters,
-    MadeAt,
     Record,
     RecordTuple,
     Setting,
@@ -280,15 +279,15 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
 
 
 def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
-    made = MadeAt._make(record.made)
+    *marks, busy, cpu, delayed = record.made
     spent = {
-        "seconds of coroutines, summed over samples": made.busy,
-        "seconds of processor time": made.cpu,
-        "seconds of waiting for a processor": made.delayed,
+        "seconds of coroutines, summed over samples": busy,
+        "seconds of processor time": cpu,
+        "seconds of waiting for a processor": delayed,
     }
     args |= {name: seconds for name, seconds in spent.items() if seconds}
     names: Sequence[str] = _STEPS
-    times: Sequence[float] = made[:5]
+    times: Sequence[float] = marks
     # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
         yield _Job(_READS, names[:2], times[:3], args)
