@@ -243,7 +243,7 @@ def test_nothing_is_advised_if_the_computed_pace_is_off() -> None:
     ):
         found = report(Clock(replace(was, cores=8), [ticks]).run(96), said)
         assert abs(found.model_error) > 0.15
-        assert (found.advice, found.head_room) == (None, ())
+        assert (found.advice, found.head_room) == (None, {})
         assert found.limit.startswith("No advice: the seconds per batch computed from")
 
 

@@ -16,7 +16,7 @@ import pytest
 from aioloader import DataLoader
 from aioloader._observe.page import report_html
 from aioloader._observe.records import NOT_MADE, Made, Record, Setting
-from aioloader._observe.verdict import Advice, HeadRoom, Report
+from aioloader._observe.verdict import Advice, Report
 from observe.showing import SETTINGS, WORKERS, Figures, Stage
 
 CHROMIUM = shutil.which("chromium")
@@ -34,7 +34,7 @@ VERDICT = Report(
     "transform",
     Advice("num_workers", 2, 4, 50.0, "it <helps>"),
     wait_share=0.6,
-    head_room=(HeadRoom(1, 0.4), HeadRoom(2, 0.2), HeadRoom(4, 0.1)),
+    head_room={1: 0.4, 2: 0.2, 4: 0.1},
     batches=50,
     remarks=("2 samples failed.",),
 )

@@ -192,12 +192,12 @@ def test_training_sets_the_pace() -> None:
     found = simulated(PROCESSES, Ticks((1,) * 4, collate=1, step=20))
     assert (found.stage, found.advice) == ("nothing", None)
     assert found.limit == "No argument would make training faster."
-    used = [room.utilisation for room in found.head_room]
+    used = [*found.head_room.values()]
     assert used == pytest.approx([1, 1, 1], abs=0.03)
     # 8 ms a batch from two workers: a step of 20 ms may get 2.5 times as fast.
     found = simulated(PROCESSES, Ticks((4,) * 4, step=20))
     assert found.stage == "nothing"
-    assert dict(found.head_room) == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
+    assert found.head_room == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
 
 
 def test_a_slow_start_holds_nothing_back() -> None:

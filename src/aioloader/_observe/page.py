@@ -116,7 +116,7 @@ def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
     if stats.seconds:
         yield f"{stats.recent / stats.seconds:,.4g}", "batches per second"
         yield f"{stats.samples / stats.seconds:,.4g}", "samples per second"
-    for speed, used in report.head_room:
+    for speed, used in report.head_room.items():
         yield f"{used:.0%}", f"accelerator busy, steps at {speed}x speed"
 
 

@@ -7,11 +7,10 @@ allow. None is advised if the time computed for the recorded setting differs fro
 measured one, or by more than the speed-up.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
@@ -79,18 +78,6 @@ class Advice:
         )
 
 
-class HeadRoom(NamedTuple):
-    """The utilization of the accelerator if steps get faster.
-
-    Attributes:
-        speed: Speed of a step, as a multiple of the present speed.
-        utilisation: Share of the time that it computes then, from 0 to 1.
-    """
-
-    speed: int
-    utilisation: float
-
-
 @dataclass(frozen=True)
 class Report:
     """The report of ``loader.report()``.
@@ -105,8 +92,9 @@ class Report:
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
             waits for the GIL if threads of the loader hold it.
-        head_room: For steps as fast as now, twice and four times as fast; empty if
-            ``model_error`` is above 15 percent.
+        head_room: Share of the time that the accelerator computes, from 0 to 1, if
+            steps are 1, 2 and 4 times as fast as now; empty if ``model_error`` is above
+            15 percent.
         batches: How many batches this is computed from.
         model_error: Error of the pace computed for the recorded setting, as a share of
             the seconds per batch.
@@ -118,7 +106,7 @@ class Report:
     advice: Advice | None = None
     limit: str = ""
     wait_share: float = 0.0
-    head_room: tuple[HeadRoom, ...] = ()
+    head_room: Mapping[int, float] = field(default_factory=dict, hash=False)
     batches: int = 0
     model_error: float = 0.0
     remarks: tuple[str, ...] = ()
@@ -143,7 +131,7 @@ class Report:
         if self.head_room:
             parts = ", ".join(
                 f"{used:.0%} {'now' if speed == 1 else f'with steps {speed}x as fast'}"
-                for speed, used in self.head_room
+                for speed, used in self.head_room.items()
             )
             lines.append(f"Accelerator utilisation: {parts}.")
         lines += self.remarks
@@ -176,22 +164,22 @@ def report(
         advice=advice,
         limit="" if advice else case.limit(stage),
         wait_share=case.wait_share,
-        head_room=() if case.is_doubtful else head_room(costs, setting),
+        head_room={} if case.is_doubtful else head_room(costs, setting),
         batches=len(costs.step),
         model_error=case.error,
         remarks=remarks,
     )
 
 
-def head_room(costs: Costs, setting: Setting) -> tuple[HeadRoom, ...]:
+def head_room(costs: Costs, setting: Setting) -> dict[int, float]:
     """Return how busy the accelerator is with steps at 1, 2 and 4 times the speed."""
-    rooms = []
+    rooms = {}
     for speed in (1, 2, 4):
         faster = costs.scaled("consumer", 1 / speed)
         seconds = seconds_per_batch(faster, setting)
         used = faster.step.mean() / seconds if seconds else 1.0
-        rooms.append(HeadRoom(speed, min(1.0, float(used))))
-    return tuple(rooms)
+        rooms[speed] = min(1.0, float(used))
+    return rooms
 
 
 @dataclass(frozen=True)
