@@ -10,7 +10,7 @@ from aioloader._observe.records import NOT_MADE, Copy, Record, Setting
 from aioloader._observe.stages import StageStats, held_back, stage_stats
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.words import seconds_text
-from observe.clock import TICK, Clock, Ticks, delayed, ticks
+from observe.clock import TICK, Clock, Ticks, ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
 
@@ -113,16 +113,6 @@ def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
     assert held_back(records, setting) > 40 * TICK
     assert held_back(records, replace(setting, in_order=False)) == 0
     assert replace(NOTHING, _records=records, _setting=setting).held > 40 * TICK
-
-
-def test_clocks_of_other_machines() -> None:
-    setting = Setting("workers", 2, "RayWorkers", reads_in_workers=True, window=4)
-    records = Clock(setting, [Ticks(reads=(8,), collate=1, step=1)]).run(32)
-    behind = [one._replace(made=delayed(one, -1e5).made) for one in records]
-    for here, there in zip(
-        stage_stats(records, setting), stage_stats(behind, setting), strict=True
-    ):
-        assert there.busy == pytest.approx(here.busy, abs=1e-6)
 
 
 def test_batches_whose_making_is_not_known() -> None:

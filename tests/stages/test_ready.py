@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._device.stage import Staged
-from aioloader._observe.records import Copies
+from aioloader._observe.records import Counters
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import LoaderClosedError
@@ -68,6 +68,6 @@ def test_a_wake_for_a_closed_loop_is_dropped() -> None:
 def test_a_stopped_device_stage_ends_waits() -> None:
     """Another thread may have closed the iterator, whose consumer waits here."""
     queue, mover = ReadyQueue(in_order=True), cast("Any", None)
-    stage = Staged(queue, mover, 1, 0, Copies())
+    stage = Staged(queue, mover, 1, Counters())
     stage.stop()
     assert stage.wait(0)

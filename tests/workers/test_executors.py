@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
+from aioloader._pipeline import batch_maker
 from aioloader.errors import WorkerStartError
 from beside import beside
 from failing import OddError
@@ -187,3 +189,25 @@ def test_an_init_function_is_the_executors() -> None:
     given = pytest.raises(ValueError, match="give the executor an initializer")
     with ThreadPoolExecutor(1) as executor, given:
         make(Numbers(), executor, worker_init_fn=kill)
+
+
+def set_clock(seconds: float) -> None:
+    """Make this process another machine, whose clock started at another time."""
+    here = time.perf_counter
+    for module in (time, batch_maker):
+        module.perf_counter = lambda: here() + seconds  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seconds", [-1e5, 1e5])
+def test_clocks_of_other_machines(seconds: float) -> None:
+    """Their times are converted: a batch is made between its request and its end."""
+    context = multiprocessing.get_context("fork")
+    with (
+        ProcessPoolExecutor(1, context, set_clock, (seconds,)) as pool,
+        DataLoader(range(8), 2, num_workers=1, workers=pool) as loader,
+    ):
+        began = time.perf_counter()
+        assert len(list(loader)) == 4
+        stats = loader.stats()
+    for one in stats._records:
+        assert began < one.made[0] <= one.made[4] <= one.taken

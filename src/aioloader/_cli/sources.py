@@ -4,11 +4,11 @@ Each yields samples from a given number on, in the same order in each run, and d
 its contents, so that packing resumes only with the same ones.
 """
 
-import array
 import asyncio
 import hashlib
 import itertools
 import json
+import operator
 import os
 import re
 from argparse import ArgumentTypeError, Namespace
@@ -31,12 +31,13 @@ from aioloader.datasets.streams import Stream
 from aioloader.datasets.tables import ParquetDataset
 from aioloader.datasets.tar import TarDataset
 
-_STREAMS: dict[str, Any] = {
+_ROWS: dict[str, Any] = {
     "jsonl": JSONLinesDataset,
     "ndjson": JSONLinesDataset,
     "parquet": ParquetDataset,
-    "tar": TarDataset,
 }
+_STREAMS = _ROWS | {"tar": TarDataset}
+_TEXTS = _ROWS | {"txt": TextDataset}
 _ENDING = re.compile(
     r"\.(jsonl|ndjson|parquet|tar|txt)(\.(gz|zst|bz2|xz))?$", re.IGNORECASE
 )
@@ -178,25 +179,20 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
         )
     found.sort()
     bare = len(dataset.names) - len(found)
-    extensions = NameTable(extension for _, extension, _ in found)
-    files = array.array("Q", (at for *_, at in found))
-    is_new = [not at or found[at - 1][0] != key for at, (key, *_) in enumerate(found)]
-    starts = array.array("Q", (at for at, is_first in enumerate(is_new) if is_first))
-    keys = NameTable(found[at][0] for at in starts)
-    starts.append(len(found))
-    del found, is_new  # far larger than the tables
+    samples = [
+        (key, [one[1:] for one in files])
+        for key, files in itertools.groupby(found, operator.itemgetter(0))
+    ]
 
     def plan(number: int) -> Plan:
-        members = range(starts[number], starts[number + 1])
-        parts = {extensions[at]: files[at] for at in members}
+        key, members = samples[number]
+        parts = dict(members)
         if len(parts) < len(members):
-            twice = [extensions[at] for at in members]
-            raise ValueError(
-                f"two files are for the same member of {keys[number]!r}: {twice}"
-            )
-        return {"__key__": keys[number]}, parts
+            twice = [extension for extension, _ in members]
+            raise ValueError(f"two files are for the same member of {key!r}: {twice}")
+        return {"__key__": key}, parts
 
-    source = _files(dataset, len(keys), plan, options)
+    source = _files(dataset, len(samples), plan, options)
     if bare:
         source.notes.append(f"left out: {bare:,} files without an extension")
     return source
@@ -262,22 +258,19 @@ def _rows(kind: str, options: Namespace) -> Source:
 def find_texts(options: Namespace, tokenizer: Any) -> Source:
     """Return the tokens of the texts in SRC; those before the first are only read."""
     kind = _kind_of(options.src)
-    column: str | None = options.column or "text"
-    if kind == "txt":
-        stream, column = _open_shards(TextDataset, options), None
-        if options.column is not None:
-            raise ArgumentTypeError(
-                f"--column is for rows, and {shown_address(options.src)} has lines"
-            )
-    elif kind == "parquet":
-        stream = _open_shards(ParquetDataset, options, columns=[column])
-    elif kind in {"jsonl", "ndjson"}:
-        stream = _open_shards(JSONLinesDataset, options)
-    else:
+    if kind not in _TEXTS:
         raise ArgumentTypeError(
             "SRC must be texts (.txt, .jsonl, .parquet), one or many, as in "
             f"'texts/*.txt', got {shown_address(options.src)}"
         )
+    is_lines = kind == "txt"
+    if is_lines and options.column is not None:
+        raise ArgumentTypeError(
+            f"--column is for rows, and {shown_address(options.src)} has lines"
+        )
+    column = None if is_lines else options.column or "text"
+    more = {"columns": [column]} if kind == "parquet" else {}
+    stream = _open_shards(_TEXTS[kind], options, **more)
 
     def tokens(first: int) -> Stream[Any]:
         return stream.skip(first).tokenize(tokenizer, column)

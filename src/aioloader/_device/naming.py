@@ -17,8 +17,6 @@ Choose: TypeAlias = Callable[[Any], bool]
 Keys: TypeAlias = Collection[Any] | Choose
 Transform: TypeAlias = Callable[[Any], Any]
 
-_KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
-
 
 @dataclass(frozen=True)
 class Device(Generic[Made_co]):
@@ -141,14 +139,11 @@ def current_accelerator() -> torch.device | None:
 
 def seen() -> str:
     """Return the devices that torch sees, as text."""
-    own = torch._C._get_privateuse1_backend_name()  # noqa: SLF001
-    counts = {kind: _count(kind) for kind in (*_KINDS, own)}
-    parts = [
-        kind if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
-        for kind, count in counts.items()
-        if count
-    ]
-    return " and ".join(("cpu", *parts)) if parts else "no device but the cpu"
+    found = current_accelerator()
+    if found is None:
+        return "no device but the cpu"
+    last = _count(found.type) - 1
+    return f"cpu and {found.type}" + (f":0 to {found.type}:{last}" if last else "")
 
 
 def _named(device: Any) -> torch.device:

@@ -17,7 +17,7 @@ import torch
 
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Moved, Mover
-from aioloader._observe.records import Copies, Copy
+from aioloader._observe.records import Copy, Counters
 from aioloader._order.failures import noted
 from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult
@@ -35,13 +35,12 @@ class Staged:
     """
 
     def __init__(
-        self, inner: ReadyQueue, mover: Mover, depth: int, epoch: int, copies: Copies
+        self, inner: ReadyQueue, mover: Mover, depth: int, counters: Counters
     ) -> None:
         self._inner = inner
         self._mover = mover
         self._depth = depth
-        self._epoch = epoch
-        self._copies = copies
+        self._counters = counters
         self._ready = ReadyQueue(in_order=False)
         self.wait, self.wait_async = self._ready.wait, self._ready.wait_async
         self._asked = 0.0  # when there was room for the next batch
@@ -85,7 +84,7 @@ class Staged:
 
     def _hand_over(self, number: int, result: BatchResult) -> None:
         moved: Moved = result.batch
-        self._copies.taken_bytes += moved.held_bytes
+        self._counters.taken_bytes += moved.held_bytes
         try:
             result.batch = moved.hand_over()
         except BaseException as error:  # raised by the step
@@ -143,7 +142,7 @@ class Staged:
             result.error = noted(raisable(error, "the batch's move"), where)
             return
         result.batch = moved
-        self._copies.moved_bytes += moved.held_bytes
+        self._counters.moved_bytes += moved.held_bytes
         self._in_flight.append((moved, number, asked, began))
         if moved.mark is None:
             self._release()
@@ -153,15 +152,16 @@ class Staged:
         moved, number, asked, began = self._in_flight.popleft()
         moved.release()
         ended, nbytes = time.perf_counter(), moved.copied_bytes
-        self._copies.append(Copy(number, asked, began, ended, nbytes))
+        self._counters.copies.append(Copy(number, asked, began, ended, nbytes))
 
     def _place(self, number: int, batch: Any) -> str:
         """Return the error note for a batch, with what was to be moved."""
         leaves = leaves_of(batch)
         sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        epoch = self._counters.epoch
         return (
-            f"in stage 'device' of epoch {self._epoch}, batch {number}: moving "
-            f"{len(sizes)} tensors of {sum(sizes):,} bytes to {self._mover.device}"
+            f"in stage 'device' of epoch {epoch}, batch {number}: moving {len(sizes)} "
+            f"tensors of {sum(sizes):,} bytes to {self._mover.device}"
         )
 
     def _wind_up(self) -> None:

@@ -474,12 +474,13 @@ class DataLoader(TorchLoader[Batch]):
 
     def stats(self) -> "LoaderStats":
         """Return the statistics of the latest epoch so far; ``print`` shows a table."""
-        from aioloader._observe.stats import LoaderStats, SourceStats
+        from aioloader._observe.stats import Listed, LoaderStats, SourceStats
 
         epoch, servers = self._live.epoch, self._live.pools.servers
         counters = Counters() if epoch is None else epoch.counters
         policy = None if epoch is None else epoch.failures
         is_under_way = any(one.is_under_way() for one in self._live.iterators())
+        shards, seconds = counters.listed_shards, counters.listed_seconds
         return LoaderStats(
             epoch=counters.epoch,
             batches=counters.batches,
@@ -491,14 +492,14 @@ class DataLoader(TorchLoader[Batch]):
             resumed_at=0 if epoch is None else epoch.bookmark.read(),
             retries=0 if policy is None else policy.retries,
             batch_bytes=counters.bytes / max(1, counters.weighed),
-            listed=counters.listed,
+            listed=Listed(shards, seconds) if shards else None,
             loop_lag=None if counters.lag is None else counters.lag(),
             device_bytes=counters.ahead_bytes() if is_under_way else 0,
             sources={name: SourceStats(*one) for name, one in self._mixed().items()},
             iteration=counters.iteration,
             _records=counters.recorded(),
             _setting=self._live.setting(),
-            _copies=counters.copied(),
+            _copies=list(counters.copies.latest),
         )
 
     def report(self, *, ranks: str | None = None) -> "Report":
@@ -536,8 +537,7 @@ class DataLoader(TorchLoader[Batch]):
         """
         from aioloader._observe.page import report_html
 
-        stats = self.stats()
-        report_html(path, stats, self.report(), stats._records, stats._setting)
+        report_html(path, self.stats(), self.report())
 
     def trace(self, path: str | os.PathLike[str]) -> "Trace":
         """Return a context manager that records when and where batches are made.

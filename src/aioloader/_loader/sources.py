@@ -18,7 +18,7 @@ from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
 from aioloader._observe.machine import allows_processes
-from aioloader._observe.records import Copies, Listed, Setting
+from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
@@ -81,7 +81,6 @@ def make_source(
             start=epoch.bookmark.done,
             without=epoch.bookmark.beyond - epoch.dropped(),
         )
-    epoch.counters.listed = Listed()
     on_device = options.target.ahead if mover else 0
     window = _window(options, pool, on_device=on_device, is_async=is_async)
     epoch.counters.describe = partial(
@@ -105,8 +104,7 @@ def make_source(
         if mover is not None:
             from aioloader._device.stage import Staged
 
-            epoch.counters.copies = copies = Copies()
-            pipeline.stage = Staged(ready, mover, on_device, epoch.number, copies)
+            pipeline.stage = Staged(ready, mover, on_device, epoch.counters)
         return make_feed(
             pipeline,
             epoch,

@@ -2,9 +2,8 @@
 
 It observes what a value achieves and tries another one: twice as much while that helps
 (like TCP's slow start), then a constant step more (additive increase), and half as much
-if reads fail or their latency rises (multiplicative decrease). A change that does not
-help is undone. Each decision is logged with its reason. Source: RFC 5681, sections 3.1
-and 3.2.
+if reads fail (multiplicative decrease). A change that does not help is undone. Each
+decision is logged with its reason. Source: RFC 5681, sections 3.1 and 3.2.
 """
 
 import logging
@@ -22,8 +21,6 @@ _GAIN = 0.05
 _WAITS = 0.02
 # By how much the share of failed reads must exceed the usual share.
 _FAILS = 0.01
-# Factor by which the latency must exceed its usual value to count as risen.
-_RISEN = 2.0
 # Observations between two trials: initially, and the maximum.
 _REST = 8
 _LONGEST_REST = 256
@@ -34,7 +31,6 @@ class Observation(NamedTuple):
 
     rate: float  # samples, or batches, per second
     waited: float = 1.0  # share of the time that the consumer waited
-    latency: float = 0.0  # mean seconds per read; 0: not known
     failures: float = 0.0  # share of the reads that failed, including those retried
 
     def gain(self, before: "Observation") -> float:
@@ -43,13 +39,7 @@ class Observation(NamedTuple):
     def words(self, before: "Observation") -> str:
         """Return the change as the end of a sentence."""
         gain = self.gain(before)
-        words = f"was {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-        if before.latency and self.latency > 1.1 * before.latency:
-            words += f", and the latency {self.risen(before)}"
-        return words
-
-    def risen(self, before: "Observation") -> str:
-        return f"rose from {before.latency * 1e3:.3g} to {self.latency * 1e3:.3g} ms"
+        return f"was {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
 
 
 class _Trial(NamedTuple):
@@ -71,7 +61,6 @@ class Controller:
         self.most: int = max(least, most)
         self.value: int = min(max(int(start), least), self.most)
         self._trial: _Trial | None = None
-        self._known: Observation | None = None  # at the present value, while it rests
         self._step = 0  # while it is doubled
         self._has_gained = False
         self._rest = 0
@@ -88,7 +77,7 @@ class Controller:
         self.most = max(self.least, most)
         if self.value <= self.most:
             return None
-        self._trial = self._known = None
+        self._trial = None
         self._end_doubling(self.most)
         return self._go(self.most, reason)
 
@@ -103,7 +92,7 @@ class Controller:
             return self._judge(trial, seen)
         if self._rest:
             self._rest -= 1
-            return self._watch(seen)
+            return None
         return self._try_more(seen)
 
     def _judge(self, trial: _Trial, seen: Observation) -> str | None:
@@ -158,22 +147,11 @@ class Controller:
         words = f"less {seen.words(trial.seen)}"
         if seen.gain(trial.seen) < trial.gain:
             return self._take_rest(trial.before, words)
-        if trial.gain <= 0 or self.value <= self.least:
+        if self.value <= self.least:
             return self._take_rest()
         self._trial = _Trial(self.value, seen, _GAIN)
         after = max(self.value // 2, self.value - self._step)
         return self._go(after, f"{words}; still less is tried")
-
-    def _watch(self, seen: Observation) -> str | None:
-        """Halve the value if the latency has risen without a higher rate."""
-        known = self._known = self._known or seen
-        has_risen = known.latency and seen.latency > _RISEN * known.latency
-        if not has_risen or seen.gain(known) > -_GAIN or self.value == self.least:
-            return None
-        self._end_doubling(self.value // 2)
-        self._trial = _Trial(self.value, seen, -_GAIN)
-        why = f"the latency {seen.risen(known)}, at no higher rate"
-        return self._go(self.value // 2, why)
 
     # -- failures ------------------------------------------------------------------
 
@@ -204,7 +182,7 @@ class Controller:
         value = value or self.value
         if self._step:
             self._end_doubling(value)
-        self._rest, self._known = self._next_rest, None
+        self._rest = self._next_rest
         self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
         return self._go(value, reason)
 

@@ -13,7 +13,6 @@ from aioloader._observe.stages import (
     copy_seconds,
     hand_over,
     is_made,
-    on_one_clock,
     seen_transports,
     transports,
     until_copied,
@@ -95,7 +94,7 @@ def costs_of(
     (``transports``); processor time and waits for a processor, which are measured for
     few batches; and how long threads waited for the GIL.
     """
-    records = list(filter(is_made, on_one_clock(records, setting)))
+    records = list(filter(is_made, records))
     if len(records) < 2:
         return None
     each = (records[-1].taken - records[0].taken) / (len(records) - 1)

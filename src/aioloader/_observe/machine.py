@@ -5,7 +5,6 @@ The kernel serves these reads from memory, so they never wait for a disk.
 
 import contextlib
 import math
-import mmap
 import os
 import time
 from pathlib import Path
@@ -41,9 +40,7 @@ def allows_processes() -> bool:
 def memory_left(groups: Path = _GROUPS) -> int:
     """Return how many bytes this process could still use, memory files included."""
     left = _UNLIMITED
-    with contextlib.suppress(OSError, ValueError):  # not available everywhere
-        left = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError):  # only Linux has it
         words = _read(Path("/proc/meminfo")).replace(":", "").split()
         left = int(words[words.index("MemAvailable") + 1]) * 1024
     for limit, used, group in (

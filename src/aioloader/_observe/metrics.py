@@ -24,45 +24,38 @@ Values: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
 _LATEST = "the mean of the latest ones"
-_QUANTILES = "quantiles of the latest ones"
-# Metrics of one epoch, to be added up; all counters; and all metrics.
-_SUMS = {
-    "batches": "Batches delivered.",
-    "wait.time": "Time the consumer waited for batches that were not ready.",
-    "failures": "Samples that failed and were skipped or replaced.",
-    "retries": "Reads that the loader's retry has repeated.",
-}
-_COUNTERS = {
-    **_SUMS,
-    "worker.deaths": "Worker processes that died.",
-    "worker.restarts": "Worker processes started to replace others.",
-}
-_HELP = {
-    **_COUNTERS,
-    "epoch": "Number of the latest epoch.",
-    "batches.in_flight": "Batches requested and not yet delivered.",
-    "batch.samples": f"Samples per batch: {_LATEST}.",
-    "batch.size": "Bytes per batch: the mean of some.",
-    "batches.ready": f"Batches that were ready when one was requested: {_LATEST}.",
-    "loop.held": "Share of the time in which the event loop that reads samples was "
-    "blocked.",
-    "wait.duration": f"Time from requesting a batch to receiving it: {_QUANTILES}.",
-    "stage.utilization": "Share of its time that a stage is busy, starved or blocked.",
-    "stage.duration": f"Time a stage takes for a batch: {_QUANTILES}.",
-}
-# OpenTelemetry's units (UCUM), and what Prometheus' names end with.
-_UNITS = {
-    **dict.fromkeys(
-        ("wait.time", "wait.duration", "stage.duration"), ("s", "_seconds")
+_QUANT = "quantiles of the latest ones"
+# The unit of each metric (UCUM, as OpenTelemetry wants it), and what it is.
+_METRICS = {
+    "batches": ("{batch}", "Batches delivered."),
+    "wait.time": ("s", "Time the consumer waited for batches that were not ready."),
+    "failures": ("{sample}", "Samples that failed and were skipped or replaced."),
+    "retries": ("{read}", "Reads that the loader's retry has repeated."),
+    "worker.deaths": ("{worker}", "Worker processes that died."),
+    "worker.restarts": ("{worker}", "Worker processes started to replace others."),
+    "epoch": ("{epoch}", "Number of the latest epoch."),
+    "batches.in_flight": ("{batch}", "Batches requested and not yet delivered."),
+    "batch.samples": ("{sample}", f"Samples per batch: {_LATEST}."),
+    "batch.size": ("By", "Bytes per batch: the mean of some."),
+    "batches.ready": (
+        "{batch}",
+        f"Batches that were ready when one was requested: {_LATEST}.",
     ),
-    **dict.fromkeys(("loop.held", "stage.utilization"), ("1", "_ratio")),
-    **dict.fromkeys(("failures", "batch.samples"), ("{sample}", "")),
-    **dict.fromkeys(("worker.deaths", "worker.restarts"), ("{worker}", "")),
-    **dict.fromkeys(("batches", "batches.in_flight", "batches.ready"), ("{batch}", "")),
-    "retries": ("{read}", ""),
-    "epoch": ("1", ""),
-    "batch.size": ("By", "_bytes"),
+    "loop.held": (
+        "1",
+        "Share of the time in which the event loop that reads samples was blocked.",
+    ),
+    "wait.duration": ("s", f"Time from requesting a batch to receiving it: {_QUANT}."),
+    "stage.utilization": (
+        "1",
+        "Share of its time that a stage is busy, starved or blocked.",
+    ),
+    "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANT}."),
 }
+# The first ones are of an epoch, and added up; and all that never decrease.
+_SUMS, _COUNTERS = [*_METRICS][:4], [*_METRICS][:6]
+# How Prometheus' names end.
+_ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
 
 def _values(stats: Any) -> Values:
@@ -127,17 +120,16 @@ class PrometheusCollector:
 
     def describe(self) -> "Iterator[Metric]":
         """Yield the metrics without values, so that a registry knows their names."""
-        yield from map(_family, _HELP)
+        yield from map(_family, _METRICS)
 
     def collect(self) -> "Iterator[Metric]":
         """Yield the current metrics."""
-        readings = [(one.name, one.read()) for one in self._watched]
-        for figure in _HELP:
+        for figure in _METRICS:
             family = _family(figure)
             name = family.name + ("_total" if figure in _COUNTERS else "")
-            for loader, reading in readings:
-                for value, labels in reading.get(figure, ()):
-                    family.add_sample(name, {"loader": loader, **labels}, value)
+            for one in self._watched:
+                for value, labels in one.take(figure):
+                    family.add_sample(name, {"loader": one.name, **labels}, value)
             yield family
 
 
@@ -145,8 +137,9 @@ def _family(figure: str) -> "Metric":
     from prometheus_client.core import Metric  # noqa: PLC0415  (an extra)
 
     kind = "counter" if figure in _COUNTERS else "gauge"
-    name = f"aioloader_{figure.replace('.', '_')}{_UNITS[figure][1]}"
-    return Metric(name, _HELP[figure], kind)
+    unit, words = _METRICS[figure]
+    name = f"aioloader_{figure.replace('.', '_')}{_ENDINGS.get(unit, '')}"
+    return Metric(name, words, kind)
 
 
 def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
@@ -170,11 +163,11 @@ def observe_with_opentelemetry(meter: "Meter", /, **loaders: Any) -> None:
     why = "metrics need opentelemetry"
     imported("opentelemetry.metrics", "metrics-opentelemetry", why)
     watched = [_Watched(name, one) for name, one in loaders.items()]
-    for figure, words in _HELP.items():
+    for figure, (unit, words) in _METRICS.items():
         kind = "counter" if figure in _COUNTERS else "gauge"
         make = getattr(meter, f"create_observable_{kind}")
         callbacks = [partial(_observe, watched, figure)]
-        make(f"aioloader.{figure}", callbacks, _UNITS[figure][0], words)
+        make(f"aioloader.{figure}", callbacks, unit, words)
 
 
 def _observe(
@@ -222,5 +215,5 @@ class _Watched:
         """
         with self._lock:
             if name not in self._left:
-                self._left = {one: [] for one in _HELP} | self.read()
+                self._left = {one: [] for one in _METRICS} | self.read()
             return self._left.pop(name)

@@ -1,7 +1,7 @@
 """A report as one HTML page: verdict, pipeline, timeline, waits, percentiles.
 
-The page is self-contained: styles and diagrams (inline SVG) are in it, and a policy
-forbids requests. It is also well-formed XML. Colours follow the reader's scheme.
+The page is self-contained: styles are in it, diagrams are rows of coloured boxes, and a
+policy forbids requests. It is also well-formed XML. Colours follow the reader's scheme.
 """
 
 import math
@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from aioloader._observe.records import Record, Setting
-from aioloader._observe.stages import is_made, on_one_clock, percentiles
+from aioloader._observe.stages import is_made, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
 from aioloader._observe.words import seconds_text
 
-# Lengths in pixels of a diagram, which the page scales.
-_WIDTH = 920
-_LEFT = 170
-_RIGHT = 90
-_ROOM = _WIDTH - _LEFT - _RIGHT
 # Lines of a timeline, and bars of waits.
 _ROWS = 40
 _BARS = 230
@@ -46,19 +41,25 @@ p { margin: .25rem 0; max-width: 46rem; }
 .muted, figcaption { color: var(--muted); }
 figure { margin: .75rem 0 0; overflow-x: auto; }
 figcaption { font-size: .85rem; }
-svg { display: block; margin-top: .75rem; width: 100%; min-width: 40rem; height: auto; }
-svg text { fill: var(--ink); font: 12px system-ui, -apple-system, sans-serif; }
-svg .muted { fill: var(--muted); }
-svg .end { text-anchor: end; }
-svg .middle { text-anchor: middle; }
-svg .marked { fill: var(--mark); font-weight: 600; }
-svg .line { stroke: var(--line); }
-svg .flow { stroke: var(--muted); fill: none; }
-svg .frame { stroke: var(--mark); fill: none; stroke-width: 2; }
-.read { fill: var(--read); } .transform { fill: var(--transform); }
-.collate { fill: var(--collate); } .transport { fill: var(--transport); }
-.consumer { fill: var(--consumer); } .idle { fill: var(--idle); }
-.blocked { fill: var(--blocked); } .wait { fill: var(--muted); }
+.row { display: grid; grid-template-columns: 10rem minmax(28rem, 1fr) 5rem;
+  column-gap: .75rem; align-items: center; margin-top: .3rem; font-size: .8rem;
+  line-height: 1.2; white-space: nowrap; }
+.row b { text-align: right; font-weight: 400; }
+.marked b { color: var(--mark); font-weight: 600; }
+.marked .bar { outline: 2px solid var(--mark); }
+.thin .row { height: .75rem; margin: 0; }
+.bar { position: relative; height: 1.4em; }
+.thin .bar { height: .55rem; }
+.bar i { position: absolute; height: 100%; }
+.waits { display: flex; align-items: flex-end; gap: 1px; height: 8rem;
+  margin-top: .75rem; border-bottom: 1px solid var(--line); }
+.waits i { flex: 1 1 0; max-width: 1.5rem; }
+.legend i { display: inline-block; width: .7em; height: .7em; margin-right: .3em; }
+.legend span { margin-right: 1.25em; }
+.read { background: var(--read); } .transform { background: var(--transform); }
+.collate { background: var(--collate); } .transport { background: var(--transport); }
+.consumer { background: var(--consumer); } .idle { background: var(--idle); }
+.blocked { background: var(--blocked); } .wait { background: var(--muted); }
 .tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0 0; padding: 0;
   list-style: none; }
 .tiles li { background: var(--card); border-radius: .5rem; padding: .6rem .9rem;
@@ -74,30 +75,14 @@ th:first-child, td:first-child { text-align: left; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-# Counts that are left out if they are 0.
-_COUNTS = {
-    "failures": "failed samples",
-    "worker_deaths": "worker deaths",
-    "worker_restarts": "worker restarts",
-}
-
-
-def report_html(
-    path: str | os.PathLike[str],
-    stats: Any,
-    report: Any,
-    records: Sequence[Record],
-    setting: Setting,
-) -> None:
+def report_html(path: str | os.PathLike[str], stats: Any, report: Any) -> None:
     """Write the report as a page; an existing file is replaced once it is complete."""
-    text = "\n".join(_page(stats, report, records, setting))
+    text = "\n".join(_page(stats, report))
     with replacing(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
-def _page(
-    stats: Any, report: Any, records: Sequence[Record], setting: Setting
-) -> Iterator[str]:
+def _page(stats: Any, report: Any) -> Iterator[str]:
     headline = escape(report.headline)
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>'
@@ -115,12 +100,12 @@ def _page(
     for value, what in _tiles(stats, report):
         yield f"<li><b>{escape(value)}</b> {escape(what)}</li>"
     yield "</ul>"
-    if stats.stages and records:
-        yield from _figures(stats, report, records, setting)
+    if stats.stages:
+        yield from _figures(stats, report)
     else:
         yield "<p>No batch was recorded yet.</p>"
     yield "<h2>Setting</h2>"
-    settings = asdict(setting).items()
+    settings = asdict(stats._setting).items()  # noqa: SLF001
     rows = [(name.replace("_", " "), str(value)) for name, value in settings]
     yield from _table(("argument", "value"), rows)
     yield "</main>\n</body>\n</html>\n"
@@ -133,24 +118,15 @@ def _tiles(stats: Any, report: Any) -> Iterator[tuple[str, str]]:
         yield f"{stats.samples / stats.seconds:,.4g}", "samples per second"
     for speed, used in report.head_room:
         yield f"{used:.0%}", f"accelerator busy, steps at {speed}x speed"
-    for name, what in _COUNTS.items():
-        if count := getattr(stats, name):
-            yield f"{count:,}", what
 
 
-def _figures(
-    stats: Any, report: Any, records: Sequence[Record], setting: Setting
-) -> Iterator[str]:
-    yield from _figure(
-        "Pipeline",
-        "Seconds that each step takes per batch, divided by the slots that run it "
-        "concurrently. The widest sets the pace if enough batches are in flight.",
-        _pipeline(stats.stages, report.stage, setting),
-    )
-    caption = "Busy; starved: without work to do; blocked: with work that cannot be "
-    caption += "handed on."
-    drawing = _shares(stats.stages)
-    yield from _figure("How stages spend their time", caption, drawing)
+def _figures(stats: Any, report: Any) -> Iterator[str]:
+    records, setting = stats._records, stats._setting  # noqa: SLF001
+    caption = "How the slots of each stage spend their time: busy; starved: without "
+    caption += "work to do; blocked: with work that cannot be handed on. On the right: "
+    caption += "busy seconds of a slot per batch; those of one worker add up."
+    drawing = _pipeline(stats.stages, report.stage)
+    yield from _figure("Pipeline", caption, drawing)
     caption = "Where each of the last batches was. The first line is the consumer."
     yield from _figure("Timeline", caption, _timeline(records, setting))
     recent = f"the latest {len(records):,} batches"
@@ -182,180 +158,101 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 # -- diagrams ------------------------------------------------------------------------
 
 
-def _pipeline(stages: Sequence[Any], slowest: str, setting: Setting) -> Iterator[str]:
-    """Draw stages from top to bottom, as wide as the time that each batch takes there.
+def _row(label: str, boxes: Iterable[str], value: str = "", kind: str = "row") -> str:
+    """Return a line of a diagram: boxes between a label and a value."""
+    words = f"<span>{escape(label)}</span>", f"<b>{escape(value)}</b>"
+    bar = f'<div class="bar">{"".join(boxes)}</div>'
+    return f'<div class="{kind}">{words[0]}{bar}{words[1]}</div>'
 
-    Stages that the same slots do one after the other are on one line. The ``slowest``,
-    named by the verdict, is marked.
+
+def _box(kind: str, title: str, begin: float, width: float) -> str:
+    """Return a box of a row; ``begin`` and ``width`` are shares of the row's width."""
+    where = f"left:{begin:.3%};width:{width:.3%}"
+    return f'<i class="{escape(kind)}" style="{where}" title="{escape(title)}"></i>'
+
+
+def _legend(entries: dict[str, str]) -> str:
+    shown = (
+        f'<span><i class="{kind}"></i>{name}</span>' for name, kind in entries.items()
+    )
+    return f'<p class="muted legend">{"".join(shown)}</p>'
+
+
+def _pipeline(stages: Sequence[Any], slowest: str) -> Iterator[str]:
+    """Draw for each stage which share of its time it is busy, starved, blocked.
+
+    So stages are as busy as their boxes are wide, and take as long for each batch. The
+    ``slowest``, named by the verdict, is marked.
     """
-    lines = _sharing_lanes(stages, setting)
-    widest = max(sum(map(_per_batch, line)) for line in lines) or 1.0
-    yield _svg(len(lines) * 56 + 6, "Pipeline: time for a batch, by stage")
-    for at, line in enumerate(lines):
-        names, lanes = [one.name for one in line], line[0].lanes
-        top, seconds = at * 56 + 4, sum(map(_per_batch, line))
-        width, middle = _ROOM * seconds / widest, _LEFT + _ROOM / 2
-        left = _LEFT + (_ROOM - width) / 2
-        if at:
-            arrow = f"M{middle} {top - 21} V{top - 4} m-4 -5 l4 5 l4 -5"
-            yield f'<path class="flow" d="{arrow}"/>'
-        yield _text(0, top + 13, " + ".join(names))
-        together = f"{lanes} at a time" if lanes > 1 else "one at a time"
-        yield _text(0, top + 28, together, "muted")
-        part = left
-        for one in line:
-            took = _per_batch(one)
-            title = f"{one.name}: {seconds_text(took)} a batch"
-            yield _box(part, top, _ROOM * took / widest, 30, one.name, title)
-            part += _ROOM * took / widest
-        if slowest in names:
-            edge = f'x="{left:.2f}" y="{top - 1}" width="{max(width, 3):.2f}"'
-            yield f'<rect class="frame" {edge} height="32" rx="3"/>'
-        kind = "end marked" if slowest in names else "end"
-        yield _text(_WIDTH, top + 19, seconds_text(seconds), kind)
-    yield "</svg>"
-
-
-def _sharing_lanes(stages: Sequence[Any], setting: Setting) -> list[list[Any]]:
-    shared = set() if setting.transforms_async else {("transform", "collate")}
-    if setting.is_coupled:
-        shared.add(("read", "transform"))
-    lines: list[list[Any]] = []
     for one in stages:
-        if lines and (lines[-1][-1].name, one.name) in shared:
-            lines[-1].append(one)
-        else:
-            lines.append([one])
-    return lines
-
-
-def _per_batch(stage: Any) -> float:
-    return float(stage.busy) / max(1, int(stage.items) * int(stage.lanes))
-
-
-def _shares(stages: Sequence[Any]) -> Iterator[str]:
-    """Draw for each stage which share of its time it is busy, starved, blocked."""
-    yield _svg(len(stages) * 28 + 30, "Shares of time: busy, starved, blocked")
-    for at, one in enumerate(stages):
-        top, left = at * 28 + 2, float(_LEFT)
-        yield _text(0, top + 14, one.name)
+        boxes, begin = list[str](), 0.0
         kinds = {"busy": one.name, "blocked": "blocked", "starved": "idle"}
         for name, kind in kinds.items():
             share = one.shares[name]
-            title = f"{one.name}: {share:.0%} {name}"
-            yield _box(left, top, _ROOM * share, 20, kind, title)
-            left += _ROOM * share
-        yield _text(_WIDTH, top + 14, f"{one.utilisation:.0%} busy", "end")
+            boxes.append(_box(kind, f"{one.name}: {share:.0%} {name}", begin, share))
+            begin += share
+        took = seconds_text(one.busy / max(1, one.items * one.lanes))
+        lanes = f" (x {one.lanes})" if one.lanes > 1 else ""
+        kind = "row marked" if one.name == slowest else "row"
+        yield _row(one.name + lanes, boxes, took, kind)
     busy = {"busy: the stage's colour": stages[0].name}
-    legend = busy | {"blocked": "blocked", "starved": "idle"}
-    yield from _legend(legend, len(stages) * 28 + 20)
-    yield "</svg>"
+    yield _legend(busy | {"blocked": "blocked", "starved": "idle"})
 
 
 def _timeline(records: Sequence[Record], setting: Setting) -> Iterator[str]:
     """Draw when each of the last batches was in which stage."""
-    last = on_one_clock(records[-_ROWS:], setting)
+    last = records[-_ROWS:]
     begin = min(one.made[0] if is_made(one) else one.asked for one in last)
     begin = min(begin, last[0].asked)
-    end = max(one.taken for one in last)
-    seconds = end - begin or 1.0
+    seconds = max(one.taken for one in last) - begin or 1.0
 
-    def box(top: float, name: str, kind: str, began: float, ended: float) -> str:
-        left = _LEFT + _ROOM * (began - begin) / seconds
-        width = _ROOM * (ended - began) / seconds
-        return _box(left, top, width, 9, kind, f"{name}: {seconds_text(ended - began)}")
+    def box(name: str, kind: str, began: float, ended: float) -> str:
+        took = ended - began
+        title = f"{name}: {seconds_text(took)}"
+        return _box(kind, title, (began - begin) / seconds, took / seconds)
 
-    height = len(last) * 12 + 62
-    yield _svg(height, "Timeline of the last batches")
-    yield from _axis(seconds, height - 46)
-    yield _text(0, 11, "consumer")
     waits = "making" if setting.place == "inline" else "waiting"
-    for one in last:
-        yield box(2, f"{waits} for batch {one.number}", "idle", one.asked, one.taken)
-    for one, after in pairwise(last):
-        if after.asked > one.taken:
-            what = f"step after batch {one.number}"
-            yield box(2, what, "consumer", one.taken, after.asked)
+    boxes = [
+        box(f"{waits} for batch {one.number}", "idle", one.asked, one.taken)
+        for one in last
+    ]
+    boxes += [
+        box(f"step after batch {one.number}", "consumer", one.taken, after.asked)
+        for one, after in pairwise(last)
+        if after.asked > one.taken
+    ]
+    yield '<div class="thin">'
+    yield _row("consumer", boxes, seconds_text(seconds))
+    names = ("read", "waits for a worker", "transform", "collate", "is ready")
+    kinds = ("read", "idle", "transform", "collate", "blocked")
     for at, one in enumerate(last):
-        top = at * 12 + 16
         lane = f", worker {one.lane}" if setting.workers else ""
-        if not at or one is last[-1] or at % 5 == 0:
-            yield _text(0, top + 9, f"batch {one.number}{lane}", "muted")
-        if is_made(one):
-            names = ("read", "waits for a worker", "transform", "collate", "is ready")
-            kinds = ("read", "idle", "transform", "collate", "blocked")
-            spans = pairwise((*one.made[:5], one.taken))
-            for name, kind, (began, ended) in zip(names, kinds, spans, strict=True):
-                if ended > began:
-                    yield box(top, f"batch {one.number} {name}", kind, began, ended)
+        is_named = not at or one is last[-1] or at % 5 == 0
+        spans = pairwise((*one.made[:5], one.taken)) if is_made(one) else ()
+        boxes = [
+            box(f"batch {one.number} {name}", kind, began, ended)
+            for name, kind, (began, ended) in zip(names, kinds, spans, strict=False)
+            if ended > began
+        ]
+        yield _row(f"batch {one.number}{lane}" if is_named else "", boxes)
+    yield "</div>"
     legend = {name: name for name in ("read", "transform", "collate")}
-    legend |= {"waiting": "idle", "ready": "blocked", "step": "consumer"}
-    yield from _legend(legend, height - 8)
-    yield "</svg>"
+    yield _legend(legend | {"waiting": "idle", "ready": "blocked", "step": "consumer"})
 
 
 def _waits(records: Sequence[Record]) -> Iterator[str]:
     """Draw how long the consumer waited for each batch."""
     waits = [one.taken - one.asked for one in records]
     each = math.ceil(len(waits) / _BARS)
-    bars = [waits[at : at + each] for at in range(0, len(waits), each)]
-    most, width = max(waits) or 1.0, _ROOM / len(bars)
-    yield _svg(168, "Wait for each batch")
-    for share in (0.0, 0.5, 1.0):
-        top = 8 + 120 * (1 - share)
-        yield _line(_LEFT, _LEFT + _ROOM, top, top)
-        label = seconds_text(most * share) if share else "0"
-        yield _text(_LEFT - 8, top + 4, label, "end muted")
-    for at, bar in enumerate(bars):
-        number, wait = records[at * each].number, max(bar)
-        high = 120 * wait / most
-        title = f"batch {number}: {seconds_text(wait)}"
-        if len(bar) > 1:
-            last = records[at * each + len(bar) - 1].number
-            title = f"batches {number} to {last}: at most {seconds_text(wait)}"
-        left, wide = _LEFT + at * width, max(width - 1, 0.6)
-        yield _box(left, 128 - high, min(wide, 24), high, "wait", title)
-    yield _text(_LEFT, 148, f"batch {records[0].number}", "muted")
-    yield _text(_LEFT + _ROOM, 148, f"batch {records[-1].number}", "end muted")
-    yield "</svg>"
-
-
-def _svg(height: float, label: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">'
-
-
-def _text(left: float, top: float, text: str, kind: str = "") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    return f'<text x="{left:.1f}" y="{top:.1f}"{kind}>{escape(text)}</text>'
-
-
-def _box(
-    left: float, top: float, width: float, height: float, kind: str, title: str
-) -> str:
-    where = f'x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    return f'<rect class="{escape(kind)}" {where}><title>{escape(title)}</title></rect>'
-
-
-def _line(x1: float, x2: float, y1: float, y2: float) -> str:
-    where = f'x1="{x1:.2f}" x2="{x2:.2f}" y1="{y1:.2f}" y2="{y2:.2f}"'
-    return f'<line class="line" {where}/>'
-
-
-def _axis(seconds: float, bottom: float) -> Iterator[str]:
-    """Draw lines at some round times, over the height of a diagram."""
-    step = 10 ** math.floor(math.log10(seconds))
-    while seconds / step < 4:
-        step /= 2
-    for at in range(int(seconds / step) + 1):
-        left = _LEFT + _ROOM * at * step / seconds
-        yield _line(left, left, 0, bottom)
-        label = seconds_text(at * step) if at else "0"
-        yield _text(left, bottom + 14, label, "middle muted")
-
-
-def _legend(entries: dict[str, str], bottom: float) -> Iterator[str]:
-    left = float(_LEFT)
-    for name, kind in entries.items():
-        yield _box(left, bottom - 9, 10, 10, kind, name)
-        yield _text(left + 15, bottom, name, "muted")
-        left += 15 + 7 * len(name) + 20
+    most = max(waits) or 1.0
+    yield '<div class="waits">'
+    for at in range(0, len(waits), each):
+        some, wait = records[at : at + each], max(waits[at : at + each])
+        title = f"batch {some[0].number}: {seconds_text(wait)}"
+        if len(some) > 1:
+            first, last = some[0].number, some[-1].number
+            title = f"batches {first} to {last}: at most {seconds_text(wait)}"
+        high = f"height:{wait / most:.3%}"
+        yield f'<i class="wait" style="{high}" title="{title}"></i>'
+    yield "</div>"
+    yield f'<p class="muted">The longest is {seconds_text(max(waits))}.</p>'

@@ -2,8 +2,7 @@
 
 All statistics of a loader are computed from these records on request; the hot path
 appends one tuple per batch. The clock is ``time.perf_counter``, which all processes of
-a machine share (Ray's workers on other machines do not: for them only differences are
-meaningful).
+a machine share; times of workers on other machines are converted (``remote_tasks``).
 """
 
 import time
@@ -29,8 +28,24 @@ _QUICK = 5e-4
 # Items of a batch that are measured.
 _ITEMS = 64
 
-# The fields of ``MadeAt`` as a plain tuple, which costs a fifth.
-Made: TypeAlias = tuple[float, float, float, float, float, float, float, float]
+# When and where a batch was made; clock readings in seconds. A plain tuple costs a
+# fifth of a named one.
+Made: TypeAlias = tuple[
+    float,  # reading started; for a stream, the batch was requested
+    float,  # all of its samples were read
+    float,  # transform and collate started; later than that if they waited
+    float,  # all of its samples were transformed
+    float,  # it was collated
+    # Seconds that coroutines took for single samples, summed over these: to read them,
+    # or else to transform them; 0 if there were none.
+    float,
+    # Seconds of processor time of the plain code that made it, reads included unless
+    # coroutines did them; measured for some batches only, otherwise 0.
+    float,
+    # Seconds in which that code was ready to run and waited for a processor; measured
+    # with the processor time, where the system tells.
+    float,
+]
 RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
 NOT_MADE: Made = (0.0,) * 8
 
@@ -57,25 +72,6 @@ def spent(since: RunTimes) -> RunTimes:
     return run_times() - since
 
 
-class MadeAt(NamedTuple):
-    """When and where a batch was made; clock readings in seconds."""
-
-    began: float  # reading started; for a stream, the batch was requested
-    read: float  # all of its samples were read
-    started: float  # transform and collate started; later than ``read`` if they waited
-    transformed: float  # all of its samples were transformed
-    collated: float  # it was collated
-    # Seconds that coroutines took for single samples, summed over these: to read them,
-    # or else to transform them; 0 if there were none.
-    busy: float
-    # Seconds of processor time of the plain code that made it, reads included unless
-    # coroutines did them; measured for some batches only, otherwise 0.
-    cpu: float
-    # Seconds in which that code was ready to run and waited for a processor; measured
-    # with ``cpu``, where the system tells.
-    delayed: float
-
-
 class Record(NamedTuple):
     """One delivered batch."""
 
@@ -84,7 +80,7 @@ class Record(NamedTuple):
     taken: float  # when the consumer got it
     lane: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
-    made: Made  # a ``MadeAt`` as a plain tuple
+    made: Made
 
 
 class Copy(NamedTuple):
@@ -131,14 +127,6 @@ def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
 
 # The latest batches of one epoch; added by the consumer.
 Records: TypeAlias = Latest[RecordTuple]
-
-
-@dataclass(slots=True)
-class Copies(Latest[Copy]):
-    """The latest copies to the device; added by the thread that makes them."""
-
-    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
-    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
 
 
 @dataclass(frozen=True)
@@ -214,7 +202,7 @@ class Setting:
 
     @property
     def making_starts(self) -> int:
-        """Which of a batch's times (``MadeAt``) is when a making slot gets it."""
+        """Which of a batch's times (``Made``) is when a making slot gets it."""
         if self.transforms_async:
             return 3
         return 0 if self.is_coupled else 2
@@ -257,23 +245,6 @@ class LoopLag:
 
 
 @dataclass(slots=True)
-class Listed:
-    """The listing of an epoch's shards, before the first was read.
-
-    Attributes:
-        shards: Number of shards.
-        seconds: How long it took.
-    """
-
-    shards: int = 0
-    seconds: float = 0.0
-
-
-# Set in the tasks of an iteration; code that lists shards adds to it.
-LISTED: ContextVar[Listed | None] = ContextVar("aioloader_listed", default=None)
-
-
-@dataclass(slots=True)
 class Counters:
     """The counters of a source; one per epoch."""
 
@@ -290,11 +261,15 @@ class Counters:
     clocks: deque[tuple[float, float]] = field(
         default_factory=partial(deque, maxlen=KEPT // _CLOCKED)
     )
-    listed: Listed | None = None  # the listing of a stream's shards, if done here
+    listed_shards: int = 0  # of a stream, before the first was read, if listed here
+    listed_seconds: float = 0.0  # how long it took
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None
-    copies: Copies | None = None  # the copies to the device; None without one
+    # The latest copies to the device; added by the thread that makes them.
+    copies: Latest[Copy] = field(default_factory=Latest)
+    moved_bytes: int = 0  # device memory of all moved batches; written by that thread
+    taken_bytes: int = 0  # of delivered batches; written by the consumer's thread
     # Identifies the iteration: two may have the same epoch number.
     iteration: object = field(default_factory=object)
 
@@ -307,13 +282,9 @@ class Counters:
     def recorded(self) -> list[Record]:
         return [Record._make(one) for one in list(self.records.latest)]
 
-    def copied(self) -> list[Copy]:
-        return [] if self.copies is None else list(self.copies.latest)
-
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""
-        copies = self.copies
-        return 0 if copies is None else max(0, copies.moved_bytes - copies.taken_bytes)
+        return max(0, self.moved_bytes - self.taken_bytes)
 
     def used(self) -> float:
         """Return how many cores this process has used lately; 0 if not known."""
@@ -322,6 +293,10 @@ class Counters:
             return 0.0
         (began, before), (ended, after) = clocks[0], clocks[-1]
         return (after - before) / max(1e-9, ended - began)
+
+
+# Set in the tasks of an iteration; code that lists shards adds to it.
+COUNTERS: ContextVar[Counters | None] = ContextVar("aioloader_counters", default=None)
 
 
 def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:

@@ -6,8 +6,9 @@ samples that coroutines read concurrently. Work for batches that are not recorde
 missing, so slots look idle at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -20,8 +21,6 @@ Floats: TypeAlias = NDArray[np.float64]
 # Name, begins and ends of a step of all batches, and how many samples run at a time.
 _Step: TypeAlias = tuple[str, Floats, Floats, Any]
 
-# Workers of this machine, which share the clock.
-_LOCAL = {"process", "thread", "ProcessPoolExecutor", "ThreadPoolExecutor"}
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
 # A consumer waited for a batch if it did for more than this share of its transport.
@@ -86,7 +85,6 @@ def stage_stats(
     """
     if not records:
         return ()
-    records = on_one_clock(records, setting)
     span = _Span(records, setting, copies)
     device = [span.device(copies)] if copies else []
     return (*span.making(), span.transport(), *device, span.consumer())
@@ -135,37 +133,9 @@ def percentiles(seconds: Sequence[float] | Floats) -> tuple[float, float, float]
     return float(p50), float(p95), float(p99)
 
 
-def on_one_clock(records: Sequence[Record], setting: Setting) -> list[Record]:
-    """Return the records with the clocks of workers on other machines corrected.
-
-    Only if times are impossible: then the fastest batch of each slot is assumed to have
-    arrived as soon as it was collated.
-    """
-    made = [one for one in records if is_made(one)]
-    if not made or setting.place != "workers" or setting.worker_kind in _LOCAL:
-        return list(records)
-    earliest = 2 * records[0].asked - records[-1].taken
-    if all(one.made[0] >= earliest and one.made[4] <= one.taken for one in made):
-        return list(records)
-    offsets: dict[int, float] = {}
-    for one in made:
-        late = one.taken - one.made[4]
-        offsets[one.lane] = min(late, offsets.get(one.lane, late))
-    return [
-        _shifted(one, offsets[one.lane]) if is_made(one) else one for one in records
-    ]
-
-
 def is_made(record: Record) -> bool:
     """Tell whether it is known when the batch was made."""
     return record.made[4] != 0
-
-
-def _shifted(record: Record, seconds: float) -> Record:
-    made = record.made
-    began, read, started, transformed, collated = (at + seconds for at in made[:5])
-    moved = (began, read, started, transformed, collated, *made[5:])
-    return record._replace(made=moved)
 
 
 def hand_over(records: Sequence[Record], setting: Setting) -> float:
@@ -227,7 +197,6 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
     """Return the total seconds that finished batches waited for an earlier one."""
     if not setting.in_order or setting.place == "inline" or not records:
         return 0.0
-    records = on_one_clock(records, setting)
     held, latest = 0.0, 0.0
     for one in records:
         if is_made(one):
@@ -236,23 +205,19 @@ def held_back(records: Sequence[Record], setting: Setting) -> float:
     return held
 
 
-class _Overlap:
-    """The overlap of intervals with a union of given intervals."""
-
-    def __init__(self, begins: Floats, ends: Floats) -> None:
-        order = np.argsort(begins)
-        begins, ends = begins[order], np.maximum.accumulate(ends[order])
-        # An interval starts a new part of the union if all earlier ones have ended.
-        is_new = np.append(True, begins[1:] > ends[:-1])
-        first = begins[is_new]
-        last = ends[np.append(np.flatnonzero(is_new)[1:] - 1, len(ends) - 1)]
-        self._times = np.stack([first, last], 1).ravel()
-        seconds = np.cumsum(last - first)
-        self._seconds = np.stack([seconds - (last - first), seconds], 1).ravel()
-
-    def until(self, times: Any) -> Any:
-        """Return the seconds of the union before ``times``."""
-        return np.interp(times, self._times, self._seconds)
+def _union(begins: Floats, ends: Floats) -> Callable[[Any], Any]:
+    """Return a function: the seconds of a union of intervals before given times."""
+    order = np.argsort(begins)
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    # An interval starts a new part of the union if all earlier ones have ended.
+    is_new = np.append(True, begins[1:] > ends[:-1])
+    first = begins[is_new]
+    last = ends[np.append(np.flatnonzero(is_new)[1:] - 1, len(ends) - 1)]
+    times = np.stack([first, last], 1).ravel()
+    seconds = np.cumsum(last - first)
+    return partial(
+        np.interp, xp=times, fp=np.stack([seconds - (last - first), seconds], 1).ravel()
+    )
 
 
 class _Span:
@@ -278,7 +243,7 @@ class _Span:
         setting = self._setting
         reading, making = setting.reading_lanes, setting.making_lanes
         began, read, started, transformed, collated, busy, *_ = self._made
-        lying = _Overlap(self._clip(collated), self._taken[self._is_made])
+        lying = _union(self._clip(collated), self._taken[self._is_made])
         to_read: _Step = ("read", began, read, 1.0)
         to_transform: _Step = ("transform", started, transformed, 1.0)
         to_collate: _Step = ("collate", transformed, collated, 1.0)
@@ -301,17 +266,17 @@ class _Span:
         ]
 
     def _shared(
-        self, lanes: int, steps: list[_Step], lying: _Overlap
+        self, lanes: int, steps: list[_Step], lying: Callable[[Any], Any]
     ) -> list[StageStats]:
         """Return stages that share slots, which run one step after another."""
         busy, within = [], 0.0
         for _, begin, end, weight in steps:
             begins, ends = self._clip(begin), self._clip(end)
             busy.append(float(((ends - begins) * weight).sum()))
-            overlap = (lying.until(ends) - lying.until(begins)) * weight
+            overlap = (lying(ends) - lying(begins)) * weight
             within += float(overlap.sum())
         idle = max(0.0, lanes * (self._end - self._begin) - sum(busy))
-        blocked = lanes * float(lying.until(self._end) - lying.until(self._begin))
+        blocked = lanes * float(lying(self._end) - lying(self._begin))
         blocked = min(idle, max(0.0, blocked - within))
         return [
             StageStats(
@@ -328,9 +293,9 @@ class _Span:
         begins, ends = self._clip(self._ready - self._moved), self._clip(self._ready)
         left = self._clip(self._left)
         seconds = self._end - self._begin
-        busy = float(_Overlap(begins, ends).until(self._end))
-        some = _Overlap(np.append(begins, ends), np.append(ends, left))
-        lying = float(some.until(self._end)) - busy
+        busy = float(_union(begins, ends)(self._end))
+        some = _union(np.append(begins, ends), np.append(ends, left))
+        lying = float(some(self._end)) - busy
         return StageStats(
             *("transport", 1, self._items, busy, seconds - busy - lying, lying),
             *percentiles(self._moved),
@@ -341,9 +306,9 @@ class _Span:
         times = np.array([(one.asked, one.began, one.ended) for one in copies])
         asked, began, ended = self._clip(times.T)
         seconds = self._end - self._begin
-        busy = float(_Overlap(began, ended).until(self._end))
-        wanted = _Overlap(np.append(asked, began), np.append(began, ended))
-        starved = float(wanted.until(self._end)) - busy
+        busy = float(_union(began, ended)(self._end))
+        wanted = _union(np.append(asked, began), np.append(began, ended))
+        starved = float(wanted(self._end)) - busy
         return StageStats(
             *("device", 1, len(copies), busy, starved, seconds - busy - starved),
             *percentiles([*copy_seconds(copies).values()]),

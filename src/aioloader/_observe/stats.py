@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Copy, Listed, LoopLag, Record, Setting
+from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -28,6 +28,18 @@ class Percentiles(NamedTuple):
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
+
+
+class Listed(NamedTuple):
+    """The listing of an epoch's shards, before the first was read.
+
+    Attributes:
+        shards: Number of shards.
+        seconds: How long it took.
+    """
+
+    shards: int
+    seconds: float
 
 
 class SourceStats(NamedTuple):
@@ -145,7 +157,7 @@ class LoaderStats:
             "worker restarts": self.worker_restarts,
         }
         lines += [f"{name}: {count:,}" for name, count in counts.items() if count]
-        if self.listed is not None and self.listed.shards:
+        if self.listed is not None:
             took = seconds_text(self.listed.seconds)
             lines.append(f"listed {self.listed.shards:,} shards in {took}")
         lines += [

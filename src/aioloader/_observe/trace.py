@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -23,13 +23,11 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from aioloader._observe.records import (
     Copy,
     Counters,
-    Latest,
-    MadeAt,
     Record,
     RecordTuple,
     Setting,
 )
-from aioloader._observe.stages import is_made, on_one_clock
+from aioloader._observe.stages import is_made
 from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
@@ -46,7 +44,6 @@ _CONSUMER: _Track = (0, 0, "consumer")
 _READS: _Track = (1, 0, "reads")
 _LANES = 2
 _COPIES: _Track = (3, 0, "copies to the device")
-_MOVED = {"placed": "as late as possible: another machine's clock"}
 _STEPS = ("read", "queued", "transform", "collate")
 
 
@@ -54,10 +51,18 @@ _STEPS = ("read", "queued", "transform", "collate")
 class Traced:
     """The part of a trace for one epoch: what was delivered and copied meanwhile."""
 
-    epoch: int
+    counters: Counters
     setting: Setting
     records: list[RecordTuple] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.counters.records.add_sink(self.records.append)
+        self.counters.copies.add_sink(self.copies.append)
+
+    def stop(self) -> None:
+        self.counters.records.remove_sink(self.records.append)
+        self.counters.copies.remove_sink(self.copies.append)
 
 
 class Trace:
@@ -76,8 +81,6 @@ class Trace:
         self._path = Path(path)
         self._traces = traces
         self._traced: list[Traced] = []
-        # What is collected, and where it is added.
-        self._sinks: list[tuple[Latest[Any], Callable[[Any], None]]] = []
         self._unix: int | None = None  # since the block began
 
     def follow(self, counters: Counters, setting: Setting) -> None:
@@ -86,16 +89,10 @@ class Trace:
         The loader calls it for the epochs under way when it makes the trace, and for
         each that starts in the block, before its first batch.
         """
-        traced = Traced(counters.epoch, setting)
+        traced = Traced(counters, setting)
         self._traced.append(traced)
-        self._collect(counters.records, traced.records.append)
-        if counters.copies is not None:
-            self._collect(counters.copies, traced.copies.append)
-
-    def _collect(self, latest: Latest[Any], sink: Callable[[Any], None]) -> None:
-        self._sinks.append((latest, sink))
         if self._unix is not None:
-            latest.add_sink(sink)
+            traced.start()
 
     def __enter__(self) -> Self:
         return self._start(has_folder=self._path.parent.is_dir())
@@ -122,21 +119,22 @@ class Trace:
             raise RuntimeError("this trace has already been recorded; make a new one")
         self._unix = _unix_of_clock()
         self._traces.append(self)
-        for latest, sink in self._sinks:
-            latest.add_sink(sink)
+        for one in self._traced:
+            one.start()
         return self
 
     def _stop(self) -> None:
         self._traces.remove(self)
-        for latest, sink in self._sinks:
-            latest.remove_sink(sink)
+        for one in self._traced:
+            one.stop()
 
     def _write(self, error: BaseException | None) -> None:
         """Write the file completely or not at all."""
         assert self._unix is not None
-        traced, self._traced, self._sinks = self._traced, [], []
+        traced, self._traced = self._traced, []
         epochs = [
-            {"epoch": one.epoch, "batches": len(one.records)} | asdict(one.setting)
+            {"epoch": one.counters.epoch, "batches": len(one.records)}
+            | asdict(one.setting)
             for one in traced
         ]
         base = time.time_ns() // _QUARTER_NS * _QUARTER_NS
@@ -259,16 +257,12 @@ def _on_tracks(jobs: Iterable[_Job]) -> dict[tuple[_Track, int], list[_Job]]:
     return tracks
 
 
-def _records(traced: Traced) -> list[Record]:
-    return on_one_clock(list(map(Record._make, traced.records)), traced.setting)
-
-
 def _jobs(traced: Traced) -> Iterator[_Job]:
     """Yield the jobs of an epoch, also those that took no time."""
-    records, epoch = _records(traced), {"epoch": traced.epoch}
+    epoch = {"epoch": traced.counters.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
     before: Record | None = None
-    for record, (*_, made) in zip(records, traced.records, strict=True):
+    for record in map(Record._make, traced.records):
         if before is not None:
             args = epoch | {"batch": before.number, "samples": before.samples}
             yield _Job(_CONSUMER, ["step"], [before.taken, record.asked], args)
@@ -276,8 +270,7 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
         args = epoch | {"batch": record.number, "samples": record.samples}
         yield _Job(_CONSUMER, [wait], [record.asked, record.taken], args)
         if is_made(record):
-            moved = {} if record.made is made else _MOVED
-            yield from _making(traced.setting, record, args | moved)
+            yield from _making(traced.setting, record, args)
     free = 0.0  # when the copy before had ended
     for number, _, began, ended, nbytes in traced.copies:
         args = epoch | {"batch": number, "bytes": nbytes}
@@ -286,15 +279,15 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
 
 
 def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[_Job]:
-    made = MadeAt._make(record.made)
+    *marks, busy, cpu, delayed = record.made
     spent = {
-        "seconds of coroutines, summed over samples": made.busy,
-        "seconds of processor time": made.cpu,
-        "seconds of waiting for a processor": made.delayed,
+        "seconds of coroutines, summed over samples": busy,
+        "seconds of processor time": cpu,
+        "seconds of waiting for a processor": delayed,
     }
     args |= {name: seconds for name, seconds in spent.items() if seconds}
     names: Sequence[str] = _STEPS
-    times: Sequence[float] = made[:5]
+    times: Sequence[float] = marks
     # Reads run in another place than later steps, several batches at a time.
     if setting.place == "loop" or (setting.workers and not setting.reads_in_workers):
         yield _Job(_READS, names[:2], times[:3], args)
@@ -307,7 +300,7 @@ def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
     """Yield the changes of the number of batches that wait for the consumer."""
     if traced.setting.place != "inline":
-        for record in filter(is_made, _records(traced)):
+        for record in filter(is_made, map(Record._make, traced.records)):
             yield record.made[4], 1
             yield record.taken, -1
 

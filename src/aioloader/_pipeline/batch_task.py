@@ -54,14 +54,14 @@ class BatchTask:
     failures: Sequence[Any] = ()  # the samples that were skipped or replaced
     extra: int = 0  # how many more samples a stream has tried than ``indices``
     state: Any = None  # as in ``BatchResult``
-    # Until ``spent``: as in ``MadeAt``.
+    # Until ``spent``: as in ``Made``.
     began: float = 0.0
     read: float = 0.0
     started: float = 0.0
     transformed: float = 0.0
     collated: float = 0.0
     busy: float = 0.0
-    spent: RunTimes = _NOTHING  # what ``MadeAt`` has as ``cpu`` and ``delayed``
+    spent: RunTimes = _NOTHING  # processor time, and waits for a processor
     again: bool = False  # it is padding as a whole: samples of the stream's beginning
 
     @property

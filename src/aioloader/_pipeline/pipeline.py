@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aioloader._observe.records import LISTED, NOT_MADE, Counters
+from aioloader._observe.records import COUNTERS, NOT_MADE, Counters
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
@@ -176,8 +176,7 @@ class Pipeline:
     async def main(self) -> None:
         """Host the lanes and the reader of a stream, until dismissed."""
         counters, loop = self.counters, asyncio.get_running_loop()
-        if counters is not None:
-            LISTED.set(counters.listed)  # the tasks of the lanes have this context
+        COUNTERS.set(counters)  # the tasks of the lanes have this context
         try:
             tune = None if self.tuner is None else self._tune(self.tuner)
             lanes = Lanes(self.maker.concurrency, tune)

@@ -152,11 +152,9 @@ class Tuner:
         current.starved += not len(self.ready)
         is_long = now - current.began >= _SECONDS_OF_READS
         if is_long and current.reads >= max(_READS, controller.value // 2):
-            latency = current.seconds / current.reads
             seen = Observation(
-                rate=controller.value / latency,
+                rate=controller.value * current.reads / current.seconds,
                 waited=current.starved / current.reads,
-                latency=latency,
                 failures=min(1.0, (failures - current.failures) / current.reads),
             )
             self._has_changed = controller.observe(seen) is not None

@@ -4,6 +4,7 @@ Workers of executors and of Ray get the ``WorkerSpec`` once, then requests, both
 to a header and its buffers.
 """
 
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -68,10 +69,24 @@ def of_both(task: BatchTask, made: Sequence[float]) -> Made:
     return began, read, started, transformed, collated, busy, spent[0], spent[1]
 
 
+def _moved(made: Made, seconds: float) -> Made:
+    """Return the times by another clock; those that are not known stay 0."""
+    began, read, started, transformed, collated = (
+        at and at + seconds for at in made[:5]
+    )
+    return began, read, started, transformed, collated, *made[5:]
+
+
+def _to_wall() -> float:
+    """Return the time of day at 0 of ``perf_counter``, which each machine has."""
+    return time.time() - time.perf_counter()
+
+
 def pack_answer(
     maker: BatchMaker, task: BatchTask, result: BatchResult, worker: int
 ) -> tuple[bytes, Buffers]:
-    result.made, result.dataset = task.made(), None  # the loader's own copy counts
+    result.made = _moved(task.made(), _to_wall())
+    result.dataset = None  # the loader's own copy counts
     try:
         return encode(remote(maker, task, result, worker), REDUCERS)
     except Exception as error:  # of the user's classes
@@ -132,7 +147,11 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
         pipeline.receive(task, BatchResult(error=problem))
     else:
         task.samples = []
-        result.made = of_both(task, result.made)
+        made = _moved(result.made, -_to_wall())
+        early = min(
+            0.0, time.perf_counter() - made[4]
+        )  # another machine's clock is fast
+        result.made = of_both(task, _moved(made, early))
         pipeline.receive(task, *opened(result, task))
 
 

@@ -25,7 +25,7 @@ from typing import (
     Unpack,
 )
 
-from aioloader._observe.records import LISTED
+from aioloader._observe.records import COUNTERS
 from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._cuts import Cuts
@@ -134,9 +134,9 @@ class ShardedStream(Stream[Sample_co]):
             began = perf_counter()
             find = self._list if reading.agreement is None else self._agreed
             found = reading.listed[id(self)] = await find(reading, known)
-            if (listed := LISTED.get()) is not None:
-                listed.shards += len(found.shards)
-                listed.seconds += perf_counter() - began
+            if (counters := COUNTERS.get()) is not None:
+                counters.listed_shards += len(found.shards)
+                counters.listed_seconds += perf_counter() - began
         shards, summary, sizes = reading.listed[id(self)]
         is_same = known is None or known == summary
         if summary["count"] < share.readers or not is_same:
