@@ -1,11 +1,10 @@
 """Where an epoch ends if each rank has another, unknown number of batches.
 
 Each rank counts its batches as they are made, ahead of their delivery, and tells the
-others. Pure and synchronous: an ``EndTalk`` carries the counts.
+others. Pure and synchronous: a ``StoreTalk`` of the stream carries the counts.
 """
 
-import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,33 +92,3 @@ class SharedEnd:
         if not (self.pads and self.has_ended):
             return 0
         return max(0, self.counts.most - self.passed)  # others may not have heard yet
-
-
-class EndTalk(abc.ABC):
-    """Carries counts between one rank's iteration and those of the others."""
-
-    timeout: float  # seconds that a rank waits for the others
-    who: str  # this rank, for errors
-
-    @abc.abstractmethod
-    def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start to tell what ``end`` knows of this rank, and to update it.
-
-        ``wake`` is called after each update, in another thread, and with an error.
-        """
-
-    @abc.abstractmethod
-    def note(self) -> None:
-        """Note that there is news for the others; any thread."""
-
-    @abc.abstractmethod
-    def waits_for(self) -> str:
-        """Return which other ranks it waits for: those that have told less; blocks."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Start to end; any thread, and finalizers."""
-
-    @abc.abstractmethod
-    def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from aioloader._order.rank_store import RankStore, digest, group, key_of
-from aioloader._order.shared_end import Count, Counts, EndTalk, SharedEnd
+from aioloader._order.shared_end import Count, Counts, SharedEnd
 from aioloader.errors import DatasetError
 
 # -- lists of shards ----------------------------------------------------------------
@@ -122,7 +122,7 @@ _GRACE = 10.0  # seconds for the threads to end
 _LEFT = b"left"  # wakes the thread that listens
 
 
-class StoreTalk(EndTalk):
+class StoreTalk:
     """Agrees on the end of an epoch, in rounds.
 
     In each round every rank tells how many batches it has, as soon as these are more
@@ -162,7 +162,10 @@ class StoreTalk(EndTalk):
         self._threads: list[threading.Thread] = []
 
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start to tell what ``end`` knows of this rank, and to update it."""
+        """Start to tell what ``end`` knows of this rank, and to update it.
+
+        ``wake`` is called after each update, in another thread, and with an error.
+        """
         if self._threads or self._is_closed:
             return
         self._end, self._wake = end, wake
