@@ -9,14 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Count(NamedTuple):
-    """What one rank has told."""
-
-    batches: int  # at least
-    has_ended: bool = False  # it has no more
-    has_left: bool = False  # its consumer has left the iteration early
-
-
 class Counts(NamedTuple):
     """What is known of all ranks."""
 
@@ -27,16 +19,20 @@ class Counts(NamedTuple):
     left: Sequence[int] = ()  # ranks that have left the iteration early
 
     @classmethod
-    def of(cls, counts: Sequence[Count]) -> "Counts":
-        """Return what follows from the counts of all ranks, in order."""
-        going = [one.batches for one in counts if not one.has_ended]
-        ended = [one.batches for one in counts if one.has_ended]
+    def of(cls, told: Sequence[tuple[int, bool, bool]]) -> "Counts":
+        """Return what follows from what all ranks have told, in order.
+
+        That is: the batches so far, whether the rank has no more, and whether its
+        consumer has left the iteration early.
+        """
+        going = [count for count, has_ended, _ in told if not has_ended]
+        ended = [count for count, has_ended, _ in told if has_ended]
         return cls(
             least=min(going + ended),
             most=max(going + ended),
             going=min(going, default=None),
             cut=min(ended, default=None),
-            left=[rank for rank, one in enumerate(counts) if one.has_left],
+            left=[rank for rank, (_, _, has_left) in enumerate(told) if has_left],
         )
 
 
