@@ -230,7 +230,7 @@ class ProcessPool(LastingPool):
             )
             if worker.pid is not None:
                 parts.append(stack_of(worker.pid, self.stack))
-        return "\n".join(filter(None, [*parts, self._launcher.advice()]))
+        return "\n".join(parts)
 
     def restart(self, task: BatchTask) -> bool:
         holders = self._holders(task)
