@@ -118,7 +118,8 @@ class EvenedQueue(ReadyQueue):
         super().close()
 
     def join(self) -> bool:
-        return self.talk.join()
+        has_ended: bool = self.talk.join()
+        return has_ended
 
     def joins_at_once(self) -> bool:
         return False
@@ -180,7 +181,7 @@ class EvenedFeed(AheadFeed):
         limit = super()._limit()
         if not self._queue.end.needs_others():
             return limit
-        allowed = self._queue.talk.timeout
+        allowed: float = self._queue.talk.timeout
         return allowed if limit is None else min(limit, allowed)
 
     def _time_out(self, waited: float) -> None:
