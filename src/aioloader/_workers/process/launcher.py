@@ -214,7 +214,7 @@ class ForkLauncher(Launcher):
                 popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
-    def reopen(self, note: Note) -> None:  # noqa: ARG002  (as the other kind)
+    def reopen(self) -> None:
         """Raise: this process is not forked again in mid-epoch."""
         from aioloader._workers.process.recovery import cause_of
 
