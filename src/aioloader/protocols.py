@@ -140,7 +140,7 @@ class OwnStream(abc.ABC):
 
     @abc.abstractmethod
     def end_talk(self, tail: Any, at: tuple[int, int]) -> Any:
-        """Return the ``EndTalk`` by which its ranks agree on the end of an iteration.
+        """Return the ``StoreTalk`` by which its ranks agree on the end of an iteration.
 
         It starts ``at`` an epoch, after so many of its batches.
         """

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
-from aioloader._order.shared_end import Count, Counts, SharedEnd
+from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader._pipeline.evened import EvenedQueue
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
@@ -315,7 +315,7 @@ def test_who_has_nothing_to_do_waits_for_others(
     own: int, pads: bool, told: tuple[int, int]
 ) -> None:
     """Not for a batch of its own, which would never come: the wait has a limit."""
-    counts = Counts.of([Count(min(told[0], own)), Count(told[1], has_left=True)])
+    counts = Counts.of([(min(told[0], own), False, False), (told[1], False, True)])
     end = SharedEnd(pads, made=own, passed=own, has_ended=True, counts=counts)
     assert end.needs_others() or end.lacking() > 0
 

@@ -416,7 +416,7 @@ def test_large_batches_are_written_into_lent_memory() -> None:
     rows = Rows(pa.table({"x": np.arange(1 << 16), "small": np.zeros(1 << 16, "i1")}))
     twice = rows.joined([rows])
     assert twice is not None
-    with lending(Pool()):
+    with lending(Pool().lease):
         batch, both = rows.collate(), twice.collate()
     assert leased == [1 << 19, 1 << 20]
     assert torch.equal(batch["x"], torch.arange(1 << 16))

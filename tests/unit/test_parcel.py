@@ -117,7 +117,7 @@ def collated(post: Post, n: int = 4, side: int = 200) -> Any:
     """Return a batch that was collated into the slot."""
     post.packer.reset()
     samples = [(torch.full((3, side, side), float(k)), k) for k in range(n)]
-    with lending(post.packer):
+    with lending(post.packer.lease):
         return default_collate(samples)
 
 

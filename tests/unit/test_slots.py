@@ -81,7 +81,7 @@ def test_sizes_come_while_surplus_is_dropped() -> None:
 
 def lent(samples: list[Any]) -> Any:
     """Collate into lent memory."""
-    with lending(SlotPool()), warnings.catch_warnings():
+    with lending(SlotPool().lease), warnings.catch_warnings():
         warnings.simplefilter("error")
         return default_collate(samples)
 

@@ -30,7 +30,7 @@ from torch.utils.data import default_convert as torch_convert
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as torch_rules
 
-from aioloader._transport.slots import MIN_BYTES, Lender
+from aioloader._transport.slots import MIN_BYTES, Lease
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -39,25 +39,25 @@ default_convert: Callable[[Any], Any] = torch_convert
 OURS: dict[Any, Any] = {}
 
 
-# By thread: ``pool``, from which it may allocate batches.
+# By thread: ``lease``, by which it may allocate batches.
 _LENT = threading.local()
 
 
 class lending:  # noqa: N801  (a context manager, read as a verb)
-    """Let ``default_collate`` allocate from ``pool`` in this thread."""
+    """Let ``default_collate`` allocate by ``lease`` in this thread."""
 
-    __slots__ = ("_before", "_pool")
+    __slots__ = ("_before", "_lease")
 
-    def __init__(self, pool: Lender) -> None:
-        self._pool = pool
-        self._before: Lender | None = None
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._before: Lease | None = None
 
     def __enter__(self) -> None:
-        self._before = getattr(_LENT, "pool", None)
-        _LENT.pool = self._pool
+        self._before = getattr(_LENT, "lease", None)
+        _LENT.lease = self._lease
 
     def __exit__(self, *_exc: object) -> None:
-        _LENT.pool = self._before
+        _LENT.lease = self._before
 
 
 def default_collate(samples: Sequence[Any]) -> Any:
@@ -279,8 +279,8 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 def _lent(nbytes: int) -> Any:
     """Return lent memory, as a buffer; None if that is small, or none is lent."""
-    pool: Lender | None = getattr(_LENT, "pool", None)
-    return None if nbytes < MIN_BYTES or pool is None else pool.lease(nbytes)
+    lease: Lease | None = getattr(_LENT, "lease", None)
+    return None if nbytes < MIN_BYTES or lease is None else lease(nbytes)
 
 
 @functools.cache

@@ -306,7 +306,7 @@ def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
-        pool=live.slots,
+        lease=live.slots.lease,
         loads=live.loads,
         around=_around(options) if is_keyed else nothing_around,
         reseed=seed_batch if is_keyed and not num_workers else None,

@@ -240,20 +240,14 @@ def _exact(weights: Any, names: Sequence[str]) -> list[int]:
     return [max(1, round(Fraction(one * _MOST, total))) for one in whole]
 
 
-class _Segment(NamedTuple):
-    """Positions of a stage in which no source ends."""
-
-    begin: int
-    stage: Stage
-    shifts: list[int]  # from what ``counts`` returns to an index, for each source
-
-
 class MixedIndices(Sequence[int]):
     """The order of a mixture of map-style datasets: indices of all, in a row."""
 
     def __init__(self, lengths: Sequence[int], schedule: Schedule) -> None:
         self._described = checksum([*lengths, schedule.stages, schedule.until])
-        self._segments: list[_Segment] = []
+        # Of positions in which no source ends: the first one, their stage, and for each
+        # source what leads from its count to an index.
+        self._segments: list[tuple[int, Stage, list[int]]] = []
         at = 0
         nexts = list(accumulate(lengths, initial=0))
         ends, ended = nexts[1:], list[int]()
@@ -264,7 +258,7 @@ class MixedIndices(Sequence[int]):
             shifts = [
                 nexts[one] - its for one, (its, _) in zip(sources, counts, strict=True)
             ]
-            self._segments.append(_Segment(at, stage, shifts))
+            self._segments.append((at, stage, shifts))
             # Where each would have a sample more than there are, and the first of them.
             lacking = [
                 shares.reach(place, ends[one] - shifts[place] + 1) - 1
@@ -295,7 +289,7 @@ class MixedIndices(Sequence[int]):
             IndexError: If it is out of range.
         """
         at = range(self._length)[index(position)]
-        place = bisect_right(self._segments, at, key=lambda one: one.begin) - 1
+        place = bisect_right(self._segments, at, key=itemgetter(0)) - 1
         _, stage, shifts = self._segments[place]
         first, counts = at - stage.start, stage.proportions.counts
         each = zip(shifts, counts(first), counts(first + 1), strict=True)

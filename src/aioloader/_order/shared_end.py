@@ -1,21 +1,12 @@
 """Where an epoch ends if each rank has another, unknown number of batches.
 
 Each rank counts its batches as they are made, ahead of their delivery, and tells the
-others. Pure and synchronous: an ``EndTalk`` carries the counts.
+others. Pure and synchronous: a ``StoreTalk`` of the stream carries the counts.
 """
 
-import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-
-class Count(NamedTuple):
-    """What one rank has told."""
-
-    batches: int  # at least
-    has_ended: bool = False  # it has no more
-    has_left: bool = False  # its consumer has left the iteration early
 
 
 class Counts(NamedTuple):
@@ -28,16 +19,20 @@ class Counts(NamedTuple):
     left: Sequence[int] = ()  # ranks that have left the iteration early
 
     @classmethod
-    def of(cls, counts: Sequence[Count]) -> "Counts":
-        """Return what follows from the counts of all ranks, in order."""
-        going = [one.batches for one in counts if not one.has_ended]
-        ended = [one.batches for one in counts if one.has_ended]
+    def of(cls, told: Sequence[tuple[int, bool, bool]]) -> "Counts":
+        """Return what follows from what all ranks have told, in order.
+
+        That is: the batches so far, whether the rank has no more, and whether its
+        consumer has left the iteration early.
+        """
+        going = [count for count, has_ended, _ in told if not has_ended]
+        ended = [count for count, has_ended, _ in told if has_ended]
         return cls(
             least=min(going + ended),
             most=max(going + ended),
             going=min(going, default=None),
             cut=min(ended, default=None),
-            left=[rank for rank, one in enumerate(counts) if one.has_left],
+            left=[rank for rank, (_, _, has_left) in enumerate(told) if has_left],
         )
 
 
@@ -93,33 +88,3 @@ class SharedEnd:
         if not (self.pads and self.has_ended):
             return 0
         return max(0, self.counts.most - self.passed)  # others may not have heard yet
-
-
-class EndTalk(abc.ABC):
-    """Carries counts between one rank's iteration and those of the others."""
-
-    timeout: float  # seconds that a rank waits for the others
-    who: str  # this rank, for errors
-
-    @abc.abstractmethod
-    def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start to tell what ``end`` knows of this rank, and to update it.
-
-        ``wake`` is called after each update, in another thread, and with an error.
-        """
-
-    @abc.abstractmethod
-    def note(self) -> None:
-        """Note that there is news for the others; any thread."""
-
-    @abc.abstractmethod
-    def waits_for(self) -> str:
-        """Return which other ranks it waits for: those that have told less; blocks."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Start to end; any thread, and finalizers."""
-
-    @abc.abstractmethod
-    def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""

@@ -40,7 +40,7 @@ from aioloader._pipeline.awaiting import (
 )
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask, place_of
 from aioloader._pipeline.position import Loads
-from aioloader._transport.slots import Lender, SlotPool
+from aioloader._transport.slots import Lease, SlotPool
 from aioloader.errors import FailureBudgetError
 from aioloader.protocols import (
     Kind,
@@ -132,7 +132,8 @@ class BatchMaker(Recipe):
 
     policy: FailurePolicy
     epoch: int = 0  # epoch number, for notes
-    pool: Lender = field(default_factory=SlotPool)  # lends memory for big batches
+    # Lends memory for big batches.
+    lease: Lease = field(default_factory=lambda: SlotPool().lease)
     # Entered while plain code works on a task, to seed the generators.
     around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
     # Seeds the generators again for a task whose user code restored them.
@@ -301,7 +302,7 @@ class BatchMaker(Recipe):
         if samples is SKIP:
             return BatchResult(is_empty=True)
         try:
-            with lending(self.pool):
+            with lending(self.lease):
                 batch = self.collate_fn(samples if self.batched else samples[0])
             refuse_coroutines(batch, "collate_fn")
         except BaseException as error:

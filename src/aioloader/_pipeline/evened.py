@@ -8,7 +8,7 @@ rank's last one, until the last rank ends.
 import contextlib
 from typing import Any, Final
 
-from aioloader._order.shared_end import EndTalk, SharedEnd
+from aioloader._order.shared_end import SharedEnd
 from aioloader._pipeline.ahead_feed import AheadFeed
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
@@ -21,14 +21,14 @@ _NEWS: Final = -1
 class EvenedQueue(ReadyQueue):
     """A queue that holds batches until the other ranks have as many.
 
-    It owns the talk. Of ``dropped``, numbers of batches that are made but not
-    delivered, the ranks do not speak.
+    It owns the ``talk``, a ``StoreTalk``. Of ``dropped``, numbers of batches that are
+    made but not delivered, the ranks do not speak.
     """
 
     def __init__(
         self,
         end: SharedEnd,
-        talk: EndTalk,
+        talk: Any,
         dropped: frozenset[int],
         readers: int,
         **options: Any,
@@ -118,7 +118,8 @@ class EvenedQueue(ReadyQueue):
         super().close()
 
     def join(self) -> bool:
-        return self.talk.join()
+        has_ended: bool = self.talk.join()
+        return has_ended
 
     def joins_at_once(self) -> bool:
         return False
@@ -180,7 +181,7 @@ class EvenedFeed(AheadFeed):
         limit = super()._limit()
         if not self._queue.end.needs_others():
             return limit
-        allowed = self._queue.talk.timeout
+        allowed: float = self._queue.talk.timeout
         return allowed if limit is None else min(limit, allowed)
 
     def _time_out(self, waited: float) -> None:

@@ -181,7 +181,7 @@ class PlainFeed(Feed):
             if holds_awaitables(samples):
                 samples = self._awaited(samples)
             stage, read = "collate", perf_counter()
-            with lending(self._slots):
+            with lending(self._slots.lease):
                 batch = self._collate_fn(samples if self._batched else samples[0])
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")

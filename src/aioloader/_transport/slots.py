@@ -13,9 +13,10 @@ import contextlib
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
     """
 
 
+# Returns a writable buffer of so many bytes, owned by the code that holds it.
+Lease: TypeAlias = Callable[[int], Any]
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
 # Free mappings kept per size: 8, or so many bytes, as dozens of small batches may be
@@ -71,13 +74,6 @@ class LockableMap(mmap.mmap):
     def __del__(self) -> None:  # a weak reference's callback would come too late
         for unlock in self._unlocks.values():
             unlock()
-
-
-class Lender(Protocol):
-    """Lends memory that a batch can be written to."""
-
-    def lease(self, nbytes: int) -> Any:
-        """Return a writable buffer of ``nbytes``, owned by the code that holds it."""
 
 
 @dataclass(eq=False)

@@ -9,25 +9,15 @@ make it.
 import contextlib
 import dis
 import gc
-import itertools
 import mmap
 import os
 import random
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import cache, cached_property, partial
+from collections.abc import Iterator
+from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
-from types import (
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,9 +29,7 @@ _LEAVES = (
     str, bytes, bytearray, int, float, ModuleType, CodeType, GeneratorType, FrameType,
     np.ndarray, torch.Tensor, memoryview, mmap.mmap,
 )  # fmt: skip
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-# What refers to functions and to little else.
-_WRAPPERS = (partial, MethodType, property, staticmethod, classmethod)
+_CONTAINERS = {list, tuple, dict, set, frozenset}
 _OWN = Path(__file__).parents[1]
 _MOST_SEARCHED, _MOST_ITEMS = 2000, 64
 # Yielded if there is more than that.
@@ -131,49 +119,25 @@ def reachable(*objects: Any) -> Iterator[Any]:
         found += _held(one)
 
 
-def _held(one: Any) -> Iterable[Any]:
+def _held(one: Any) -> list[Any]:
     if isinstance(one, type):
         file = getattr(sys.modules.get(one.__module__), "__file__", None) or ""
         if _is_basic(file) or (not file and one.__module__ != "__main__"):
-            return ()
+            return []
         # What a constructor keeps is an attribute of the instance.
-        return [value for name, value in vars(one).items() if name != "__init__"]
-    found = [*itertools.islice(_items(one), _MOST_ITEMS)]
-    if type(one) in _CONTAINERS:
-        return found
-    with contextlib.suppress(AttributeError):
-        # Not by ``getattr``, which may call the user's code.
-        found += object.__getattribute__(one, "__dict__").values()
-    found += [*type(one).__mro__, *_slots(one)]
+        kept = [value for name, value in vars(one).items() if name != "__init__"]
+        return [*one.__bases__, *kept]
     if isinstance(one, FunctionType):
-        found += _of_function(one)
-    elif isinstance(one, _WRAPPERS):
-        found += gc.get_referents(one)
-    return found
-
-
-def _items(one: Any) -> Iterable[Any]:
-    """Return the items of a container, not by a user's ``__iter__``."""
-    if isinstance(one, dict):
-        return dict.values(one)
-    kind: Any = next((kind for kind in _CONTAINERS if isinstance(one, kind)), None)
-    return () if kind is None else kind.__iter__(one)
-
-
-def _slots(one: Any) -> Iterator[Any]:
-    """Yield the values of ``__slots__``."""
-    with_slots = (base for base in type(one).__mro__ if "__slots__" in vars(base))
-    for base in with_slots:
-        for part in vars(base).values():
-            if type(part) is MemberDescriptorType:
-                with contextlib.suppress(AttributeError):
-                    yield part.__get__(one)
+        return _of_function(one)
+    if type(one) in _CONTAINERS:  # perhaps of millions
+        return [*islice(one.values() if type(one) is dict else one, _MOST_ITEMS)]
+    # Attributes, items and arguments, and a class; no code of the user's is called.
+    return gc.get_referents(one)[:_MOST_SEARCHED]
 
 
 def _of_function(function: FunctionType) -> list[Any]:
-    """Return its closure and, of a user's, the globals it names."""
-    cells = function.__closure__ or ()
-    found = [cell.cell_contents for cell in cells if cell != CellType()]
+    """Return its closure, its attributes and, of a user's, the globals it names."""
+    found = [*(function.__closure__ or ()), *vars(function).values()]
     file, space = function.__code__.co_filename, function.__globals__
     if not (_is_basic(file) or _is_installed(file)):
         names = {name for code in _codes(function) for name in code.co_names}

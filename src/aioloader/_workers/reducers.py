@@ -39,22 +39,14 @@ def _reduce(note: Note, tensor: torch.Tensor) -> Any:
     except (RuntimeError, TypeError):  # no numpy dtype, a gradient, or no memory
         return _reduce_rare(note, tensor)
     shape = array.shape
-    if not array.flags.c_contiguous or not _has_usual_strides(tensor, shape):
+    if not array.flags.c_contiguous or (
+        # Strides of such dimensions need not follow from the shape.
+        (1 in shape or 0 in shape)
+        and array.strides != np.ndarray(shape, array.dtype, array).strides
+    ):
         return _reduce_rare(note, tensor)
     note((buffer, tensor.data_ptr(), array.nbytes))
     return _rebuild, (buffer, array.dtype.str, shape)
-
-
-def _has_usual_strides(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
-    """Tell whether strides follow from the shape, in contiguous memory."""
-    if 1 not in shape and 0 not in shape:
-        return True
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= max(1, size)
-    return True
 
 
 def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

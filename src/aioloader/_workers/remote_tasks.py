@@ -19,7 +19,7 @@ from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import Buffers, decode, encode
-from aioloader._transport.slots import MIN_BYTES, Lender
+from aioloader._transport.slots import MIN_BYTES, Lease
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerError
@@ -42,20 +42,20 @@ def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
     """Return the task of a request; set the maker to its epoch."""
-    maker.epoch, *fields = decode(*copied(request, maker.pool))
+    maker.epoch, *fields = decode(*copied(request, maker.lease))
     return BatchTask(*fields)
 
 
-def copied(packed: Packed, lender: Lender) -> Packed:
-    """Return a pickle with its buffers in writable memory; ``lender`` lends it."""
-    return packed[0], [_copied(buffer, lender) for buffer in packed[1]]
+def copied(packed: Packed, lease: Lease) -> Packed:
+    """Return a pickle with its buffers in writable memory; ``lease`` lends it."""
+    return packed[0], [_copied(buffer, lease) for buffer in packed[1]]
 
 
-def _copied(buffer: Any, lender: Lender) -> Any:
+def _copied(buffer: Any, lease: Lease) -> Any:
     raw = memoryview(buffer).cast("B")
     if raw.nbytes < MIN_BYTES:
         return bytearray(raw)
-    memory = lender.lease(raw.nbytes)
+    memory = lease(raw.nbytes)
     memory[:] = np.frombuffer(raw, np.uint8)
     return memoryview(memory)  # a numpy view would not keep its owner alive
 
@@ -139,7 +139,7 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
 
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
     try:
-        result = decode(*copied(packed, pipeline.maker.pool))
+        result = decode(*copied(packed, pipeline.maker.lease))
     except Exception as error:  # of a user's class
         text = f"a batch of worker {worker} could not be unpickled: {error!r}"
         problem = WorkerError(text, worker=worker)

@@ -22,7 +22,7 @@ from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
-from aioloader._workers.process.supervisor import Note, Supervisor, number_of_threads
+from aioloader._workers.process.supervisor import Supervisor, number_of_threads
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET, Surroundings, WorkerSpec, ship
 from aioloader.errors import WorkerStartError
@@ -162,10 +162,8 @@ class ServedLauncher(Launcher):
                 self.control = None
         return self.control is None
 
-    def reopen(self, note: Note) -> None:
+    def reopen(self) -> None:
         """Start over: the supervisor has died, or has threads and cannot fork."""
-        if note.word == "threads":
-            self._servers.is_shared = False  # each worker unpickles
         self.hang_up()
         self.open()
 

@@ -12,7 +12,6 @@ import pickle
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -126,10 +125,6 @@ class Launcher:
                 # Not Thread: a finalizer may run while threading holds its own locks.
                 _thread.start_new_thread(_see_off, what)
 
-    def advice(self) -> str:
-        """Return what to try if a worker is stuck."""
-        return ""
-
 
 def _see_off(control: Channel, supervisor: int, process: Any, seconds: float) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
@@ -190,19 +185,6 @@ class ForkLauncher(Launcher):
             self._process.join()
         return self.control is None
 
-    def advice(self) -> str:
-        found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            found.append("CUDA")
-        if not found:
-            return ""
-        return (
-            f"this process has loaded {' and '.join(found)}: objects used before the "
-            "fork hang in a forked worker; multiprocessing_context='forkserver' starts "
-            "workers without forking this process"
-        )
-
     def _fork(self) -> None:
         self.control, theirs = Channel.pair()
         with contextlib.ExitStack() as stack:
@@ -232,7 +214,7 @@ class ForkLauncher(Launcher):
                 popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
-    def reopen(self, note: Note) -> None:  # noqa: ARG002  (as the other kind)
+    def reopen(self) -> None:
         """Raise: this process is not forked again in mid-epoch."""
         from aioloader._workers.process.recovery import cause_of
 

@@ -168,7 +168,8 @@ class ProcessPool(LastingPool):
         elif note.word == "died":
             self._replace(self._dispatcher.workers[note.worker], note.number)
         elif note.word == "threads":
-            self._launcher.reopen(note)
+            self._servers.is_shared = False  # each worker unpickles
+            self._launcher.reopen()
             for worker in self._dispatcher.workers:
                 worker.starts = 0
                 self._start(worker)
@@ -177,7 +178,7 @@ class ProcessPool(LastingPool):
 
             for worker in self._dispatcher.workers:
                 await_orphan(worker.pid)
-            self._launcher.reopen(note)
+            self._launcher.reopen()
             for worker in self._dispatcher.workers:
                 self._replace(worker, UNKNOWN)
 
@@ -230,7 +231,7 @@ class ProcessPool(LastingPool):
             )
             if worker.pid is not None:
                 parts.append(stack_of(worker.pid, self.stack))
-        return "\n".join(filter(None, [*parts, self._launcher.advice()]))
+        return "\n".join(parts)
 
     def restart(self, task: BatchTask) -> bool:
         holders = self._holders(task)

@@ -94,7 +94,7 @@ class Endpoint:
             self._samples = ArenaReader(self._ends.samples)
         inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
-        self.maker = maker_of(spec, pool=self._packer, **SEEDS)
+        self.maker = maker_of(spec, lease=self._packer.lease, **SEEDS)
         self._is_restored = not self.maker.keeps_state
 
     def give_up(self, error: BaseException) -> NoReturn:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from aioloader._order.rank_store import RankStore, digest, group, key_of
-from aioloader._order.shared_end import Count, Counts, EndTalk, SharedEnd
+from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
 
 # -- lists of shards ----------------------------------------------------------------
@@ -122,7 +122,7 @@ _GRACE = 10.0  # seconds for the threads to end
 _LEFT = b"left"  # wakes the thread that listens
 
 
-class StoreTalk(EndTalk):
+class StoreTalk:
     """Agrees on the end of an epoch, in rounds.
 
     In each round every rank tells how many batches it has, as soon as these are more
@@ -162,7 +162,10 @@ class StoreTalk(EndTalk):
         self._threads: list[threading.Thread] = []
 
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
-        """Start to tell what ``end`` knows of this rank, and to update it."""
+        """Start to tell what ``end`` knows of this rank, and to update it.
+
+        ``wake`` is called after each update, in another thread, and with an error.
+        """
         if self._threads or self._is_closed:
             return
         self._end, self._wake = end, wake
@@ -232,13 +235,12 @@ class StoreTalk(EndTalk):
                 is_known = end.total() is not None
                 if self._is_heard and (is_known or end.has_news()):
                     self._is_heard, self._round = False, number
-                    self._post(store, number, Count(end.made, end.has_ended))
+                    self._post(store, number)
                     self._told.put(number)
                     number += 1
                 self._bell.get()
             if not end.is_agreed:
-                left = Count(end.made, end.has_ended, has_left=True)
-                self._post(store, number, left)
+                self._post(store, number, has_left=True)
         finally:
             if not (end.is_agreed or self._is_heard):
                 store.set(self._heard(number - 1, self._rank), _LEFT)
@@ -282,9 +284,10 @@ class StoreTalk(EndTalk):
     def _heard(self, number: int, rank: int) -> str:
         return f"{self._key}/round {number} to rank {rank}"
 
-    def _post(self, store: Any, number: int, count: Count) -> None:
-        """Tell a count; the last rank of a round tells all what follows."""
-        words = json.dumps([number, self._at, *count])
+    def _post(self, store: Any, number: int, *, has_left: bool = False) -> None:
+        """Tell this rank's count; the last rank of a round tells all what follows."""
+        count = self._end.made, self._end.has_ended, has_left
+        words = json.dumps([number, self._at, count])
         store.set(self._key_of(self._rank), words)
         counter = f"{self._key}/round {number}"
         if store.add(counter, 1) < self._ranks:
@@ -311,13 +314,13 @@ class StoreTalk(EndTalk):
 
 def _result(found: Sequence[Any]) -> dict[str, Any]:
     """Return what follows from what all ranks told, or why nothing does."""
-    if len({tuple(at) for _, at, *_ in found}) > 1:
+    if len({tuple(at) for _, at, _ in found}) > 1:
         text = "; ".join(
             f"rank {rank} is at batch {batch} of epoch {epoch}"
-            for rank, (_, (epoch, batch), *_) in enumerate(found)
+            for rank, (_, (epoch, batch), _) in enumerate(found)
         )
         return {"error": f"{text}; start or resume all ranks at one moment"}
-    return Counts.of([Count(*count) for _, _, *count in found])._asdict()
+    return Counts.of([count for _, _, count in found])._asdict()
 
 
 def _end(found: "weakref.ref[StoreTalk]") -> None:
