@@ -12,6 +12,7 @@ import pickle
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -125,6 +126,10 @@ class Launcher:
                 # Not Thread: a finalizer may run while threading holds its own locks.
                 _thread.start_new_thread(_see_off, what)
 
+    def advice(self) -> str:
+        """Return what to try if a worker is stuck."""
+        return ""
+
 
 def _see_off(control: Channel, supervisor: int, process: Any, seconds: float) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
@@ -184,6 +189,19 @@ class ForkLauncher(Launcher):
         elif self._process is not None:
             self._process.join()
         return self.control is None
+
+    def advice(self) -> str:
+        found: list[str] = [one for one in ("obstore", "grpc") if one in sys.modules]
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            found.append("CUDA")
+        if not found:
+            return ""
+        return (
+            f"this process has loaded {' and '.join(found)}: objects used before the "
+            "fork hang in a forked worker; multiprocessing_context='forkserver' starts "
+            "workers without forking this process"
+        )
 
     def _fork(self) -> None:
         self.control, theirs = Channel.pair()

@@ -231,7 +231,7 @@ class ProcessPool(LastingPool):
             )
             if worker.pid is not None:
                 parts.append(stack_of(worker.pid, self.stack))
-        return "\n".join(parts)
+        return "\n".join(filter(None, [*parts, self._launcher.advice()]))
 
     def restart(self, task: BatchTask) -> bool:
         holders = self._holders(task)
