@@ -7,8 +7,6 @@ import io
 import json
 import lzma
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from datasets.tables import (
     read_shard,
     shards,
 )
+from python_process import python
 
 
 def made(paths: Any, *, is_remote: bool = False, **options: Any) -> CSVFormat:
@@ -541,10 +540,5 @@ print("all", len(found))
 
 @pytest.mark.fuzz
 def test_ray_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RAY],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-W", "ignore", "-c", RAY)
     assert done.stdout.endswith("all 2\n"), done.stderr
