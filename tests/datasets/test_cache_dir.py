@@ -152,11 +152,6 @@ def test_large_pieces_are_read_and_written_in_parts(
     assert cache.get("a") == b"0123456789" * 5
 
 
-def test_a_cache_has_room(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_bytes must be at least 1, got 0"):
-        CacheDir(tmp_path, 0)
-
-
 def test_pickles_and_shows_no_keys(cache: CacheDir) -> None:
     """What travels is the directory and the bound; the disk holds hashes."""
     cache.put("https://host/a?X-Amz-Signature=MARKER7secret", b"data")

@@ -45,16 +45,16 @@ from aioloader.testing import check_parser, check_shard_format
 from beside import beside
 from datasets.ranks import merge_states
 from datasets.shards import (
+    FILES_OF_TABLES,
+    MORE_TABLES,
+    SHARDED,
     Make,
-    arrow,
-    json_lines,
     names,
     own,
     parquet,
     read,
     sqlite,
     tar,
-    tar_zstd,
     text,
 )
 from datasets.test_flat_steps import tokenizer
@@ -62,7 +62,7 @@ from datasets.test_interleave import Memory, Reader
 from object_server import Faults, ObjectServer
 from python_process import python
 
-ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
+ALL: list[Make] = [*SHARDED, *FILES_OF_TABLES, *MORE_TABLES, sqlite]
 
 
 @pytest.mark.slow

@@ -126,13 +126,6 @@ async def test_prefix_is_whole_segments(s3: str) -> None:
         await ObjectDataset.discover(s3, prefix="cat")
 
 
-async def test_listing_of_a_missing_bucket(s3: str) -> None:
-    with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket"):
-        await ObjectDataset.discover("s3://nobody")
-    with pytest.raises(ObjectNotFoundError, match="NoSuchBucket"):
-        await asyncio.to_thread(ObjectDataset, "s3://nobody")
-
-
 @pytest.mark.parametrize(
     "where", ["{folder}", "{folder}/", "file://{folder}", "file://{folder}/"]
 )
