@@ -4,7 +4,6 @@ import bz2
 import csv
 import gzip
 import io
-import json
 import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +87,7 @@ async def test_reads_what_pyarrow_reads(
     whole = await read_shard(form, found[1])
     for row in range(len(whole) + 1):
         assert await read_shard(form, found[1], row=row) == whole[row:]
+    await check_resumes(CSVDataset(paths), rows, range(51))
 
 
 # -- types ---------------------------------------------------------------------------
@@ -262,34 +262,6 @@ async def test_any_values(
         form = made(path, column_types=types, newlines_in_values=newlines)
         found = [(int(r["n"]), r["s"], r["t"]) for r in await read_all(form)]
         assert found == given_rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", [None, [("n", ">", 40_000)]], ids=["all", "some"])
-async def test_resuming_reads_no_more_than_a_block_before(
-    filters: Any, tmp_path: Path
-) -> None:
-    text = "".join(f"{n},{'x' * 30}\n" for n in range(100_000))
-    paths = written(tmp_path, "n,s\n" + text)
-    local = Local(is_remote=True)
-    form = CSVFormat(paths, local, dialect=Dialect(), filters=filters)
-    (shard,) = await shards(form)
-    reader = form.open(shard, {}, 1 << 20)
-    whole = await read_shard(form, shard, limit=5000)
-    stop, count = len(whole) * 9 // 10, 0
-    while count < stop:
-        count += len(await reader.pull(stop - count))
-    position = json.loads(json.dumps(reader.position()))
-    await reader.aclose()
-    local.spans.clear()
-    reader = form.open(shard, position, 1 << 20)
-    rest: list[Any] = []
-    while len(block := await reader.pull(5000)):
-        rest += block
-    await reader.aclose()
-    assert rest == whole[stop:]
-    share = 0.1 if filters is None else 0.06
-    assert sum(b - a for a, b in local.spans) < share * len(text) + formats.BLOCK * 1.1
 
 
 async def test_a_packing_that_is_not_read_is_refused(tmp_path: Path) -> None:
