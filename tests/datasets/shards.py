@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import sqlite3
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from PIL import Image
+from pyarrow import dataset as ds
 
 from aioloader.datasets import (
     ArrowDataset,
     ByteStream,
+    CSVDataset,
     JSONLinesDataset,
     ParquetDataset,
     SQLDataset,
     TarDataset,
     TextDataset,
+    from_arrow,
     from_async_iterable,
     from_dataset,
     from_iterable,
@@ -78,6 +82,15 @@ def write_tar(folder: Path, ending: str = "") -> None:
             for field, body in (("txt", row.encode()), ("bin", bytes(700)))
         ]
         write_packed(folder / f"{shard}.tar{ending}", archive(members))
+
+
+_LATER = itertools.count(1)
+
+
+def put(path: str | Path, data: bytes | bytearray) -> None:
+    """Write a file in place, at a new time however coarse the clock is."""
+    Path(path).write_bytes(data)
+    os.utime(path, (10**9 + next(_LATER),) * 2)
 
 
 def write_packed(path: Path, data: bytes) -> None:
@@ -176,6 +189,23 @@ def arrow(folder: Path, **options: Any) -> Any:
     return ArrowDataset(f"{folder}/{{0..7}}.arrow", **options)
 
 
+def arrow_streams(folder: Path, **options: Any) -> Any:
+    write_tables(folder, "arrows")
+    return ArrowDataset(f"{folder}/{{0..7}}.arrows", **options)
+
+
+def csv(folder: Path, **options: Any) -> Any:
+    for shard in range(len(LENGTHS)):
+        (folder / f"{shard}.csv").write_text("\n".join(["name", *rows(shard), ""]))
+    return CSVDataset("*.csv", store=folder, **options)
+
+
+def fragments(folder: Path, **options: Any) -> Any:
+    write_tables(folder, "feather")
+    files = [f"{folder}/{shard}.feather" for shard in range(len(LENGTHS))]
+    return from_arrow(ds.dataset(files, format="feather"), **options)
+
+
 def sqlite(folder: Path, **options: Any) -> Any:
     with contextlib.closing(sqlite3.connect(folder / "a.db")) as database:
         database.execute("DROP TABLE IF EXISTS part")
@@ -206,6 +236,7 @@ def postgresql(_folder: Path, **options: Any) -> Any:
 
 SHARDED: list[Make] = [text, text_gzip, json_lines, tar, tar_zstd, own]
 FILES_OF_TABLES: list[Make] = [parquet, arrow]
+MORE_TABLES: list[Make] = [arrow_streams, csv, fragments]
 DATABASES: list[Make] = [sqlite, postgresql]
 OTHERS: list[Make] = [iterable, async_iterable, map_style]
 EVERY: list[Make] = [*SHARDED, *FILES_OF_TABLES, *DATABASES, *OTHERS]

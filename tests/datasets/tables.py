@@ -21,7 +21,7 @@ from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
-from datasets.shards import bytes_of
+from datasets.shards import bytes_of, put
 
 Format = ParquetFormat | ArrowFormat | CSVFormat
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
@@ -148,10 +148,6 @@ def expected(table: pa.Table) -> list[dict[str, Any]]:
 
 def contents(path: str | Path) -> bytes:
     return Path(path).read_bytes()
-
-
-def put(path: str | Path, data: bytes | bytearray) -> None:
-    Path(path).write_bytes(data)
 
 
 def flip(path: str | Path, at: int, bit: int = 0) -> None:

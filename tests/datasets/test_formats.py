@@ -9,7 +9,6 @@ import json
 import operator
 import re
 import struct
-import subprocess
 import sys
 import threading
 import warnings
@@ -46,23 +45,24 @@ from aioloader.testing import check_parser, check_shard_format
 from beside import beside
 from datasets.ranks import merge_states
 from datasets.shards import (
+    FILES_OF_TABLES,
+    MORE_TABLES,
+    SHARDED,
     Make,
-    arrow,
-    json_lines,
     names,
     own,
     parquet,
     read,
     sqlite,
     tar,
-    tar_zstd,
     text,
 )
 from datasets.test_flat_steps import tokenizer
 from datasets.test_interleave import Memory, Reader
 from object_server import Faults, ObjectServer
+from python_process import python
 
-ALL: list[Make] = [text, json_lines, tar, tar_zstd, own, parquet, arrow, sqlite]
+ALL: list[Make] = [*SHARDED, *FILES_OF_TABLES, *MORE_TABLES, sqlite]
 
 
 @pytest.mark.slow
@@ -413,13 +413,8 @@ def test_another_process_says_the_same() -> None:
         "print(json.dumps(stream.describe()))\n"
     )
     root = str(Path(__file__).parents[2])
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join([*sys.path, root]), "PYTHONHASHSEED": "7"},
-        capture_output=True,
-        check=True,
-        text=True,
-    )
+    env = {"PYTHONPATH": ":".join([*sys.path, root]), "PYTHONHASHSEED": "7"}
+    run = python("-c", code, env=env, check=True)
     stream = from_iterable(numbers).map(Called(2)).tokenize(tokenizer())
     stream = stream.shuffle(4).batch(2)
     assert json.loads(run.stdout) == stream.describe()

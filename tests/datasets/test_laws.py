@@ -72,14 +72,6 @@ async def test_it_is_like_a_list(
 
 
 @pytest.mark.slow
-async def test_reads_each_index(dataset: AnyDataset, bodies: list[bytes]) -> None:
-    for index, body in enumerate(bodies):
-        read = body_of(await dataset[index])
-        assert read == body
-        assert np.frombuffer(read, np.uint8).nbytes == len(body)
-
-
-@pytest.mark.slow
 async def test_wrappers_pass_the_awaitable_on(
     dataset: AnyDataset, bodies: list[bytes]
 ) -> None:

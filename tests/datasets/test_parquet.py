@@ -26,7 +26,7 @@ from aioloader.datasets._arrow.filters import Filters
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.errors import DatasetError, TruncatedReadError
-from datasets.shards import check_resumes, read
+from datasets.shards import check_resumes, put, read
 from datasets.tables import (
     PLACES,
     Local,
@@ -35,7 +35,6 @@ from datasets.tables import (
     flip,
     outcome,
     plain,
-    put,
     read_all,
     read_shard,
     shards,

@@ -23,6 +23,7 @@ from aioloader import DataLoader
 from aioloader.datasets import (
     ArrowDataset,
     ByteStream,
+    CSVDataset,
     ParquetDataset,
     Requests,
     TarDataset,
@@ -488,6 +489,18 @@ def test_the_row_group() -> None:
     before, open_one = read_after_resuming(ParquetDataset, data, 0.6)
     assert before < MB
     assert len(data) / 2 < open_one < len(data) * 0.55
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "rest"), [(None, 0.41), (1000, 0.245)])
+def test_a_block_of_csv(least: int | None, rest: float) -> None:
+    """Also where a filter leaves out rows."""
+    data = b"n,s\n" + b"".join(b"%d,%s\n" % (n, b"x" * SAMPLE) for n in range(LARGE))
+    filters = None if least is None else [("n", ">", least)]
+    make = partial(CSVDataset, filters=filters)
+    before, open_one = read_after_resuming(make, data, 0.6)
+    assert before < MB
+    assert open_one < rest * len(data) + 2 * 2**18  # one block, and the first lines
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +22,7 @@ from aioloader.errors import BatchTimeoutError, DatasetError
 from datasets.rank_process import ranks
 from datasets.ranks import lines, numbers
 from datasets.shards import write_lines
+from python_process import python
 
 pytestmark = pytest.mark.slow
 
@@ -442,10 +441,5 @@ if "raise" in sys.argv:
 @pytest.mark.parametrize("how", ["keep", "drop", "raise"])
 def test_exit(how: str) -> None:
     """Of Python, amid an epoch: a thread in a call of the store would abort it."""
-    made = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _LEFT_OPEN, how],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    made = python("-W", "ignore", "-c", _LEFT_OPEN, how)
     assert (made.returncode, made.stdout) == (int(how == "raise"), "False\n")

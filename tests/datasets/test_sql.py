@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import sqlite3
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +25,7 @@ from aioloader.errors import DatasetError, TruncatedReadError
 from beside import beside
 from datasets.pg import Database, keys_of, listed, opened, parts_of, rest_of, rows_of
 from datasets.shards import read, source_state
+from python_process import python
 
 # By what row n has for a key; PostgreSQL's type; whether SQLite can have it.
 KEYS = {
@@ -605,13 +604,7 @@ with DataLoader(SQLDataset(sys.argv[1], "slow", key="id"), timeout=0.5) as loade
 def test_a_scan_that_never_ends_lets_the_process_end(sqlite: Database) -> None:
     sqlite.fill("t", 3)
     sqlite.run(ENDLESS)
-    found = subprocess.run(
-        [sys.executable, "-c", _ENDLESS, sqlite.url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    found = python("-c", _ENDLESS, sqlite.url, check=True)
     assert {*found.stdout.splitlines()} == {"timed out"}
     assert "runs on in its thread" in found.stderr
 

@@ -235,7 +235,7 @@ async def test_any_name_can_be_read(database: Database, name: str) -> None:
 )
 def test_wrong_arguments(arguments: dict[str, Any], words: str) -> None:
     given = {"url": "sqlite:///x.db", "query": "t", "key": "id", **arguments}
-    make: Any = SQLRows if "keys" in given else SQLFormat
+    make: Any = SQLRows if "keys" in given else SQLDataset
     with pytest.raises((ValueError, TypeError), match=words):
         make(given.pop("url"), given.pop("query"), **given)
 

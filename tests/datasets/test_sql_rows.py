@@ -6,7 +6,6 @@ import uuid
 from typing import Any
 
 import asyncpg
-import numpy as np
 import pytest
 import torch
 
@@ -17,18 +16,6 @@ from beside import beside
 from datasets.pg import Database, listed
 
 pytestmark = pytest.mark.slow
-
-
-async def test_keys_are_sorted_integers(database: Database) -> None:
-    database.fill("t", 5000, key="n * 3 - 6000")
-    async with listed(database) as rows:
-        assert rows.keys.dtype == np.int64  # type: ignore[union-attr]
-        assert [*rows.keys] == [*range(-6000, 9000, 3)]
-        with pytest.raises(TypeError, match="not iterable"):
-            iter(rows)
-        assert len(rows) == 5000
-    blocking = await asyncio.to_thread(SQLRows, database.url, "t", key="id")
-    assert np.array_equal(blocking.keys, rows.keys)
 
 
 async def test_rows_of_a_batch(database: Database) -> None:

@@ -18,6 +18,7 @@ from beside import beside
 from datasets.shards import (
     EVERY,
     FILES_OF_TABLES,
+    MORE_TABLES,
     NAMES,
     SHARDED,
     Make,
@@ -36,9 +37,13 @@ from object_server import Faults, ObjectServer
 
 # For all: a server is no leak of the test that is its first.
 pytestmark = pytest.mark.usefixtures("server")
-MAKES = pytest.mark.parametrize("make", EVERY, ids=lambda make: make.__name__)
+MAKES = pytest.mark.parametrize(
+    "make", [*EVERY, *MORE_TABLES], ids=lambda make: make.__name__
+)
 FILES = pytest.mark.parametrize(
-    "make", [*SHARDED, *FILES_OF_TABLES], ids=lambda make: make.__name__
+    "make",
+    [*SHARDED, *FILES_OF_TABLES, *MORE_TABLES],
+    ids=lambda make: make.__name__,
 )
 SHARDS = pytest.mark.parametrize("make", SHARDED, ids=lambda make: make.__name__)
 
@@ -66,7 +71,7 @@ async def test_workers_share(make: Make, num_workers: int, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@SHARDS
+@FILES
 async def test_the_order_is_a_function_of_seed_and_epoch(
     make: Make, tmp_path: Path
 ) -> None:

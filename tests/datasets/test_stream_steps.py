@@ -1,6 +1,7 @@
 """Steps of streams: map, filter, shuffle, take, skip and batch."""
 
 import asyncio
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from aioloader import DataLoader
 from aioloader.datasets import from_async_iterable, from_iterable
 from beside import beside
-from datasets.shards import items, read
+from datasets.shards import items, pulled, read
 
 
 def numbers(n: int = 40) -> Any:
@@ -50,13 +51,15 @@ async def test_take_and_skip() -> None:
 
 
 async def test_what_is_not_taken_is_not_read() -> None:
-    async def count() -> Any:
-        number = 0
-        while True:
-            yield number
-            number += 1
+    made: list[int] = []
 
-    assert await items(from_async_iterable(count).take(3)) == [0, 1, 2]
+    async def count() -> Any:
+        for number in itertools.count():
+            made.append(number)
+            yield number
+
+    found, _ = await pulled(from_async_iterable(count).take(3))
+    assert found == made == [0, 1, 2]
 
 
 @pytest.mark.parametrize("function", [negative, negative_async])

@@ -24,6 +24,7 @@ from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
+from datasets.shards import put
 from datasets.tables import (
     PLACES,
     Format,
@@ -34,7 +35,6 @@ from datasets.tables import (
     flip,
     outcome,
     plain,
-    put,
     read_all,
     read_shard,
     shards,

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from aioloader.errors import DatasetError, ObjectNotFoundError, StateMismatchErr
 from aioloader.protocols import reads_async
 from aioloader.testing import check_dataset
 from datasets.killed_writing import DOCUMENTS, SIGKILLED, TEXTS, letters, run
+from python_process import python
 from resuming import assert_resumes_exactly
 
 Documents = Sequence[Sequence[int]]
@@ -287,10 +287,7 @@ for name in ("flat", "huge"):
     assert batch["labels"].shape == (8, 4096)
 print(resident() - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, text=True
-    )
-    assert int(done.stdout) < 20 << 20
+    assert int(python("-c", code, check=True).stdout) < 20 << 20
 
 
 # -- from a store -------------------------------------------------------------------

@@ -53,6 +53,7 @@ WRONG = {
     "ObjectDataset('s3://b', [], requests=3)": "TypeError: requests must be .* got int",
     "TarDataset('a', cache=3)": "TypeError: cache must be a directory",
     "TarDataset('a', cache_bytes=0)": "ValueError: cache_bytes must be at least 1, g",
+    "TarDataset('a').cache('x', max_bytes=0)": "ValueError: max_bytes must be at lea",
     "TarDataset('a', seed='x')": "TypeError: seed must be an integer",
     "TextDataset('a', interleave='x')": "TypeError: interleave must be an int.*got str",
     "TextDataset('a', interleave=0)": "ValueError: interleave must be at least 1, got",

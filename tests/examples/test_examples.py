@@ -24,6 +24,7 @@ from PIL import Image
 
 from aioloader.datasets import Piece, Source, Version
 from datasets.pg import Server, server
+from python_process import python
 from scripts.running import KERNEL, end, start
 
 __all__ = ["server"]
@@ -200,14 +201,8 @@ RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def ran(name: str, *options: str, by: Sequence[str] = ()) -> list[str]:
     """Run an example as a user does; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, *by, str(FOLDER / name), *options],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=140,
-        env={**os.environ, **(RANKS if by else {})},
-    )
+    env = {**os.environ, **(RANKS if by else {})}
+    done = python(*by, FOLDER / name, *options, check=True, timeout=140, env=env)
     assert "HTTP/1.1" not in done.stderr  # a stand-in's server logs no requests
     return done.stdout.splitlines()
 

@@ -16,6 +16,7 @@ import torch
 from aioloader import DataLoader
 from aioloader.errors import BatchTooLargeError
 from faulty import Faulty, outcomes
+from python_process import python
 
 HUGE = 1 << 50
 
@@ -156,8 +157,7 @@ for limit in map(int, sys.argv[1:]):
 @pytest.mark.slow
 def test_limits_of_descriptors() -> None:
     """64 do for epoch after epoch; with too few a start fails and leaves none open."""
-    command = [sys.executable, "-c", LIMITED, *["64"] * 20, *map(str, range(4, 19))]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: PLW1510
+    found = python("-c", LIMITED, *[64] * 20, *range(4, 19))
     assert found.stdout == "6\n" * 20 + f"{errno.EMFILE}\n" * 15, found.stderr
 
 
@@ -203,12 +203,6 @@ os.waitpid(-1, os.WNOHANG)
 @pytest.mark.slow
 def test_a_fork_server_that_ends_while_it_starts_is_reaped() -> None:
     """The error comes at once, and no zombie stays."""
-    done = subprocess.run(
-        [sys.executable, "-c", SERVERLESS],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", SERVERLESS)
     assert "the fork server of the worker processes has ended" in done.stdout
     assert "ChildProcessError: [Errno 10] No child processes" in done.stderr

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import random
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from aioloader import DataLoader
 from aioloader.testing import Resources
+from python_process import python
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
@@ -117,17 +116,6 @@ def test_an_entered_loader_that_is_dropped_warns() -> None:
         gc.collect()
 
 
-def python(code: str, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Run a one-liner, and return how it ended; it has 30 seconds."""
-    return subprocess.run(
-        [sys.executable, *options, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-
-
 IMPORTS = """
 import asyncio, sys, threading, time, torch
 from aioloader import DataLoader
@@ -165,7 +153,7 @@ OPEN_AT_EXIT = {
 @pytest.mark.parametrize("name", OPEN_AT_EXIT)
 def test_left_open_at_the_interpreters_exit(name: str) -> None:
     """The process ends, quickly and quietly, but for a ResourceWarning."""
-    done = python(IMPORTS + OPEN_AT_EXIT[name], "-W", "default")
+    done = python("-W", "default", "-c", IMPORTS + OPEN_AT_EXIT[name])
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "left open until the interpreter's exit" in done.stderr or (
         name == "loop of the caller" and done.stderr == ""
@@ -184,7 +172,7 @@ def test_a_supervisor_that_is_ended_amid_a_fork_prints_nothing() -> None:
         "try: list(DataLoader(S(), num_workers=1))\n"
         "except RuntimeError as e: print(str(e)[:14])\n"
     )
-    done = python(code)
+    done = python("-c", code)
     assert (done.stdout, done.stderr) == ("the supervisor\n", "")
 
 
@@ -192,7 +180,7 @@ def test_a_supervisor_that_is_ended_amid_a_fork_prints_nothing() -> None:
 def test_an_uncaught_exception_is_all_that_is_printed() -> None:
     """No complaint of ours beside the user's traceback."""
     code = IMPORTS + "for batch in DataLoader(A(), 4): raise KeyError('mine')"
-    done = python(code, "-W", "default")
+    done = python("-W", "default", "-c", code)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("KeyError: 'mine'")
     assert "Warning" not in done.stderr
@@ -215,7 +203,7 @@ def test_a_thread_in_torchs_code_at_the_interpreters_exit() -> None:
         "for batch in loader:\n"
         "    if started.wait(0.01): sys.exit(3)\n"
     )
-    done = python(code, "-W", "ignore")
+    done = python("-W", "ignore", "-c", code)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -246,7 +234,7 @@ ENDING = {
 @pytest.mark.parametrize("name", ENDING)
 def test_a_thread_that_ends_is_waited_for(name: str) -> None:
     """It may be freeing a dataset's tensors, which torch does without the GIL."""
-    done = python(IMPORTS + MINE + ENDING[name], "-W", "ignore")
+    done = python("-W", "ignore", "-c", IMPORTS + MINE + ENDING[name])
     assert (done.returncode, done.stderr, {*done.stdout.split()}) == (0, "", {"freed"})
 
 
@@ -261,7 +249,7 @@ def test_a_stuck_read_does_not_keep_the_interpreter() -> None:
         "try: next(it)\n"
         "except TimeoutError: print('gave up')\n"
     )
-    done = python(code)
+    done = python("-c", code)
     assert (done.returncode, done.stdout) == (0, "gave up\n")
 
 
@@ -303,7 +291,7 @@ def test_a_forked_child_with_an_open_iterator_ends_at_once(workers: str) -> None
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
         "os._exit(0)\n"
     )
-    assert python(code).stdout == "3\n"
+    assert python("-c", code).stdout == "3\n"
 
 
 @pytest.mark.slow
@@ -322,7 +310,7 @@ def test_python_exits_after_a_loop_that_was_left() -> None:
         "        break\n"
         "asyncio.run(main())\n"
     )
-    done = python(code)
+    done = python("-c", code)
     assert (done.returncode, {*done.stdout.split()}) == (0, {"released"})
 
 
@@ -335,5 +323,5 @@ def test_a_thread_goes_on_iterating_after_the_main_thread() -> None:
         "    print(sum(len(b) for b in DataLoader(A(), 4)))\n"
         "threading.Thread(target=work).start()\n"
     )
-    done = python(code)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "100\n", "")

@@ -4,8 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from aioloader import DataLoader
 from faulty import await_gone, pools_of
+from python_process import python
 from working import Numbers
 
 
@@ -118,8 +117,5 @@ def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> N
 def test_locks_that_threads_hold_at_a_fork_never_block_the_child(forks: int) -> None:
     """Children use loaders that their parent's threads are in the middle of using."""
     program = Path(__file__).with_name("forking_beside_threads.py")
-    command = [sys.executable, "-W", "ignore", str(program), str(forks)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=300
-    )
+    done = python("-W", "ignore", program, forks, check=True, timeout=300)
     assert done.stdout == "[]\n", done.stderr

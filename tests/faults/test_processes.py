@@ -21,6 +21,7 @@ from faulty import (
     session,
     sleep_forever,
 )
+from python_process import python
 
 FORKS: list[int] = []
 os.register_at_fork(after_in_parent=lambda: FORKS.append(os.getpid()))
@@ -176,14 +177,8 @@ def test_a_group_that_is_terminated_may_save_first(
     """Preemption: a handler of SIGTERM; workers and their supervisor go on."""
     script = tmp_path / "group.py"
     script.write_text(TERMINATED)
-    ended = subprocess.run(
-        [sys.executable, str(script), *([way] if way else [])],
-        capture_output=True,
-        check=False,
-        start_new_session=True,
-        timeout=100,
-    )
-    assert (ended.returncode, ended.stdout) == (0, b"saving\n"), ended.stderr
+    ended = python(script, *([way] if way else []), start_new_session=True)
+    assert (ended.returncode, ended.stdout) == (0, "saving\n"), ended.stderr
 
 
 CLOSED = """

@@ -34,7 +34,7 @@ from aioloader.datasets import (
     TextDataset,
 )
 from aioloader.errors import DatasetError, TruncatedReadError
-from datasets.shards import bytes_of, name_of, sqlite
+from datasets.shards import bytes_of, name_of, put, sqlite
 from datasets.tar_archives import Member, archive
 
 pytestmark = pytest.mark.law
@@ -106,13 +106,6 @@ MODES: list[dict[str, Any]] = [
     {"prefetch_factor": 2},
     {"num_workers": 1, "workers": "thread"},
 ]
-later = itertools.count(1)
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write a file in place, at a new time however coarse the clock is."""
-    path.write_bytes(data)
-    os.utime(path, (10**9 + next(later),) * 2)
 
 
 CHANGES: dict[str, Callable[[bytes, float], bytes]] = {

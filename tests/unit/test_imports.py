@@ -2,8 +2,6 @@
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 import aioloader
 import aioloader.datasets
+from python_process import python
 
 # What only some programs need, and what they cost.
 LATER = [
@@ -33,12 +32,7 @@ def imported_by(code: str) -> set[str]:
         "import sys, torch\nbefore = set(sys.modules)\n"
         f"{code}\nprint(*sorted(set(sys.modules) - before))"
     )
-    command = [sys.executable, "-W", "error", "-c", script]
-    return set(
-        subprocess.run(
-            command, capture_output=True, check=True, text=True
-        ).stdout.split()
-    )
+    return set(python("-W", "error", "-c", script, check=True).stdout.split())
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from python_process import python
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,7 @@ LIMITS = {
 @pytest.fixture(scope="module")
 def counts() -> dict[str, tuple[int, int]]:
     """Return what the tool prints."""
-    printed = subprocess.run(
-        [sys.executable, str(TOOL)], check=True, capture_output=True, text=True
-    ).stdout
+    printed = python(TOOL, check=True).stdout
     found = re.findall(
         r"^(.+): (\d+) functions in (\d+) modules$", printed, re.MULTILINE
     )
@@ -69,8 +67,7 @@ def entered() -> dict[str, list[list[str]]]:
         "    found[name + ', in the worker'] = list(ran.values())\n"
         "print(json.dumps(found))\n"
     )
-    command = [sys.executable, "-c", code, str(TOOL.parent)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    printed = python("-c", code, TOOL.parent, check=True).stdout
     found: dict[str, list[list[str]]] = json.loads(printed.splitlines()[-1])
     return found
 

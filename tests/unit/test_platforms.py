@@ -1,9 +1,8 @@
 """Where macOS and Windows lack what Linux has: everything without processes works."""
 
-import subprocess
-import sys
-
 import pytest
+
+from python_process import python
 
 # Removed before the package is imported, after what it depends on, and but for what
 # the event loop of this machine needs.
@@ -124,6 +123,5 @@ def test_without_what_only_linux_has(system: str) -> None:
     script = SCRIPT.format(
         blocked=BLOCKED[system], gone=GONE[system], windows=system == "windows"
     )
-    command = [sys.executable, "-W", "error", "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = python("-W", "error", "-c", script)
     assert result.stdout == "works\n", result.stderr

@@ -1,8 +1,6 @@
 """What ``RayWorkers`` is told and refuses, and clusters that a loader starts."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 from aioloader import DataLoader, RayWorkers
 from aioloader.errors import UNRELEASED
+from python_process import python
 from samples import AsyncStream
 from workers.ray_cluster import ENVIRONMENT
 from working import Numbers
@@ -57,14 +56,7 @@ def test_what_each_actor_needs() -> None:
 
 def ran(*command: str) -> Any:
     """Run Python in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    return python(*command, env={**os.environ, **ENVIRONMENT})
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 """Programs without a main guard, and one-liners: workers just work."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from python_process import python
 
 SCRIPT = """
 import dataclasses
@@ -88,14 +88,7 @@ print("done")
 
 def run(*arguments: str, cwd: Path) -> str:
     """Return what a program prints; it must end well and complain of nothing."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=cwd,
-    )
+    done = python(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout
