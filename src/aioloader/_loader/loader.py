@@ -308,7 +308,7 @@ class DataLoader(Observed, TorchLoader[Batch]):
         if ranks.given is not None and ranks.given.has_peers:  # given by a mesh
             self._replace("rank", ranks.given.rank)
             self._replace("world_size", ranks.given.world_size)
-        self._may_repeat = repeats_samples(options, ranks, shuffle)
+        self._may_repeat = repeats_samples(options, shuffle)
         made = make_samplers(options, ranks, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:
