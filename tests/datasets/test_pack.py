@@ -188,6 +188,8 @@ WRONG: list[tuple[list[str], str]] = [
     ([], "the following arguments are required: COMMAND"),
     (["pakc"], "invalid choice: 'pakc'"),
     (["pack", "{tree}"], "required: DST"),
+    (["pack", "", "{out}"], "and there is no ''"),
+    (["pack", "{tree}", ""], "the destination is empty"),
     (["pack", "nowhere", "{out}"], "and there is no 'nowhere'"),
     (["pack", "no.jsonl", "{out}"], "there is no file 'no.jsonl'"),
     (["pack", "{tree}", "{tree}/out"], "overlaps SRC"),

@@ -133,6 +133,7 @@ WRONG = {
     ),
     "TarDataset('a', missing_end='no')": "ValueError: missing_end must be 'error' or",
     "ArrowDataset('a', missing_end=None)": "ValueError: missing_end must be 'error' o",
+    "TarWriter('')": "ValueError: the destination is empty; '.' is the current dir",
     "TarWriter('/x', name='a/b')": "ValueError: .*got 'a/b'; folders belong in the d",
     "TarWriter('/x', shard_bytes=0)": "ValueError: shard_bytes must be at least 1, got",
     "TarWriter('/x', shard_samples=0)": "ValueError: shard_samples must be at least 1",

@@ -330,6 +330,16 @@ ALL_ALIKE = "runs 3 ranks, and this DataLoader delivers every sample on each"
 STREAM = from_iterable(range(9))
 
 
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_a_tail_is_no_rank(tail: Any) -> None:
+    """Without ranks, the order is torch's under every tail."""
+    torch.manual_seed(0)
+    expected = list(Loader(Numbers(9), None, shuffle=True))
+    torch.manual_seed(0)
+    found = list(Loader(Numbers(9), None, shuffle=True, tail=tail))
+    assert expected == [one[0] if tail == "pad" else one for one in found]
+
+
 def _named(value: object) -> str:
     """Name a parameter without an address: processes must agree on the tests."""
     return re.sub("<(.*) object at .*>", r"\1", str(value))
@@ -340,7 +350,9 @@ def _named(value: object) -> str:
     [
         (Numbers(9), {"shuffle": True}, True),
         (AsyncNumbers(9), {"shuffle": True}, True),
+        (Numbers(9), {"shuffle": True, "tail": "drop"}, True),
         (STREAM, {}, True),
+        (STREAM, {"tail": "drop"}, True),
         (STREAM.shuffle(3), {}, True),
         (Numbers(9), {}, False),
         (Plain(9), {}, False),

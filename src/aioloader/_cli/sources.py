@@ -122,7 +122,7 @@ def _open_files(options: Namespace, kind: str) -> Named:
         _refuse(options, "glob")
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         return FileDataset(list(filter(None, lines)), root=path.parent)
-    if not path.is_dir():
+    if not src or not path.is_dir():
         raise ArgumentTypeError(
             f"SRC must be a directory, a URL, a list of files (.txt) or shards "
             f"(.jsonl, .parquet, .tar), and there is no {src!r}"

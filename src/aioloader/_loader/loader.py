@@ -332,7 +332,7 @@ class DataLoader(TorchLoader[Batch]):
         if given is not None and given.has_peers:  # by a mesh
             self._replace("rank", given.rank)
             self._replace("world_size", given.world_size)
-        self._may_repeat = repeats_samples(options, given, shuffle)
+        self._may_repeat = repeats_samples(options, shuffle)
         made = make_samplers(options, given, shuffle)
         self.sampler, self.batch_sampler, self.batch_size = made
         if collate_fn is None:

@@ -194,13 +194,13 @@ def _replicas(sampler: Any) -> int:
     return count if is_shard else 1
 
 
-def repeats_samples(options: Options, given: Part | None, shuffle: Any) -> bool:
+def repeats_samples(options: Options, shuffle: Any) -> bool:
     """Tell whether giving all samples to all ranks is probably a mistake.
 
     Validating on the whole dataset on each rank is common; training in a random order
     or reading a stream that way is not.
     """
-    if given is not None:
+    if options.rank is not None:
         return False
     if options.is_own_stream:
         return options.dataset.ranks is None
@@ -238,7 +238,7 @@ def make_samplers(
             sampler = _InfiniteConstantSampler()
         elif not shuffle:
             sampler = SequentialSampler(dataset)
-        elif given is None:
+        elif options.rank is None:
             sampler = RandomSampler(dataset, generator=generator)
         else:  # the same on all ranks, whatever their seeds
             seed = 0 if generator is None else generator.initial_seed()

@@ -44,6 +44,8 @@ def make_sink(
     """Return the sink of an address, or of a store of obstore."""
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
+        if not address:  # often an unset variable; it would be the current directory
+            raise ValueError("the destination is empty; '.' is the current directory")
         if is_local(address):
             folder = path_of(address)
             check_no_options(folder, options)
