@@ -9,7 +9,7 @@ already received are not requested again.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from anyio.from_thread import start_blocking_portal
 
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.requests import USUAL, Requests, Tries
-from aioloader.datasets._stores.sources import Sized, Store
+from aioloader.datasets._stores.sources import Store
 
 
 class Listing(Iterable[str]):
@@ -91,53 +91,45 @@ def list_blocking(store: Store, prefix: str, policy: Requests = USUAL) -> Listin
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
     """List a store without blocking the event loop."""
-    tries, walk = Tries(policy), _Walk(store, prefix)
+    pages: list[Listing] = []
+    # Where it resumes after a failed request.
+    stream: Any = None
+    last, is_ordered = "", True
+
+    async def add_page() -> bool:
+        """Add the next page; return whether there was one."""
+        nonlocal stream, last, is_ordered
+        rest, stream = stream, None  # kept only after a good page
+        if rest is None:
+            if not is_ordered:  # the missing keys may be any
+                pages.clear()
+                last, is_ordered = "", True
+            rest = store.pages(prefix, last or None)
+        page = await store.ask(prefix, anext(rest, None), "list")
+        stream = rest
+        if not page:
+            return False
+        found = dict(page)
+        pages.append(Listing(found))
+        # The missing keys are those after the largest, if keys come in order. With
+        # folder markers they do not: the slash that sorts them is not in the key.
+        first = min((key for key in found if found[key]), default=last + "~")
+        is_ordered &= last < first
+        last = max(found, default=last)
+        return True
+
+    tries = Tries(policy)
     try:
-        while await tries.make(walk.step, store, prefix, may_hedge=False):
+        while await tries.make(add_page, store, prefix, may_hedge=False):
             pass
     finally:
-        await walk.aclose()
+        if stream is not None:
+            await stream.aclose()
         await store.drain()
-    listing = await asyncio.to_thread(Listing.joined, walk.pages)
+    listing = await asyncio.to_thread(Listing.joined, pages)
     if not listing.keys:
         raise ValueError(
             f"no object in {store.locate(prefix)!r}; a prefix is made of whole path "
             f"segments: 'train' has 'train/a' but not 'training/a'"
         )
     return listing
-
-
-class _Walk:
-    """The pages of a listing so far, and where it resumes after a failed request."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self.pages: list[Listing] = []
-        self._store, self._prefix = store, prefix
-        self._rest: AsyncIterator[Sized] | None = None
-        self._last = ""
-        self._is_ordered = True
-
-    async def step(self) -> bool:
-        """Add the next page; return whether there was one."""
-        rest, self._rest = self._rest, None  # kept only after a good page
-        if rest is None:
-            if not self._is_ordered:  # the missing keys may be any
-                self.pages, self._last, self._is_ordered = [], "", True
-            rest = self._store.pages(self._prefix, self._last or None)
-        page = await self._store.ask(self._prefix, anext(rest, None), "list")
-        self._rest = rest
-        if not page:
-            return False
-        found = dict(page)
-        self.pages.append(Listing(found))
-        # The missing keys are those after the largest, if keys come in order. With
-        # folder markers they do not: the slash that sorts them is not in the key.
-        first = min((key for key in found if found[key]), default=self._last + "~")
-        self._is_ordered &= self._last < first
-        self._last = max(found, default=self._last)
-        return True
-
-    async def aclose(self) -> None:
-        rest: Any = self._rest
-        if rest is not None:
-            await rest.aclose()
