@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
-from aioloader.datasets._stores.failures import ShortReadError
+from aioloader.datasets._stores.failures import truncated
 from aioloader.datasets._stores.versions import NO_WAIT, check_is_file
 
 Outcome: TypeAlias = bytes | Exception
@@ -142,5 +142,5 @@ def _read(path: str) -> bytes:
     finally:
         os.close(fd)
     if len(data) < size:
-        raise ShortReadError(size, len(data))
+        raise truncated(path, size, len(data))
     return data

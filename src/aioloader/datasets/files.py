@@ -23,6 +23,7 @@ from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets.named import Named
+from aioloader.errors import DatasetError
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -120,6 +121,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         """
         path = self._locate(self._names[index])
         outcome: Outcome = await self._readers.here().read(path)
+        if isinstance(outcome, DatasetError):
+            raise outcome
         if isinstance(outcome, Exception):
             raise file_failure(path, outcome) from outcome
         return outcome

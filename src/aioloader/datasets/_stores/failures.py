@@ -44,15 +44,6 @@ class NoRangesError(Exception):
     """Internal: a server gives objects only as a whole."""
 
 
-class ShortReadError(EOFError):
-    """A read returned another number of bytes than announced."""
-
-    def __init__(self, expected: int, received: int) -> None:
-        super().__init__(expected, received)
-        self.expected = expected
-        self.received = received
-
-
 class Reason:
     """The parts of an obstore exception that may be shown, and what they mean."""
 
@@ -164,8 +155,6 @@ def file_failure(path: str, cause: Exception) -> DatasetError:
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)
         case PermissionError():
             return ObjectPermissionError(f"may not read {path!r}", location=path)
-        case ShortReadError():
-            return truncated(path, cause.expected, cause.received)
         case IsADirectoryError():
             text = f"{path!r} is a directory, not a file"
         case OSError():
