@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._collate.collate import default_collate, lending
+from aioloader._collate.collate import collated, default_collate
 from aioloader._order.blocks import Columns, join, pick, weave
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.rows import Rows
@@ -416,8 +416,7 @@ def test_large_batches_are_written_into_lent_memory() -> None:
     rows = Rows(pa.table({"x": np.arange(1 << 16), "small": np.zeros(1 << 16, "i1")}))
     twice = rows.joined([rows])
     assert twice is not None
-    with lending(Pool().lease):
-        batch, both = rows.collate(), twice.collate()
+    batch, both = (collated(Pool().lease, Rows.collate, one) for one in (rows, twice))
     assert leased == [1 << 19, 1 << 20]
     assert torch.equal(batch["x"], torch.arange(1 << 16))
     assert torch.equal(both["x"], torch.arange(1 << 16).repeat(2))

@@ -6,13 +6,15 @@ handed over without a wait, shows in the values.
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aioloader import Device
 from aioloader._device.accelerator import Accelerator
+from aioloader._transport.slots import Locker
 
 if TYPE_CHECKING:
     from aioloader import DataLoader
@@ -47,9 +49,9 @@ class LatePort(Accelerator):
         self._done = 0
         self._stagings: list[torch.Tensor] = []
 
-    def locker(self) -> "LatePort":
-        """Return itself."""
-        return self
+    def locker(self) -> Locker:
+        """Return its own."""
+        return self._lock_pages
 
     def enter_thread(self) -> None:
         """Be here already."""
@@ -92,17 +94,13 @@ class LatePort(Accelerator):
 
     # -- as a locker --------------------------------------------------------------
 
-    def lock(self, address: int, nbytes: int) -> bool:
+    def _lock_pages(self, address: int, nbytes: int) -> Callable[[], object]:
         """Lock whole pages that are not locked."""
         assert not address % 4096
         assert not nbytes % 4096
         assert address not in self.locked
         self.locked[address] = nbytes
-        return True
-
-    def unlock(self, address: int) -> None:
-        """Unlock what was locked."""
-        del self.locked[address]
+        return partial(self.locked.pop, address)
 
     def carry_out(self, number: int, why: str) -> None:
         """Copy what was begun before a mark."""

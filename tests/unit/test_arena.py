@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -27,17 +29,13 @@ class Locking:
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
 
-    def lock(self, address: int, nbytes: int) -> bool:
+    def __call__(self, address: int, nbytes: int) -> Callable[[], object]:
         """Lock whole pages, once."""
         assert address not in self.locked
         assert not address % 4096
         assert not nbytes % 4096
         self.locked[address] = nbytes
-        return True
-
-    def unlock(self, address: int) -> None:
-        """Unlock what was locked."""
-        del self.locked[address]
+        return partial(self.locked.pop, address)
 
 
 class Pair:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from aioloader import default_collate
-from aioloader._collate.collate import lending
+from aioloader._collate.collate import collated
 from aioloader._workers.process.messages import Packer, slot_of, unpack
 from sendable import DTYPES
 from unit.test_arena import Pair
@@ -113,18 +113,17 @@ def test_what_is_sent_arrives(values: list[Any]) -> None:
         assert all(map(alike, values, found))
 
 
-def collated(post: Post, n: int = 4, side: int = 200) -> Any:
+def written(post: Post, n: int = 4, side: int = 200) -> Any:
     """Return a batch that was collated into the slot."""
     post.packer.reset()
     samples = [(torch.full((3, side, side), float(k)), k) for k in range(n)]
-    with lending(post.packer.lease):
-        return default_collate(samples)
+    return collated(post.packer.lease, default_collate, samples)
 
 
 def test_a_collated_batch_is_not_copied() -> None:
     """It is written into the slot once, and read there."""
     with Post() as post:
-        batch = collated(post)
+        batch = written(post)
         frame = post.frame(batch)
         found = unpack(frame, 4, post.reader)
         assert alike(found, batch)
@@ -136,7 +135,7 @@ def test_a_collated_batch_is_not_copied() -> None:
 def test_small_batches_take_no_slot() -> None:
     """They travel in the frame, even when a slot was taken in vain."""
     with Post() as post:
-        collated(post)
+        written(post)
         frame = post.frame([torch.zeros(20), "a"])
         assert slot_of(frame, 4) is None
         assert alike(unpack(frame, 4, post.reader), [torch.zeros(20), "a"])

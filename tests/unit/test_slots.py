@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, default_collate
-from aioloader._collate.collate import lending
+from aioloader._collate.collate import collated
 from aioloader._transport.slots import MIN_BYTES, SlotPool
 
 
@@ -64,15 +64,11 @@ def test_sizes_come_while_surplus_is_dropped() -> None:
     pool = SlotPool()
     others = [MIN_BYTES + 8192, MIN_BYTES + 16384]
 
-    class Leasing:
-        def lock(self, address: int, nbytes: int) -> bool:
-            return True
+    def unlock() -> None:
+        if others:
+            pool.lease(others.pop())
 
-        def unlock(self, address: int) -> None:
-            if others:
-                pool.lease(others.pop())
-
-    pool.locker = Leasing()
+    pool.locker = lambda address, nbytes: unlock
     many = [pool.lease(1 << 26) for _ in range(6)]
     del many
     pool.lease(MIN_BYTES)
@@ -81,9 +77,9 @@ def test_sizes_come_while_surplus_is_dropped() -> None:
 
 def lent(samples: list[Any]) -> Any:
     """Collate into lent memory."""
-    with lending(SlotPool().lease), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return default_collate(samples)
+        return collated(SlotPool().lease, default_collate, samples)
 
 
 def test_lent_memory_changes_no_batch() -> None:

@@ -43,21 +43,14 @@ OURS: dict[Any, Any] = {}
 _LENT = threading.local()
 
 
-class lending:  # noqa: N801  (a context manager, read as a verb)
-    """Let ``default_collate`` allocate by ``lease`` in this thread."""
-
-    __slots__ = ("_before", "_lease")
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._before: Lease | None = None
-
-    def __enter__(self) -> None:
-        self._before = getattr(_LENT, "lease", None)
-        _LENT.lease = self._lease
-
-    def __exit__(self, *_exc: object) -> None:
-        _LENT.lease = self._before
+def collated(lease: Lease, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    """Return a batch, for which ``default_collate`` may allocate by ``lease``."""
+    before = getattr(_LENT, "lease", None)
+    _LENT.lease = lease
+    try:
+        return collate_fn(samples)
+    finally:
+        _LENT.lease = before
 
 
 def default_collate(samples: Sequence[Any]) -> Any:

@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -158,16 +159,16 @@ class CudaAccelerator(Accelerator):
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def locker(self) -> Locker | None:
-        return self
+        return self._lock_pages
 
-    def lock(self, address: int, nbytes: int) -> bool:
+    def _lock_pages(self, address: int, nbytes: int) -> Callable[[], object] | None:
         if self._is_refused:
-            return False
+            return None
         with self._module.device(self.device):
             runtime = self._module.cudart()
             status = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
             if int(status) == 0:
-                return True
+                return partial(self._unlock, address)
             with self._lock:
                 was_refused, self._is_refused = self._is_refused, True
             if not was_refused:
@@ -181,9 +182,9 @@ class CudaAccelerator(Accelerator):
             # Clear the error, or the runtime would report it to an unrelated call.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
-        return False
+        return None
 
-    def unlock(self, address: int) -> None:
+    def _unlock(self, address: int) -> None:
         """Unlock memory; does nothing in a forked child, which has no locks."""
         if os.getpid() == self._pid and not sys.is_finalizing():
             with self._module.device(self.device):

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from aioloader._collate.collate import (
+    collated,
     collates_as_torch,
     collates_quickly,
     default_collate,
-    lending,
 )
 from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
@@ -302,8 +302,8 @@ class BatchMaker(Recipe):
         if samples is SKIP:
             return BatchResult(is_empty=True)
         try:
-            with lending(self.lease):
-                batch = self.collate_fn(samples if self.batched else samples[0])
+            own = samples if self.batched else samples[0]
+            batch = collated(self.lease, self.collate_fn, own)
             refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
             raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from aioloader._collate.collate import lending
+from aioloader._collate.collate import collated
 from aioloader._observe.records import (
     Counters,
     RecordTuple,
@@ -181,8 +181,8 @@ class PlainFeed(Feed):
             if holds_awaitables(samples):
                 samples = self._awaited(samples)
             stage, read = "collate", perf_counter()
-            with lending(self._slots.lease):
-                batch = self._collate_fn(samples if self._batched else samples[0])
+            own = samples if self._batched else samples[0]
+            batch = collated(self._slots.lease, self._collate_fn, own)
             if isinstance(batch, types.CoroutineType):
                 refuse_coroutines(batch, "collate_fn")
         except BaseException as error:

@@ -15,8 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,6 +30,9 @@ class Slot(np.ndarray[Any, np.dtype[np.uint8]]):
 
 # Returns a writable buffer of so many bytes, owned by the code that holds it.
 Lease: TypeAlias = Callable[[int], Any]
+# Page-locks whole pages for a device: from an address on, so many bytes, in any thread.
+# Returns what unlocks them, which is safe in finalizers; None if they are not locked.
+Locker: TypeAlias = Callable[[int, int], Callable[[], object] | None]
 # Below this the allocator of the C library recycles well enough by itself.
 MIN_BYTES = 1 << 18
 # Free mappings kept per size: 8, or so many bytes, as dozens of small batches may be
@@ -44,29 +46,19 @@ if hasattr(mmap, "MAP_PRIVATE"):
     _PRIVATE["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
-class Locker(Protocol):
-    """Page-locks memory for a device, from any thread."""
-
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Lock whole pages; return whether they are locked."""
-
-    def unlock(self, address: int) -> None:
-        """Unlock the range that starts at ``address``; safe in finalizers."""
-
-
 class LockableMap(mmap.mmap):
     """A mapping whose parts can be page-locked."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
-        self._unlocks: dict[int, partial[None]] = {}
+        self._unlocks: dict[int, Callable[[], object]] = {}
 
     def lock(self, locker: Locker, start: int, nbytes: int) -> bool:
         """Lock the pages from ``start`` on; return whether they are locked."""
         address = np.frombuffer(self, np.uint8, 1, start).ctypes.data
-        is_locked = locker.lock(address, nbytes)
-        if is_locked:
-            self._unlocks[start] = partial(locker.unlock, address)
-        return is_locked
+        unlock = locker(address, nbytes)
+        if unlock is not None:
+            self._unlocks[start] = unlock
+        return unlock is not None
 
     def unlock(self, start: int) -> None:
         self._unlocks.pop(start)()
