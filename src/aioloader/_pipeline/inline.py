@@ -13,7 +13,7 @@ from aioloader._observe.records import is_clocked
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
-from aioloader._pipeline.host import Host
+from aioloader._pipeline.host import CallerHost, Host
 from aioloader._pipeline.plain import TURN, Feed
 from aioloader._pipeline.stream import Stream
 from aioloader.protocols import Kind
@@ -39,12 +39,12 @@ class InlineFeed(Feed):
             resume = epoch.bookmark.states.get(0)
             self._stream = Stream(maker, resume=resume, keys=maker.seeds())
             self._read = self._stream.pull
-        if host is not None:
+        if isinstance(host, CallerHost):
             try:
                 host.open()
-            except BaseException:
+            except BaseException as error:  # raised by the first step
                 host.release()
-                raise
+                self._host, self._requests = None, _failing(error)
 
     def next(self) -> Any:
         asked = began = perf_counter()
@@ -140,6 +140,12 @@ def _after(
     """Yield the request that a thread draws, and the next ones."""
     yield from drawing.result()
     yield from requests
+
+
+def _failing(error: BaseException) -> Iterator[IndexBatch]:
+    """Raise an error instead of the first request."""
+    raise error
+    yield
 
 
 def _copied(tensor: torch.Tensor, rows: range) -> torch.Tensor:
