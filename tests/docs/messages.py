@@ -188,7 +188,6 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
     "datasets/_arrow/wanted.py:_check_kept": "a reason in 'does not fit'",
-    "datasets/_batcher.py:_read": "becomes a TruncatedReadError",
     "datasets/_json.py:": "a reason in 'the line at byte … is damaged'",
     "datasets/_mds_encodings.py:_array_decoder": "a reason in 'column …'",
     "datasets/_mds_encodings.py:_list": "a reason in 'the sample at byte …'",

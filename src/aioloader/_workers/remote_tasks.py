@@ -148,9 +148,8 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
     else:
         task.samples = []
         made = _moved(result.made, -_to_wall())
-        early = min(
-            0.0, time.perf_counter() - made[4]
-        )  # another machine's clock is fast
+        # Another machine's clock may be fast.
+        early = min(0.0, time.perf_counter() - made[4])
         result.made = of_both(task, _moved(made, early))
         pipeline.receive(task, *opened(result, task))
 

@@ -212,12 +212,18 @@ def ship(spec: WorkerSpec) -> int:
     header, buffers = spec.pickled({**SHIPPING, **ONLY_TO_WORKERS})
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
-    file = os.memfd_create("aioloader-dataset")
+    file, at, small = os.memfd_create("aioloader-dataset"), 0, bytearray()
     try:
-        with os.fdopen(file, "wb", closefd=False) as stream:
-            at = stream.write(sizes)
-            for part in parts:
-                at += stream.write(bytes(_gap(at, part.nbytes))) + stream.write(part)
+        for part in (memoryview(sizes), *parts):
+            small += bytes(_gap(at + len(small), part.nbytes))
+            is_big = part.nbytes >= _BIG
+            if not is_big:  # there may be millions
+                small += part
+            if is_big or len(small) >= _BIG:
+                at, small = _write(file, memoryview(small), at), bytearray()
+            if is_big:
+                at = _write(file, part, at)
+        _write(file, memoryview(small), at)
     except BaseException:
         os.close(file)
         raise
@@ -246,6 +252,14 @@ def receive(file: int) -> WorkerSpec:
             "workers), or let workers inherit it with multiprocessing_context='fork'"
         ) from error
     return spec
+
+
+def _write(file: int, data: memoryview, at: int) -> int:
+    """Write all of ``data``, of which the kernel takes 2 GB at once; return the end."""
+    while len(data):
+        written = os.pwrite(file, data[: 1 << 30], at)
+        data, at = data[written:], at + written
+    return at
 
 
 def _gap(at: int, nbytes: int) -> int:
