@@ -24,7 +24,7 @@ Values: TypeAlias = dict[str, list[tuple[float, dict[str, str]]]]
 
 
 _LATEST = "the mean of the latest ones"
-_QUANT = "quantiles of the latest ones"
+_QUANTILES = "quantiles of the latest ones"
 # The unit of each metric (UCUM, as OpenTelemetry wants it), and what it is.
 _METRICS = {
     "batches": ("{batch}", "Batches delivered."),
@@ -45,15 +45,19 @@ _METRICS = {
         "1",
         "Share of the time in which the event loop that reads samples was blocked.",
     ),
-    "wait.duration": ("s", f"Time from requesting a batch to receiving it: {_QUANT}."),
+    "wait.duration": (
+        "s",
+        f"Time from requesting a batch to receiving it: {_QUANTILES}.",
+    ),
     "stage.utilization": (
         "1",
         "Share of its time that a stage is busy, starved or blocked.",
     ),
-    "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANT}."),
+    "stage.duration": ("s", f"Time a stage takes for a batch: {_QUANTILES}."),
 }
-# The first ones are of an epoch, and added up; and all that never decrease.
-_SUMS, _COUNTERS = [*_METRICS][:4], [*_METRICS][:6]
+# Those of one epoch, to be added up; and all that never decrease.
+_SUMS = ("batches", "wait.time", "failures", "retries")
+_COUNTERS = (*_SUMS, "worker.deaths", "worker.restarts")
 # How Prometheus' names end.
 _ENDINGS = {"s": "_seconds", "1": "_ratio", "By": "_bytes"}
 
