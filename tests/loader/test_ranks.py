@@ -314,7 +314,7 @@ def test_nothing_is_dealt_unasked(kind: str, group: Group) -> None:
 
 @pytest.mark.slow
 def test_workers_that_persist_serve_the_ranks_of_their_epoch(group: Group) -> None:
-    """What was begun ahead, too."""
+    """Also where the ranks change between two epochs."""
     options = {"num_workers": 1, "persistent_workers": True, "rank": "auto"}
     with Loader(Plain(9), 3, fetch="workers", **options) as loader:
         assert [listed(batch) for batch in loader] == [[1, 4, 7]]

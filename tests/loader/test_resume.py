@@ -323,7 +323,7 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
 
 @pytest.mark.slow
 def test_the_second_epoch_of_persistent_replicas() -> None:
-    """Each reader has its own state, also in an epoch that was begun ahead."""
+    """Each reader has its own state."""
     options: Any = {"num_workers": 2, "persistent_workers": True}
     with DataLoader(Kept(12), 2, **options) as loader:
         list(loader)

@@ -90,8 +90,8 @@ def test_threads_and_processes() -> None:
     )
 
 
-def test_an_epoch_begun_ahead_is_forgotten() -> None:
-    """Persistent workers have begun the next epoch when a state is loaded."""
+def test_a_state_is_loaded_between_epochs_of_persistent_workers() -> None:
+    """The epoch that it resumes, and the next one, are the same again."""
     loader = drawing(num_workers=2, persistent_workers=True)
     with loader:
         iterator, state = begun(loader)

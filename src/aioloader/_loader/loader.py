@@ -6,7 +6,6 @@ It checks its arguments and delegates; it reads and schedules nothing itself.
 import contextlib
 import operator
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -439,7 +438,7 @@ class DataLoader(TorchLoader[Batch]):
         )
         live.open[iterator] = None
         if steps.prepared is not None:
-            steps.prepared.open(0 if is_async else sys.maxsize)
+            steps.prepared.open(requests=not is_async)
         return iterator
 
     # -- its state ----------------------------------------------------------------

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     import torch
 
     from aioloader._device.accelerator import Accelerator
-    from aioloader._loader.ahead import Ahead
     from aioloader._observe.trace import Trace
     from aioloader._order.ranks import Part
     from aioloader._pipeline.iterator import BatchIterator, Steps
@@ -72,12 +71,10 @@ class Runtime:
         self._latest_drawn: weakref.ref[Epoch] | None = None
         self._base_seed: int | None = None  # of workers that persist
         self._first_numbers: dict[str, int] | None = None
-        self._ahead: Ahead | None = None
         self._claim: weakref.ref[Steps] | None = None
         self._lock = fork_safe(threading.Lock())
         self._hosts: Hosts | None = None
         self._pools: Pools | None = None
-        self._guesses_wrong = False
 
     # Where batches are made, and by whom; a plain ``for`` needs neither.
     @property
@@ -144,8 +141,6 @@ class Runtime:
         epoch: Epoch | None = None
         try:
             refuse_again(options.dataset, is_begun=self.epoch is not None)
-            if self._ahead is not None and (feed := self._guessed(options)):
-                return feed
             saved = self._saved(claim)
             if saved is not None:
                 epoch = self._claimed(options, drawn, claim, saved)
@@ -187,19 +182,6 @@ class Runtime:
         if options.is_stateful or options.kind is not Kind.MAP:
             note_first(options, epoch, self.epoch, is_kept=self.has_kept())
 
-    def _guessed(self, options: Options) -> Feed | None:
-        """Return the feed that was made early, if it is of the epoch that starts."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:  # perhaps another thread was faster
-            return None
-        if self.loaded is None and ahead.claim(options):
-            ahead.epoch.dataset_epoch = epoch_of(options.dataset)
-            note_first(options, ahead.epoch, self.epoch, is_kept=self.has_kept())
-            return ahead.source
-        ahead.dismiss()
-        self._guesses_wrong = True  # the next guess would be wrong too
-        return None
-
     def _claimed(
         self, options: Options, drawn: Epoch | None, claim: "Steps", saved: LoaderState
     ) -> Epoch | None:
@@ -233,18 +215,6 @@ class Runtime:
 
         has_read = epoch.bookmark.read()
         feed = make_source(options, epoch, self, is_async=is_async)
-        try:
-            if options.persistent_workers and not self._guesses_wrong:
-                from aioloader._loader.ahead import can_look_ahead
-                from aioloader._pipeline.ahead_feed import AheadFeed
-
-                if isinstance(feed, AheadFeed) and can_look_ahead(options):
-                    # A weak reference: the loader may own the feed.
-                    ahead = partial(_look_ahead, weakref.ref(self), options)
-                    feed.when_exhausted = ahead
-        except BaseException:  # Ctrl-C, say
-            feed.abandon()
-            raise
         is_inline = has_read and not epoch.reads_ahead
         positions = {} if epoch.saved is None else epoch.saved.generators
         self.loads.keeps_generator = bool(is_inline and "default" in positions)
@@ -331,7 +301,6 @@ class Runtime:
 
     def replace_workers(self) -> None:
         """End kept workers: they serve other ranks."""
-        self.forget_ahead()
         if self._pools is not None:
             self._pools.close()
 
@@ -371,37 +340,9 @@ class Runtime:
         state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
-        self.forget_ahead()
         self._moved(options)
         restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
-
-    # -- the next epoch of persistent workers -------------------------------------
-
-    def look_ahead(self, options: Options) -> None:
-        """Let persistent workers make one more batch of the next epoch."""
-        ahead = self._ahead
-        if ahead is not None:
-            ahead.issue()
-            return
-
-        from aioloader._loader.ahead import Ahead
-        from aioloader._pipeline.ahead_feed import AheadFeed
-
-        def make() -> tuple[Epoch, AheadFeed]:
-            epoch = Epoch(self._base_seed or 0, options.order_of(None))
-            epoch.begin(self.numbers.reserve(epoch), readers=options.readers)
-            self.numbers.release(epoch)
-            source = self._made(options, epoch, is_async=False)
-            assert isinstance(source, AheadFeed)
-            return epoch, source
-
-        self._ahead = Ahead(options, self.numbers, make)
-
-    def forget_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.dismiss()
 
     # -- the end ------------------------------------------------------------------
 
@@ -412,7 +353,6 @@ class Runtime:
                 stack.callback(self._pools.close)
             if self._hosts is not None:
                 stack.callback(self._hosts.release)
-            stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.callback(iterator.close)
 
@@ -423,7 +363,6 @@ class Runtime:
                 stack.push_async_callback(self._pools.aclose)
             if self._hosts is not None:
                 stack.push_async_callback(self._hosts.release_async)
-            stack.callback(self.forget_ahead)
             for iterator in iterators:
                 stack.push_async_callback(iterator.aclose)
 
@@ -432,9 +371,3 @@ class Runtime:
         for iterator in iterators:
             iterator.dismiss()
         return iterators
-
-
-def _look_ahead(reference: "weakref.ref[Runtime]", options: Options) -> None:
-    runtime = reference()
-    if runtime is not None:
-        runtime.look_ahead(options)

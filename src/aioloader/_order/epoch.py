@@ -347,9 +347,6 @@ class EpochNumbers:
             return None
         return self._order.epoch + (self._order.epoch == self._shuffled)
 
-    def state(self) -> tuple[int, int | None, int | None]:
-        return self.next, self._shuffled, self.upcoming()
-
 
 def index_sampler_of(sampler: Any, batch_sampler: Any) -> Any:
     """Return the sampler that determines the order: of batches, or else of indices.

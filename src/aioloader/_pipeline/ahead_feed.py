@@ -5,7 +5,6 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable  # noqa: TC003  (an annotation of an attribute)
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -93,8 +92,6 @@ class AheadFeed(Feed):
         self._repeats = False  # the requests are for samples of a stream's beginning
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._lock = fork_safe(threading.RLock())
-        # Called for each delivered batch when there is nothing more to request.
-        self.when_exhausted: Callable[[], None] | None = None
 
     # -- next, for threads and for tasks ------------------------------------------
 
@@ -173,11 +170,12 @@ class AheadFeed(Feed):
 
     # -- requests out -------------------------------------------------------------
 
-    def open(self, most: int = sys.maxsize) -> None:
+    def open(self, *, requests: bool = True) -> None:
         """Start the workers, and issue the first requests. Idempotent."""
         with self._lock:
             self.pipeline.open()
-            self._fill(most)
+            if requests:
+                self._fill()
 
     def _go_on(self) -> None:
         """Read past the first batch: the consumer has asked for more."""
@@ -188,8 +186,8 @@ class AheadFeed(Feed):
         if self._window.is_lazy or not self._in_flight:
             self._fill()
 
-    def _fill(self, most: int = sys.maxsize) -> None:
-        """Issue requests until the window is full, at most so many.
+    def _fill(self) -> None:
+        """Issue requests until the window is full.
 
         The batches of a hop are requested together, when the previous ones are nearly
         used up. With one request at a time, the thread would contend for the GIL with
@@ -197,7 +195,7 @@ class AheadFeed(Feed):
         """
         with self._lock:
             window, turns, seconds = self._window, self._turns, 0.0
-            while most and not self._is_exhausted:
+            while not self._is_exhausted:
                 in_flight, limit = len(self._in_flight), window.batches
                 if window.samples:  # in batches as large as those in flight
                     held, ahead = self._samples, window.samples * in_flight
@@ -209,7 +207,6 @@ class AheadFeed(Feed):
                 if is_full or (turns is not None and not turns.may_issue(limit)):
                     break
                 self._send()
-                most -= 1
                 seconds = self.pipeline.seconds_per_batch
 
     def _send(self) -> None:
@@ -300,8 +297,6 @@ class AheadFeed(Feed):
         is_nothing = result.is_empty or number in self._dropped
         if is_nothing or not self._window.is_lazy:  # otherwise its consumer still waits
             self._fill()
-        if self._is_exhausted and self.when_exhausted is not None:
-            self.when_exhausted()
         self.counters.in_flight = len(self._in_flight)
 
     def _end(self) -> None:

@@ -13,6 +13,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from aioloader._observe.records import COUNTERS, NOT_MADE, Counters
 from aioloader._order.epoch import BEGINNING, Bookmark
 from aioloader._order.failures import Failure
@@ -404,7 +406,10 @@ class Pipeline:
         elif (pool := self.pool) is not None:
             self._into_pool(pool, task)
         elif self.maker.is_quick(task):
-            self.deliver(task, self.maker.make(task, seeded=False))
+            # On the caller's loop a task may be in inference mode, for its own batch.
+            with torch.inference_mode(mode=False):
+                result = self.maker.make(task, seeded=False)
+            self.deliver(task, result)
         else:
             self._in_thread(task)
 

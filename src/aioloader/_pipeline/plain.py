@@ -5,7 +5,6 @@ calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead
 """
 
 import abc
-import sys
 import types
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -59,8 +58,8 @@ class Feed(abc.ABC):
     def next(self) -> Any:
         """Return the next batch, or raise ``StopIteration``."""
 
-    def open(self, most: int = sys.maxsize) -> None:  # noqa: B027  (a default)
-        """Start workers, and request at most so many batches, before any is wanted."""
+    def open(self, *, requests: bool = True) -> None:  # noqa: B027  (a default)
+        """Start workers, and issue the first ``requests``, before any is wanted."""
 
     def _draw(self) -> IndexBatch:
         """Return the next request; close after the last one or a sampler's error."""

@@ -1,4 +1,4 @@
-"""What the user's objects reach: random generators, memory that others write to.
+"""Random generators that the user's objects reach.
 
 Attributes, the first items of containers, partial arguments and closures are searched,
 and the user's own functions for the globals they name: some thousand objects in all.
@@ -6,7 +6,6 @@ Nothing is called, so what is made later is only guessed from the functions that
 make it.
 """
 
-import contextlib
 import dis
 import gc
 import mmap
@@ -23,8 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader._workers.reducers import is_shared
-
 _LEAVES = (
     str, bytes, bytearray, int, float, ModuleType, CodeType, GeneratorType, FrameType,
     np.ndarray, torch.Tensor, memoryview, mmap.mmap,
@@ -32,8 +29,6 @@ _LEAVES = (
 _CONTAINERS = {list, tuple, dict, set, frozenset}
 _OWN = Path(__file__).parents[1]
 _MOST_SEARCHED, _MOST_ITEMS = 2000, 64
-# Yielded if there is more than that.
-_TOO_MANY = object()
 # What makes a generator, by its name in code that calls it.
 _MAKERS = {"default_rng", "Generator", "RandomState", "Random"}
 # What keeps it for later calls.
@@ -61,50 +56,8 @@ def holds_generator(*objects: Any) -> bool:
     )
 
 
-def holds_shared_memory(*objects: Any) -> bool:
-    """Tell whether objects hold memory that other processes see, or may hold some.
-
-    That is ``multiprocessing``'s values, arrays, events, queues, shared memory and
-    managers, ctypes, tensors in shared memory, and arrays over any of these or over a
-    writable mapping. They may, if they are too many to be searched.
-    """
-    names = (
-        ("multiprocessing.synchronize", "Semaphore"),  # which an event has
-        ("multiprocessing.queues", "Queue"),
-        ("multiprocessing.queues", "SimpleQueue"),
-        ("multiprocessing.connection", "_ConnectionBase"),
-        ("multiprocessing.sharedctypes", "SynchronizedBase"),
-        ("multiprocessing.managers", "BaseProxy"),
-        ("multiprocessing.shared_memory", "SharedMemory"),
-        ("multiprocessing.shared_memory", "ShareableList"),
-        ("_ctypes", "_SimpleCData"),
-        ("_ctypes", "Array"),
-        ("_ctypes", "Structure"),
-    )
-    # A module that is not imported has made no object.
-    types = tuple(
-        getattr(sys.modules[module], name)
-        for module, name in names
-        if module in sys.modules
-    )
-    return any(
-        one is _TOO_MANY or _is_shared(one, types) for one in reachable(*objects)
-    )
-
-
-def _is_shared(one: Any, types: tuple[Any, ...]) -> bool:
-    """Tell whether an object is memory that others see, or a view of some."""
-    with contextlib.suppress(ValueError):  # what was released or closed is no memory
-        while isinstance(one, (np.ndarray, memoryview)):
-            one = one.base if isinstance(one, np.ndarray) else one.obj
-        if isinstance(one, mmap.mmap):
-            with memoryview(one) as view:
-                return not view.readonly
-    return is_shared(one) if isinstance(one, torch.Tensor) else isinstance(one, types)
-
-
 def reachable(*objects: Any) -> Iterator[Any]:
-    """Yield objects and what they hold, each once; ``_TOO_MANY`` if it gives up."""
+    """Yield objects and what they hold, each once, until it gives up."""
     found, seen = list(objects), set[int]()
     for one in found:
         if one is None or id(one) in seen:
@@ -113,7 +66,6 @@ def reachable(*objects: Any) -> Iterator[Any]:
         if isinstance(one, _LEAVES):
             continue
         if len(seen) > _MOST_SEARCHED:
-            yield _TOO_MANY
             return
         seen.add(id(one))
         found += _held(one)

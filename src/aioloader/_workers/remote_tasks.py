@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from aioloader._observe.records import Made
 from aioloader._order.failures import Failure, FailurePolicy
@@ -139,7 +140,8 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
 
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
     try:
-        result = decode(*copied(packed, pipeline.maker.lease))
+        with torch.inference_mode(mode=False):  # as in `unpack`
+            result = decode(*copied(packed, pipeline.maker.lease))
     except Exception as error:  # of a user's class
         text = f"a batch of worker {worker} could not be unpickled: {error!r}"
         problem = WorkerError(text, worker=worker)

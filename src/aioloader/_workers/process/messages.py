@@ -216,12 +216,14 @@ def _copy(copies: Copies, memory: memoryview) -> None:
 _DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
 
 
+@torch.inference_mode(mode=False)
 def unpack(
     frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
 ) -> Any:
     """Return the batch that is packed in ``frame`` from byte ``at`` on.
 
-    Its large parts are views of the slot or, with ``copy``, private copies.
+    Its large parts are views of the slot or, with ``copy``, private copies. A consumer
+    in inference mode unpacks batches for later, so its mode must not reach them.
     """
     number, length = _PLAIN_HEAD.unpack_from(frame, at)
     if number == _PLAIN:

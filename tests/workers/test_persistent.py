@@ -1,0 +1,227 @@
+"""Persistent workers begin an epoch when it begins, as torch's do."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+from aioloader import DataLoader, ShuffledIndices
+from aioloader.testing._frozen import frozen
+from samples import AsyncMap, SyncMap, collect, labels
+from working import Drawing
+
+W: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
+
+
+class Told(SyncMap):
+    """A dataset that writes to a file what it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("ab", buffering=0) as file:
+            file.write(bytes([index]))
+        return super().__getitem__(index)
+
+
+def test_nothing_of_the_next_epoch_is_read_before_it_begins(tmp_path: Path) -> None:
+    """``__getitem__`` is called once per sample."""
+    told = Told(tmp_path / "asked")
+    with DataLoader(told, **W) as loader:
+        found = labels(list(loader))
+    assert found == [[*range(at, at + 4)] for at in range(0, 20, 4)]
+    assert sorted(told.path.read_bytes()) == [*range(20)]
+
+
+RUNNERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "here": (SyncMap, {}),
+    "ahead": (SyncMap, {"prefetch_factor": 2}),
+    "threads": (SyncMap, {"num_workers": 2, "workers": "thread"}),
+    "processes": (SyncMap, {"num_workers": 2}),
+    "persistent": (SyncMap, {"num_workers": 2, "persistent_workers": True}),
+    "loop": (AsyncMap, {}),
+    "caller's loop": (AsyncMap, {"loop": "caller"}),
+    "loops of workers": (AsyncMap, {"num_workers": 1, "persistent_workers": True}),
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+async def test_inference_mode_ends_with_its_block(name: str) -> None:
+    """Batches of a later epoch, and the rest of this one, are normal tensors."""
+    kind, options = RUNNERS[name]
+    async with DataLoader(kind(), 2, **options) as loader:
+        with torch.inference_mode():
+            assert len(await collect(loader)) == 10
+        later = await collect(loader)
+        iterator = aiter(loader)
+        with torch.inference_mode():
+            await anext(iterator)
+            await anext(iterator)
+        later += [batch async for batch in iterator]
+    assert not any(rows.is_inference() for rows, _ in later)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNERS if "caller" not in name])
+def test_inference_mode_ends_with_its_block_in_a_for(name: str) -> None:
+    """Batches of a later epoch, and the rest of this one, are normal tensors."""
+    kind, options = RUNNERS[name]
+    with DataLoader(kind(), 2, **options) as loader:
+        with torch.inference_mode():
+            assert len(list(loader)) == 10
+        later = list(loader)
+        iterator = iter(loader)
+        with torch.inference_mode():
+            next(iterator)
+        later += iterator
+    assert not any(rows.is_inference() for rows, _ in later)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_orders_and_draws_are_those_of_torch(draws: bool, has_generator: bool) -> None:
+    """Also where the user draws in between."""
+
+    def epochs(cls: Any) -> list[Any]:
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(5) if has_generator else None
+        loader = cls(SyncMap(), shuffle=True, generator=generator, **W)
+        found: list[Any] = []
+        for _ in range(4):
+            if draws:
+                torch.rand(3)
+            found.append(labels(list(loader)))
+        found.append(torch.rand(2).tolist())
+        if cls is DataLoader:
+            loader.close()
+        return found
+
+    assert epochs(DataLoader) == epochs(TorchLoader)
+
+
+def test_another_epoch_than_the_next_may_be_chosen() -> None:
+    """Its order is drawn when it begins."""
+    order = ShuffledIndices(20, seed=3)
+    with DataLoader(SyncMap(), sampler=order, **W) as loader:
+        before = [labels(list(loader)) for _ in range(3)]
+        loader.set_epoch(1)
+        assert labels(list(loader)) == before[1]
+        assert labels(list(loader)) == before[2]
+
+
+class Scaled(SyncMap):
+    """Samples times a number that the main process sets, as in multi-scale training."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __getitem__(self, index: int) -> Any:
+        with self.scale.get_lock():
+            return index * self.scale.value
+
+
+class ByEpoch(IterableDataset[int]):
+    """Samples that depend on the epoch's number, and on how often it was iterated."""
+
+    def __init__(self, epoch: Any) -> None:
+        self.epoch = epoch
+        self.iterations = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.iterations += 1
+        return iter([self.epoch.value, self.iterations])
+
+
+# The memory that it is in outlives a test.
+VALUE = multiprocessing.Value("i", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Scaled, ByEpoch])
+def test_what_is_told_by_shared_memory_between_epochs(kind: Any) -> None:
+    """Counts from the first batch of the next epoch on."""
+
+    def epochs(cls: Any) -> list[Any]:
+        loader = cls(kind(VALUE), **W)
+        found = []
+        for epoch in range(3):
+            VALUE.value = epoch
+            found.append([batch.tolist() for batch in loader])
+        loader._iterator = None  # ends the workers
+        return found
+
+    assert epochs(DataLoader) == epochs(TorchLoader)
+
+
+def set_batch_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def set_drop_last(loader: Any) -> None:
+    loader.batch_sampler.drop_last = True
+
+
+def set_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [7, 6, 5, 4]
+
+
+def set_generator(loader: Any) -> None:
+    loader.sampler.generator = torch.Generator().manual_seed(5)
+
+
+def set_replacement(loader: Any) -> None:
+    loader.sampler.replacement = True
+
+
+def shrink(loader: Any) -> None:
+    loader.dataset.pop()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_batch_size,
+        set_drop_last,
+        set_sampler,
+        set_generator,
+        set_replacement,
+        shrink,
+    ],
+)
+def test_an_order_that_is_changed_between_epochs(change: Callable[[Any], None]) -> None:
+    """The next epoch has the new one."""
+
+    def epochs(cls: Any) -> list[Any]:
+        torch.manual_seed(0)
+        is_shuffled = change not in {set_batch_size, set_drop_last, set_sampler}
+        loader = cls(
+            [*range(8)], 3, is_shuffled, num_workers=1, persistent_workers=True
+        )
+        found: list[Any] = [list(loader)]
+        change(loader)
+        found += [list(loader), list(loader), torch.rand(1)]
+        loader._iterator = None  # ends the workers
+        return found
+
+    assert frozen(epochs(DataLoader)) == frozen(epochs(TorchLoader))
+
+
+def test_loaders_in_turn_draw_as_torchs() -> None:
+    """With ``rng="worker"``, from the workers' generators."""
+
+    def drawn(make: Any) -> list[Any]:
+        torch.manual_seed(0)
+        loaders = [make(Drawing(12), **W) for _ in range(2)]
+        return [[list(loader) for loader in loaders] for _ in range(3)]
+
+    ours = drawn(partial(DataLoader, rng="worker"))
+    assert frozen(ours) == frozen(drawn(TorchLoader))
