@@ -186,8 +186,8 @@ class AheadFeed(Feed):
         if self._window.is_lazy or not self._in_flight:
             self._fill()
 
-    def _fill(self) -> None:
-        """Issue requests until the window is full.
+    def _fill(self, most: int = sys.maxsize) -> None:
+        """Issue requests until the window is full, at most so many.
 
         The batches of a hop are requested together, when the previous ones are nearly
         used up. With one request at a time, the thread would contend for the GIL with
@@ -195,7 +195,7 @@ class AheadFeed(Feed):
         """
         with self._lock:
             window, turns, seconds = self._window, self._turns, 0.0
-            while not self._is_exhausted:
+            while most and not self._is_exhausted:
                 in_flight, limit = len(self._in_flight), window.batches
                 if window.samples:  # in batches as large as those in flight
                     held, ahead = self._samples, window.samples * in_flight
@@ -207,6 +207,7 @@ class AheadFeed(Feed):
                 if is_full or (turns is not None and not turns.may_issue(limit)):
                     break
                 self._send()
+                most -= 1
                 seconds = self.pipeline.seconds_per_batch
 
     def _send(self) -> None:
