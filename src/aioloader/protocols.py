@@ -91,10 +91,6 @@ class OwnStream(abc.ABC):
     ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
 
     @abc.abstractmethod
-    def begin_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that starts, unless the user has chosen one."""
-
-    @abc.abstractmethod
     def for_epoch(self) -> "OwnStream":
         """Return a copy to read, also in workers; it takes over a loaded state."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._observe.machine import RunTimes, run_times
 
@@ -248,6 +248,7 @@ class LoopLag:
 class Counters:
     """The counters of a source; one per epoch."""
 
+    reads_whole: ClassVar = False  # as in ``HasEpoch``
     epoch: int = -1  # epoch number, from 0; -1 before the first
     batches: int = 0  # batches delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready

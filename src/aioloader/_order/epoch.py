@@ -5,14 +5,16 @@ a number below which all were delivered, and the set of later ones that were del
 too. Pure and synchronous; the state may be read from any thread.
 """
 
+import contextlib
 import math
 import operator
 import threading
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -23,6 +25,35 @@ from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
 from aioloader._order.orders import IteratedOrder, Turns
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
+
+
+class HasEpoch(Protocol):
+    """What drives user code in an epoch.
+
+    A stream with ``reads_whole`` is shared by the workers: one within it is not.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def reads_whole(self) -> bool: ...
+
+
+# A stream or a loader that user code iterates meanwhile takes the epoch from it, and
+# does not count its own: a resumed run would count from 0 again.
+UNDER_WAY: ContextVar[HasEpoch | None] = ContextVar("aioloader_epoch", default=None)
+
+
+@contextlib.contextmanager
+def under_way(driver: HasEpoch) -> Iterator[None]:
+    before = UNDER_WAY.get()
+    UNDER_WAY.set(driver)
+    try:
+        yield
+    finally:
+        # No token: a coroutine that is dropped may be closed in another context.
+        if UNDER_WAY.get() is driver:
+            UNDER_WAY.set(before)
 
 
 @dataclass(frozen=True)
@@ -255,6 +286,7 @@ class EpochNumbers:
         self.next = number
         self._order = sampler if isinstance(sampler, KeyedOrder) else None
         self._shuffled = shuffled  # its epoch, if it was set here
+        self._is_chosen = False  # whether the user has chosen the next
         # Epochs of iterators that have not started, since an epoch was last chosen.
         self._reserved: weakref.WeakSet[Epoch] = weakref.WeakSet()
         self._lock = fork_safe(threading.RLock())
@@ -275,7 +307,11 @@ class EpochNumbers:
             if order is not None:
                 epoch.shuffled, epoch.seen = self.upcoming(), order.epoch
             self._reserved.discard(epoch)
-            for one in self._reserved:
+            driver = None if self._is_chosen else UNDER_WAY.get()
+            if driver is not None:
+                number = driver.epoch
+                epoch.shuffled = None if order is None else number
+            for one in self._reserved if driver is None else ():
                 number = max(number, one.number + 1)
                 if epoch.shuffled is not None and one.shuffled is not None:
                     epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
@@ -309,6 +345,7 @@ class EpochNumbers:
             if epoch not in self._reserved:
                 return
             self._reserved.remove(epoch)
+            self._is_chosen = False
             following = epoch.number + 1
             # Of two threads, one resumes, and the next epoch may have started before.
             is_again = epoch.saved is not None and self.next <= following
@@ -335,7 +372,7 @@ class EpochNumbers:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         with self._lock:
             self.next = epoch
-            self._shuffled = None
+            self._is_chosen, self._shuffled = True, None
             self._reserved.clear()
 
     def upcoming(self) -> int | None:

@@ -27,6 +27,7 @@ from aioloader._collate.gather import Rows, gatherable
 from aioloader._observe.records import spent, thread_clocks
 from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
 from aioloader._order.blocks import Bad
+from aioloader._order.epoch import UNDER_WAY, under_way
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import STOPS, ends_task, raisable, saved_state
@@ -131,7 +132,8 @@ class BatchMaker(Recipe):
     """A recipe at work in one epoch: it makes batches from indices."""
 
     policy: FailurePolicy
-    epoch: int = 0  # epoch number, for notes
+    epoch: int = 0
+    reads_whole: bool = field(init=False)  # as in ``HasEpoch``
     # Lends memory for big batches.
     lease: Lease = field(default_factory=lambda: SlotPool().lease)
     # Entered while plain code works on a task, to seed the generators.
@@ -159,6 +161,8 @@ class BatchMaker(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        driver = UNDER_WAY.get()
+        self.reads_whole = driver is not None and driver.reads_whole
         if not self.reads or self.kind is not Kind.MAP:
             return
         self.get = self.dataset.__getitem__
@@ -213,7 +217,7 @@ class BatchMaker(Recipe):
         """
         clocks = thread_clocks(task.number)
         try:
-            with self.around(task) if seeded else _NOTHING:
+            with under_way(self), self.around(task) if seeded else _NOTHING:
                 if read is not None:
                     read(task)
                 result = task.result
@@ -238,7 +242,7 @@ class BatchMaker(Recipe):
     ) -> BatchResult | None:
         """Read the samples of ``task`` in this thread; return an error, or the end."""
         try:
-            with self.around(task):
+            with under_way(self), self.around(task):
                 read(task)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)

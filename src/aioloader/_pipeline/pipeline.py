@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioloader._observe.records import COUNTERS, NOT_MADE, Counters
-from aioloader._order.epoch import BEGINNING, Bookmark
+from aioloader._order.epoch import BEGINNING, UNDER_WAY, Bookmark
 from aioloader._order.failures import Failure
 from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import SideLoop
@@ -110,6 +110,7 @@ class Pipeline:
         self._async_stream: Stream | None = None
         # Plain code sees the context variables of its consumer.
         self.context: contextvars.Context = context_elsewhere()
+        self.context.run(UNDER_WAY.set, maker)
         resume = bookmark.states.get(0)
         if maker.kind is Kind.ITERABLE:
             self._stream = Stream(maker, resume=resume, keys=maker.seeds())

@@ -20,7 +20,7 @@ from aioloader._observe.records import (
 )
 from aioloader._order.awaitables import close_coroutines, holds_awaitables
 from aioloader._order.blocks import Bad
-from aioloader._order.epoch import Epoch
+from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
 from aioloader._order.raising import raisable
@@ -173,7 +173,8 @@ class PlainFeed(Feed):
         number, _, indices, _, state = self._draw()
         clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
-        stage = "fetch"
+        stage, outer = "fetch", UNDER_WAY.get()
+        UNDER_WAY.set(self.counters)
         try:
             for index in indices:
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
@@ -188,6 +189,8 @@ class PlainFeed(Feed):
             close_coroutines(samples)
             self._progress.fail(number, state)
             raise self._noted(stage, number, indices, len(samples), error)  # noqa: B904
+        finally:
+            UNDER_WAY.set(outer)
         cpu, delayed = (0.0, 0.0) if clocks is None else spent(clocks)
         taken = perf_counter()
         self._took = taken - asked

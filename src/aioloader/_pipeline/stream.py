@@ -181,8 +181,6 @@ class Stream:
         dataset, position = self.maker.dataset, self._position
         before = None if self._is_async else torch.get_rng_state()
         await self._stack.aclose()  # of an iterator from the wrong state
-        if isinstance(dataset, OwnStream):
-            dataset.begin_epoch(self.maker.epoch)
         if position.load_dataset():
             self._reseed(task)
         if self._is_async:

@@ -6,6 +6,7 @@ fails without ending the iterable counts as a sample.
 """
 
 import asyncio
+import contextvars
 import inspect
 import zlib
 from collections.abc import (
@@ -29,6 +30,7 @@ from aioloader._order.blocks import (
     read_block,
     read_block_async,
 )
+from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
 from aioloader._order.raising import carried
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
@@ -52,6 +54,7 @@ def from_iterable(source: Source) -> Stream[Any]:
             that returns one, such as a generator function. Each reader iterates it.
             Its ``set_epoch``, if it has one, is called with the number of each epoch;
             for later passes of ``repeat``, with a number below 2**31 for each of them.
+            A loader of aioloader that it iterates takes that number, too.
 
     Raises:
         TypeError: If it is neither, or an iterator, which can be read only once.
@@ -68,7 +71,7 @@ def from_async_iterable(source: AsyncSource) -> Stream[Any]:
 
     Args:
         source: An async iterable, or a function that returns one, such as an async
-            generator function. A stream takes the number of each epoch.
+            generator function. Streams that it iterates take the number of each epoch.
 
     Raises:
         TypeError: If it is neither, or an async iterator, which can be read only once.
@@ -137,8 +140,7 @@ class _Cursor(Replayed):
         super().__init__(state)
         self._source, self._is_async = source, is_async
         self._thread: ThreadPoolExecutor | None = None
-        self._epoch = reading.epoch
-        self._share = reading.share
+        self._reading = reading
         self._start: int = state.get("read", 0)
         self._read = 0
         self._iterator: Any = None
@@ -148,12 +150,14 @@ class _Cursor(Replayed):
 
     async def _next(self, count: int) -> tuple[list[Any], bool]:
         """Return the next samples of all readers, and whether it has ended."""
-        if self._is_async:
-            return self._begin(aiter) or await read_block_async(self._iterator, count)
-        found: tuple[list[Any], bool] = await self._in_thread(
-            lambda: self._begin(iter) or read_block(self._iterator, count)
-        )
-        return found
+        with under_way(self._reading):
+            if self._is_async:
+                begun = self._begin(aiter)
+                return begun or await read_block_async(self._iterator, count)
+            found: tuple[list[Any], bool] = await self._in_thread(
+                lambda: self._begin(iter) or read_block(self._iterator, count)
+            )
+            return found
 
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
@@ -162,7 +166,7 @@ class _Cursor(Replayed):
     async def _make(self, limit: int) -> list[Any]:
         """Return the next samples; after the last ones, raise what ended them."""
         samples: list[Any] = []
-        reader, readers = self._share.reader, self._share.readers
+        reader, readers = self._reading.share.reader, self._reading.share.readers
         while len(samples) < limit and not self._has_ended:
             first = max(self._read, self._start)
             first += (reader - first) % readers - self._read  # samples to leave out
@@ -194,11 +198,9 @@ class _Cursor(Replayed):
     def _opened(self) -> Any:
         made = self._source() if callable(self._source) else self._source
         if isinstance(made, Iterated):
-            made = made.for_epoch()  # two readers may be in two epochs
-            made.is_inner = True
-            made.begin_epoch(self._epoch)
+            made = made.for_epoch()  # it may be shared
         elif callable(set_epoch := getattr(made, "set_epoch", None)):
-            epoch = self._epoch
+            epoch = self._reading.epoch
             # Those of the passes of ``repeat`` are too large for a seed of NumPy.
             is_pass = epoch >= 1 << 32
             set_epoch(zlib.crc32(str(epoch).encode()) >> 1 if is_pass else epoch)
@@ -215,7 +217,8 @@ class _Cursor(Replayed):
 
     async def _in_thread(self, job: Callable[[], Any]) -> Any:
         self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+        return await loop.run_in_executor(self._thread, run, job)
 
     async def _close(self) -> None:
         """Close a generator, where it runs, or an inner stream; end the thread."""

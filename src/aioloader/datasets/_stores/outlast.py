@@ -1,6 +1,7 @@
 """Waits that cancellation must not interrupt, and waits for cancelled tasks."""
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -40,6 +41,6 @@ async def in_thread(
     function: Callable[..., T], *args: Any, executor: Executor | None = None
 ) -> T:
     """Run a function in a thread; if cancelled, wait for it to end first."""
-    loop = asyncio.get_running_loop()
-    result: T = await outlast(loop.run_in_executor(executor, function, *args))
+    loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+    result: T = await outlast(loop.run_in_executor(executor, run, function, *args))
     return result

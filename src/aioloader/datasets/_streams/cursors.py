@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from aioloader._order.blocks import Block, join, unreadable
 from aioloader._order.ranks import Share
@@ -47,6 +47,7 @@ class Reading:
     listed: dict[Any, Any] = field(default_factory=dict)
     agreement: "Agreement | None" = None  # how ranks compare their lists of shards
     begun: int = 0  # the epoch in which the stream was at its beginning
+    reads_whole: ClassVar = True
 
 
 class Made(NamedTuple):

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from aioloader._observe.warnings import warn
 from aioloader._order.blocks import Bad, Block, spread
+from aioloader._order.epoch import UNDER_WAY, under_way
 from aioloader._order.rank_store import RankStore
 from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
@@ -39,7 +40,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
 
     sources: "tuple[Iterated[Any], ...]" = ()  # what it is made of
     leaves_out = False  # whether failed samples do not count: others take their places
-    is_inner = False  # whether a stream that has it as its source shares it
     refills = False  # whether samples of the beginning are repeated until all ranks end
 
     # Without this, `for x in stream` would ask for `__getitem__`, and never end.
@@ -65,10 +65,14 @@ class Iterated(Dataset[Sample_co], OwnStream):
         Raises:
             StateMismatchError: If a loaded state lacks a reader of this rank.
         """
-        state = self._loaded
-        epoch = self._epoch if state is None else state["epoch"]
+        state, driver = self._loaded, UNDER_WAY.get()
+        epoch = self._epoch
+        if driver is not None and not self._is_chosen:
+            epoch = driver.epoch
+        epoch = epoch if state is None else state["epoch"]
         rank, world_size = self.ranks or (0, 1)
-        worker = None if self.is_inner else get_worker_info()
+        is_inner = driver is not None and driver.reads_whole
+        worker = None if is_inner else get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         ranks = world_size * workers
         readers = self.num_readers or ranks if state is None else state["readers"]
@@ -82,7 +86,7 @@ class Iterated(Dataset[Sample_co], OwnStream):
         )
         iterator = StreamIterator(self, epoch, deal, state, agreement)
         self._loaded = None
-        if not self._is_chosen:
+        if driver is None and not self._is_chosen:
             self._epoch = epoch + 1
         return iterator
 
@@ -90,10 +94,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """Choose the order of ``epoch``, until another epoch is chosen."""
         self._epoch = operator.index(epoch)
         self._is_chosen = True
-
-    def begin_epoch(self, epoch: int) -> None:
-        if not self._is_chosen:
-            self._epoch = epoch
 
     def for_epoch(self) -> Self:
         clone = self._clone()
@@ -309,6 +309,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     It reads the positions of a ``deal``; ranks compare their shards by ``agreement``.
     """
 
+    reads_whole = True
+
     def __init__(
         self,
         stream: Iterated[Sample_co],
@@ -323,7 +325,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self.leaves_out: bool = stream.leaves_out
         self.refills: bool = stream.refills
         self._stream = stream
-        self._epoch = epoch
+        self.epoch = epoch
         self._deal = deal
         fresh = {str(reader): {"taken": 0, "state": {}} for reader in deal.hosted()}
         self._known: State = {
@@ -381,7 +383,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return reading.result()
 
     def again(self, state: State | None) -> "StreamIterator[Sample_co]":
-        return StreamIterator(self._stream, self._epoch, self._deal, state)
+        return StreamIterator(self._stream, self.epoch, self._deal, state)
 
     async def pull(self, limit: int | None) -> Block:
         """Return the samples at the next ``limit`` positions; None: the next sample.
@@ -399,9 +401,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                 raise self._refusal
             readers = self._readers
             if readers is None:
-                readers = self._readers = await self._open()
+                with under_way(self):
+                    readers = self._readers = await self._open()
             try:
-                block = await (readers.one() if limit is None else readers.pull(limit))
+                with under_way(self):
+                    pull = readers.one() if limit is None else readers.pull(limit)
+                    block = await pull
             except ShardChangedError as error:
                 # Nothing follows the position of the state, even if pulled again.
                 self._refusal = error
@@ -424,7 +429,7 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             first = known["taken"] if has_ended else wanted
             cursor: Cursor | None = None
             if self.fills or not has_ended:
-                part = self._epoch, deal.share(number), self._stack, listed
+                part = self.epoch, deal.share(number), self._stack, listed
                 reading = Reading(*part, self._agreement, self._known["begun"])
                 cursor = await self._stream.open(reading, known["state"])
                 self._cursors.append(cursor)

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
+from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
     ShuffledIndices,
     is_quick,
@@ -59,6 +60,14 @@ class Step(Replayed):
         vars(self).update(parameters)
         own = {**self.starts, **parameters, **state}
         self.own: State = {name: own[name] for name in self.starts}
+
+    async def pull(self, limit: int) -> Block:
+        with under_way(self.reading):  # perhaps of a later pass of ``repeat``
+            return await super().pull(limit)
+
+    async def fill(self, limit: int) -> bool:
+        with under_way(self.reading):
+            return await super().fill(limit)
 
     def _here(self) -> State:
         return {"up": self.upstream.state(), **self.own}
