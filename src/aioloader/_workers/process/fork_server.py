@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 
 from aioloader._order.forks import close_in_children, fork_safe
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
 from aioloader._workers.process.supervisor import Supervisor, number_of_threads
@@ -123,7 +123,7 @@ class ServedLauncher(Launcher):
 
     With the method "spawn" each worker unpickles the dataset itself, as a new
     interpreter would; with "forkserver" the supervisor does so once, for all of them.
-    ``stack`` closes the file of the dataset.
+    ``stack`` closes the file of the dataset, and the descriptors of what it shares.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class ServedLauncher(Launcher):
         self._method = method
         self._servers = servers
         self._surroundings = Surroundings()
-        file = ship(spec)
-        stack.callback(os.close, file)
+        file, *self._shared = ship(spec)
+        for descriptor in (file, *self._shared):
+            stack.callback(os.close, descriptor)
         self._descriptors = file, *ends
 
     def open(self) -> None:
@@ -148,6 +149,9 @@ class ServedLauncher(Launcher):
             idle = self._servers.take()
             self.control = idle or _new_supervisor()
             with contextlib.suppress(OSError):  # ``notes`` finds that it has died
+                for k in range(0, len(self._shared), MAX_DESCRIPTORS):
+                    part = self._shared[k : k + MAX_DESCRIPTORS]
+                    self.instruct("share", None, part)
                 self.instruct("begin", order, self._descriptors)
             first = next(self.notes(PATIENCE), None)
             if idle is None or (first is not None and first.word == "up"):

@@ -66,7 +66,8 @@ class ProcessPool(LastingPool):
         self._collections = 0
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
-            self._dispatcher = Dispatcher(spec, stack, locker)
+            are_forks = method == "fork"
+            self._dispatcher = Dispatcher(spec, stack, locker, are_forks=are_forks)
             self._results, far_results = Channel.pair()
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
@@ -77,7 +78,7 @@ class ProcessPool(LastingPool):
             shared = [far_results.fileno(), far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
-            if method == "fork":
+            if are_forks:
                 self._launcher = ForkLauncher(spec, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher

@@ -30,6 +30,7 @@ import torch
 
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
+from aioloader._workers import sharing
 from aioloader._workers.process import worker_main
 from aioloader._workers.remote_tasks import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
@@ -104,7 +105,9 @@ class Supervisor:
         word, argument = decode(received[0])
         if word == "begin":
             return self._begin(*argument, descriptors=received[1])
-        if word == "start":
+        if word == "share":
+            sharing.received.extend(received[1])
+        elif word == "start":
             self._start(argument, received[1])
         elif word == "kill":
             for number, process in self._workers.values():
@@ -155,9 +158,10 @@ class Supervisor:
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
-            for descriptor in (self._file, *self.ends):
+            for descriptor in (self._file, *self.ends, *sharing.received):
                 os.close(descriptor)
             self.spec, self.ends = None, []
+            sharing.received.clear()
             gc.collect()
             self.tell(Note("ended"))
 
