@@ -8,8 +8,8 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
-from multiprocessing import context, heap
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing import context, heap, reduction
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def sharing_reducers() -> Reducers:
     registered = {
         kind: reduce
         for kind, reduce in known.items()
-        if reduce.__module__ not in _GENERAL
+        if getattr(reduce, "__module__", None) not in _GENERAL
     }
     return {**registered, **_SHARING}
 
@@ -99,7 +99,7 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
     descriptor, size = storage._share_fd_cpu_()
     if descriptor < 0:  # a file that is mapped privately
         return REDUCERS[torch.UntypedStorage](storage)
-    return _map_storage, (DupFd(descriptor), size)
+    return _map_storage, (reduction.DupFd(descriptor), size)
 
 
 def _map_storage(received: Received, size: int) -> Any:
@@ -112,7 +112,7 @@ def _map_storage(received: Received, size: int) -> Any:
 
 def _reduce_arena(arena: Any) -> Any:
     """Reduce what ``multiprocessing`` shares values and arrays in."""
-    return _map_arena, (arena.size, DupFd(arena.fd))
+    return _map_arena, (arena.size, reduction.DupFd(arena.fd))
 
 
 def _map_arena(size: int, received: Received) -> Any:

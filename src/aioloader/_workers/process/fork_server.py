@@ -23,6 +23,7 @@ from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
 from aioloader._workers.process.supervisor import Supervisor, number_of_threads
+from aioloader._workers.process.watch import watch_this
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET, Surroundings, WorkerSpec, ship
 from aioloader.errors import WorkerStartError
@@ -75,7 +76,7 @@ class ForkServer:
     def fork(self) -> Channel:
         """Return the channel to a new supervisor; ``OSError``: the server is gone."""
         ours, theirs = Channel.pair()
-        loader = os.pidfd_open(os.getpid())
+        loader = watch_this()
         try:
             self.channel.send_frame(b"", [theirs.fileno(), loader])
         finally:
@@ -214,11 +215,12 @@ def serve(descriptor: int) -> None:
 
 
 def _fork(channel: Channel, control: int, loader: int) -> None:
+    user = os.getppid()
     if os.fork() == 0:
         channel.close()
         try:
             gc.disable()
-            Supervisor(Channel.adopt(control), loader).serve()
+            Supervisor(Channel.adopt(control), loader, user).serve()
         except Exception:
             sys.excepthook(*sys.exc_info())
         finally:

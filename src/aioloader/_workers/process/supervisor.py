@@ -32,6 +32,7 @@ from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers import sharing
 from aioloader._workers.process import worker_main
+from aioloader._workers.process.watch import Life
 from aioloader._workers.remote_tasks import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 
@@ -62,7 +63,8 @@ class Supervisor:
     """Fork and reap workers on the loader's instructions."""
 
     control: Channel  # to the loader
-    loader: int  # a pidfd of its process
+    loader: int  # watches its process
+    user: int  # the pid of that process
     # What the workers do, if they inherit it; None: each unpickles the file. Without
     # it, sets of workers follow each other, each with a file that the loader sends.
     spec: WorkerSpec | None = None
@@ -74,9 +76,10 @@ class Supervisor:
         self._file = -1
         self._surroundings: Surroundings | None = None
         self._start_method = ""
-        self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
+        # By what watches each process: the worker, the process.
+        self._workers: dict[int, tuple[int, Any]] = {}
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
-        self._parent: Any = _parent_by(self.loader)
+        self._parent: Any = _parent_by(self.user, self.loader)
         os.setpgid(0, 0)  # a SIGTERM to the user's group is for the user's process
         self._handlers = _ignored_signals()
 
@@ -96,8 +99,8 @@ class Supervisor:
     def _wait_and_act(self) -> bool:
         """Wait for an event and handle it; return whether there may be more."""
         ready: list[Any] = connection.wait([self.control, self.loader, *self._workers])
-        for pidfd in {*ready} & {*self._workers}:
-            self.tell(self._reap(pidfd))
+        for watched in {*ready} & {*self._workers}:
+            self.tell(self._reap(watched))
         if self.control not in ready:
             return self.loader not in ready
         received = self.control.receive_frame()
@@ -167,29 +170,33 @@ class Supervisor:
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         ends = worker_main.Ends(*descriptors, *self.ends)
+        life = Life()
         process = multiprocessing.get_context("fork").Process(
-            target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
+            target=self._be_worker,
+            args=(worker, ends, life),
+            name=f"aioloader-{worker}",
         )
         # A SystemExit during a fork is printed, by this process or by the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
             assert process.pid is not None
-            self._workers[os.pidfd_open(process.pid)] = worker, process
+            self._workers[life.watch(process.pid)] = worker, process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
             os.close(descriptor)
         self.tell(Note("born", worker, process.pid))
 
-    def _be_worker(self, worker: int, ends: worker_main.Ends) -> None:
+    def _be_worker(self, worker: int, ends: worker_main.Ends, life: Life) -> None:
         supervisor = os.getppid()
+        life.live()
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
         self.control.close()
-        for pidfd in self._workers:
-            os.close(pidfd)
+        for watched in self._workers:
+            os.close(watched)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         worker_main.settle(worker, ends, supervisor)
@@ -204,9 +211,9 @@ class Supervisor:
             gc.enable()
         return spec
 
-    def _reap(self, pidfd: int) -> Note:
-        worker, process = self._workers.pop(pidfd)
-        os.close(pidfd)
+    def _reap(self, watched: int) -> Note:
+        worker, process = self._workers.pop(watched)
+        os.close(watched)
         kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
@@ -223,12 +230,18 @@ class Supervisor:
         """Reap workers until none is left, for at most ``seconds``."""
         until = time.monotonic() + seconds
         while self._workers and (left := until - time.monotonic()) > 0:
-            for pidfd in connection.wait([*self._workers], left):
-                self._reap(pidfd)  # type: ignore[arg-type]
+            for watched in connection.wait([*self._workers], left):
+                self._reap(watched)  # type: ignore[arg-type]
 
 
 def be_forked(
-    control: Channel, loader: int, spec: WorkerSpec, ends: list[int], *, collects: bool
+    control: Channel,
+    loader: int,
+    life: Life,
+    spec: WorkerSpec,
+    ends: list[int],
+    *,
+    collects: bool,
 ) -> None:
     """Run the supervisor that ``iter()`` forks from the user's process.
 
@@ -238,7 +251,9 @@ def be_forked(
     gc.disable()
     gc.freeze()
     signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
-    supervisor = Supervisor(control, loader, spec, ends, collects=collects)
+    life.live()
+    user = os.getppid()
+    supervisor = Supervisor(control, loader, user, spec, ends, collects=collects)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it and its workers have children)
@@ -270,14 +285,12 @@ def _try_locks() -> None:
                 buffer.write(b"")
 
 
-def _parent_by(pidfd: int) -> Any:
-    """Return the process of a pidfd as a parent process of ``multiprocessing``."""
+def _parent_by(pid: int, watched: int) -> Any:
+    """Return a watched process as a parent process of ``multiprocessing``."""
     known = multiprocessing.parent_process()
     name = "MainProcess" if known is None else known.name
-    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
-    line = next(line for line in text.splitlines() if line.startswith("Pid:"))
     process: Any = multiprocessing.process
-    return process._ParentProcess(name, int(line.split()[1]), pidfd)  # noqa: SLF001  (there is no public way)
+    return process._ParentProcess(name, pid, watched)  # noqa: SLF001  (there is no public way)
 
 
 def _ignored_signals() -> dict[int, Any]:
