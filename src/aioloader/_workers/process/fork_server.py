@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import connection
+from typing import NoReturn
 
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
@@ -41,7 +42,7 @@ class ForkServer:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
             # Ctrl-C is for the loader's process, also while this one imports.
             blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.SIGINT}
-            command = _command(theirs.fileno())
+            command = _command(f"serve({theirs.fileno()})")
             self.pid = os.posix_spawn(*command, setsigmask=blocked)
         except OSError as error:
             raise WorkerStartError(
@@ -181,13 +182,13 @@ def _new_supervisor() -> Channel:
         return warm_fork_server().fork()
 
 
-def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
+def _command(call: str) -> tuple[str, list[str], dict[str, str]]:
     executable = os.fsdecode(multiprocessing.spawn.get_executable())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
     path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {path!r}; "
-        f"from aioloader._workers.process.fork_server import serve; serve({descriptor})"
+        f"from aioloader._workers.process import fork_server; fork_server.{call}"
     )
     return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
 
@@ -200,8 +201,6 @@ def serve(descriptor: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # the terminal belongs to the loader's process
     os.close(nothing)
-    if number_of_threads() > 1:
-        sys.exit("aioloader: an import started threads in the fork server")
     seed_worker(0, 0)  # its first call takes 2 ms longer than the next
     gc.collect()
     gc.freeze()
@@ -216,14 +215,25 @@ def serve(descriptor: int) -> None:
 
 def _fork(channel: Channel, control: int, loader: int) -> None:
     user = os.getppid()
-    if os.fork() == 0:
+    if number_of_threads() > 1:  # an agent's, or of an import: a fork may hang
+        for descriptor in (control, loader):
+            os.set_inheritable(descriptor, True)  # noqa: FBT003  (its only argument)
+        os.posix_spawn(*_command(f"supervise({control}, {loader}, {user})"))
+    elif os.fork() == 0:
         channel.close()
-        try:
-            gc.disable()
-            Supervisor(Channel.adopt(control), loader, user).serve()
-        except Exception:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(0)
+        gc.disable()
+        supervise(control, loader, user)
     os.close(control)
     os.close(loader)
+
+
+def supervise(control: int, loader: int, user: int) -> NoReturn:
+    """Be a supervisor, in a process of its own."""
+    try:
+        for descriptor in (control, loader):
+            os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
+        Supervisor(Channel.adopt(control), loader, user).serve()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)

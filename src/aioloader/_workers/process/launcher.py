@@ -231,7 +231,7 @@ class ForkLauncher(Launcher):
                 # inherit one.
                 popen = process._popen  # noqa: SLF001  (there is no public way)
                 popen.finalizer()
-                popen.sentinel = process._sentinel = life.watch(process.pid)  # noqa: SLF001
+                popen.sentinel = process._sentinel = life.watch(process)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:

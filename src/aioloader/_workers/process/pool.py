@@ -6,12 +6,14 @@ themselves, because they take requests from a queue in the kernel.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 from multiprocessing import connection
 from typing import TYPE_CHECKING
 
+from aioloader._observe.warnings import warn
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -44,6 +46,16 @@ _LOG = logging.getLogger("aioloader")
 _STARTS, _STARTS_IN_ALL = 3, 10
 # While results keep coming, deaths are checked for once in this many collections.
 _SELDOM = 32
+
+
+@functools.cache
+def _warn_of_threads(names: str) -> None:
+    warn(
+        f"every Python process here starts threads ({names}), an agent's or an "
+        "import's, and cannot be forked: each worker process is a new interpreter, "
+        "which takes seconds to start; keep the agent out of workers, or let them "
+        "inherit your process with multiprocessing_context='fork'"
+    )
 
 
 class ProcessPool(LastingPool):
@@ -168,6 +180,8 @@ class ProcessPool(LastingPool):
             self._dispatcher.workers[note.worker].pid = note.number
         elif note.word == "died":
             self._replace(self._dispatcher.workers[note.worker], note.number)
+        elif note.word == "spawns":
+            _warn_of_threads(note.threads)
         elif note.word == "threads":
             self._servers.is_shared = False  # each worker unpickles
             self._launcher.reopen()

@@ -7,6 +7,7 @@ closes with the process.
 import functools
 import os
 import threading
+from typing import Any
 
 from aioloader._order.forks import close_in_children, fork_safe
 
@@ -24,13 +25,16 @@ def has_pidfds() -> bool:
 class Life:
     """The life of a child, for its parent, which makes this before the child."""
 
-    def __init__(self) -> None:
-        self._ends: tuple[int, ...] = () if has_pidfds() else os.pipe()
+    def __init__(self, *, is_forked: bool = True) -> None:
+        has_pipe = is_forked and not has_pidfds()
+        self._ends: tuple[int, ...] = os.pipe() if has_pipe else ()
 
-    def watch(self, pid: int) -> int:
+    def watch(self, process: Any) -> int:
         """Return the descriptor, now the caller's, in the parent."""
-        if not self._ends:
-            return os.pidfd_open(pid)
+        if has_pidfds():
+            return os.pidfd_open(process.pid)
+        if not self._ends:  # ``multiprocessing`` has such a pipe to a spawned child
+            return os.dup(process.sentinel)
         os.close(self._ends[1])
         return self._ends[0]
 
