@@ -1,5 +1,8 @@
 """Where macOS and Windows lack what Linux has: everything without processes works."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from python_process import python
@@ -125,3 +128,119 @@ def test_without_what_only_linux_has(system: str) -> None:
     )
     result = python("-W", "error", "-c", script)
     assert result.stdout == "works\n", result.stderr
+
+
+# Gone from loader and workers alike, as from a Python that was built long ago, or by a
+# kernel that does not know the call.
+OLD = {
+    "attribute": "import os; [vars(os).pop(name) for name in {names}]",
+    "kernel": """
+import errno, os
+def refused(*_args, **_options):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+vars(os).update(dict.fromkeys({names}, refused))
+""",
+}
+WITHOUT_PIDFDS = """
+import asyncio, os, signal, sys, time
+import multiprocessing
+from aioloader import DataLoader
+
+class Rows:
+    def __init__(self, kills): self.kills = kills
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == 5 and self.kills:
+            if os.fork() == 0:  # a child that outlives the worker
+                time.sleep(60)
+            try:
+                os.close(os.open(self.kills, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert multiprocessing.parent_process().is_alive()
+        return index
+
+class AsyncRows(Rows):
+    async def __getitem__(self, index): return super().__getitem__(index)
+
+def main():
+    for method in ("fork", "forkserver", "spawn"):
+        for kind in (Rows, AsyncRows):
+            loader = DataLoader(
+                kind(f"{sys.argv[1]}-{method}-{kind.__name__}"), 2, num_workers=2,
+                multiprocessing_context=method,
+            )
+            print(sorted(n for batch in loader for n in batch.tolist()))
+            print(loader.stats().worker_restarts)
+            loader.close()
+    if len(sys.argv) > 2:
+        iterator = iter(DataLoader(Rows(""), num_workers=2, persistent_workers=True))
+        next(iterator)
+        os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def without(names: str, how: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a Python, and of its children, without ``names``."""
+    text = OLD[how].format(names=names.split())
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", OLD)
+def test_workers_need_no_pidfds(how: str, tmp_path: Path) -> None:
+    """Deaths are noticed, of workers and of the loader's process; nothing is left."""
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_PIDFDS, encoding="utf-8")
+    environment = without("pidfd_open", how, tmp_path)
+    # It returns when no process has this one's output open.
+    result = python(script, tmp_path / "mark", "killed", env=environment)
+    assert result.stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n1\n" * 6, result.stderr
+    assert result.returncode == -9
+
+
+WITHOUT_MEMORY_FILES = """
+import asyncio
+from aioloader import DataLoader
+
+class Rows:
+    def __len__(self): return 2
+    def __getitem__(self, index): return index
+
+class AsyncRows(Rows):
+    async def __getitem__(self, index): return index
+
+for kind in Rows, AsyncRows:
+    try:
+        DataLoader(kind(), num_workers=1)
+    except ValueError as error:
+        print(error)
+    for options in {}, {"workers": "thread"}:
+        loader = DataLoader(kind(), None, num_workers="auto", **options)
+        print([*map(int, loader)], loader.num_workers, end=" ")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("attribute", "glibc older than 2.27"), ("kernel", "Function not implemented")],
+)
+def test_without_memory_files(how: str, words: str, tmp_path: Path) -> None:
+    """The error says what is missing and what works; ``"auto"`` chooses that."""
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_MEMORY_FILES, encoding="utf-8")
+    environment = without("memfd_create", how, tmp_path)
+    result = python("-W", "error", script, env=environment)
+    assert result.returncode == 0, result.stderr
+    errors = [line for line in result.stdout.splitlines() if words in line]
+    assert len(errors) == 2
+    assert all(
+        "use num_workers=0, 'auto', or workers='thread'" in one for one in errors
+    )
+    assert result.stdout.count("[0, 1] auto(") == 4
+    assert result.stdout.count("auto(0)") >= 3  # of three with processes, or coroutines

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from aioloader import DataLoader
 from aioloader.errors import WorkerStartError
+from python_process import python
 from working import asked
 
 SERVED: dict[str, Any] = {"multiprocessing_context": "forkserver"}
@@ -77,19 +79,109 @@ def test_writes_to_a_mapped_file_arrive(path: Path) -> None:
     assert mapped[3] == 99
 
 
+def zeros() -> torch.Tensor:
+    """Return a tensor in shared memory."""
+    return torch.zeros(3).share_memory_()  # type: ignore[no-untyped-call,no-any-return]
+
+
+def parameter() -> torch.Tensor:
+    """Return the parameter of a shared module."""
+    module: Any = torch.nn.Linear(3, 1, bias=False).share_memory()
+    weight: torch.Tensor = module.weight
+    return weight.detach()[0]
+
+
+SERVED_CONTEXT = multiprocessing.get_context("forkserver")
 SHARED: dict[str, Callable[[], Any]] = {
-    "value": lambda: multiprocessing.Value("i", 0),
-    "array": lambda: multiprocessing.Array("i", 3),
+    "tensor": zeros,
+    "view": lambda: zeros()[1:],
+    "parameter": parameter,
+    "value": lambda: SERVED_CONTEXT.Array("i", 3),
+    "raw": lambda: SERVED_CONTEXT.RawArray("i", 3),
+}
+
+
+class Shared:
+    """Has something shared twice, and many more; a worker reads it and writes to it."""
+
+    def __init__(self, shared: Any) -> None:
+        self.shared, self.again = shared, [shared]
+        self.many = [zeros() for _ in range(70)]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        self.many[index - 1][0] += self.shared[0]
+        self.shared[1] = self.again[0][0] + 1
+        return int(self.shared[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_is_shared_stays_shared(kind: str, method: Any) -> None:
+    """Writes arrive on both sides, also in workers that persist, as with torch's."""
+    dataset = Shared(SHARED[kind]())
+    options: Any = {"num_workers": 1, "persistent_workers": True}
+    with DataLoader(dataset, None, multiprocessing_context=method, **options) as loader:
+        for number in range(1, 4):
+            dataset.shared[0] = number
+            assert list(loader) == [number]
+            assert dataset.shared[1] == number + 1
+    assert dataset.many[-1][0] == 1 + 2 + 3
+
+
+NAMED = """
+import torch
+from aioloader import DataLoader
+torch.multiprocessing.set_sharing_strategy("file_system")
+class Rows:
+    epoch = torch.zeros(1).share_memory_()
+    def __len__(self): return 1
+    def __getitem__(self, index): return self.epoch.add_(1).item()
+for method in "forkserver", "spawn":
+    rows = Rows()
+    rows.epoch = torch.tensor([3]).share_memory_()
+    options = dict(persistent_workers=True, multiprocessing_context=method)
+    with DataLoader(rows, None, num_workers=1, **options) as loader:
+        print([*loader, *loader], rows.epoch.item())
+"""
+
+
+@pytest.mark.slow
+def test_a_tensor_that_is_shared_by_name_stays_shared() -> None:
+    """With torch's other strategy, ``"file_system"``."""
+    assert python("-c", NAMED, check=True).stdout == "[4, 5] 5\n" * 2
+
+
+def test_a_tensor_of_a_file_is_of_that_file(tmp_path: Path) -> None:
+    """``torch.from_file``: mapped again if it is shared, sent as it is if not."""
+
+    def add(found: Any) -> Any:
+        found += 1
+        return found.tolist()
+
+    for shared, after in (True, 1), (False, 0):
+        name = str(tmp_path / str(shared))
+        Path(name).write_bytes(bytes(12))
+        tensor = torch.from_file(name, shared=shared, size=3)
+        assert asked(tensor, add, **SERVED) == [1.0] * 3
+        assert tensor.tolist() == [after] * 3
+
+
+OF_A_CHILD: dict[str, Callable[[], Any]] = {
+    "value": lambda: multiprocessing.get_context("fork").Value("i", 0),
+    "array": lambda: multiprocessing.get_context("fork").Array("i", 3),
     "lock": lambda: multiprocessing.get_context("fork").Lock(),
-    "tensor": lambda: torch.zeros(3).share_memory_(),  # type: ignore[no-untyped-call]
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", OF_A_CHILD)
 def test_what_only_a_child_can_share(name: str) -> None:
     """Workers are forked, and share it; those of the fork server cannot have it."""
-    shared = SHARED[name]()
+    shared = OF_A_CHILD[name]()
 
     def question(found: Any) -> Any:
         if name == "value":

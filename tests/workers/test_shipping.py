@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import importlib.util
 import multiprocessing
 import operator
 import os
+import re
 import sys
 import threading
 import warnings
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from aioloader import DataLoader
 from aioloader.errors import WorkerStartError
+from python_process import python
 from working import Asked, Numbers, first
 from working import asked as asked_by
 
@@ -169,6 +173,81 @@ def test_surroundings_arrive(elsewhere: Path) -> None:
     )
 
 
+NAMESAKE = """
+class Word:
+    def __init__(self): self.text = "{word}"
+    def read(self): return "{word}", self.text
+class Words:
+    def __len__(self): return 1
+    def __getitem__(self, index): return Word().read()
+class AsyncWords(Words):
+    async def __getitem__(self, index): return Word().read()
+class Stream:
+    async def __aiter__(self): yield Word()
+"""
+
+
+@pytest.fixture(params=["rows_of_two", "kit_of_two.rows"])
+def namesake(
+    request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """Return a module that was loaded under a name that ``sys.path`` has elsewhere."""
+    name: str = request.param
+    other = tmp_path.joinpath("path", *name.split(".")).with_suffix(".py")
+    other.parent.mkdir(parents=True)
+    other.write_text(NAMESAKE.format(word="other"), encoding="utf-8")
+    file = tmp_path / "mine.py"
+    file.write_text(NAMESAKE.format(word="mine"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    list(DataLoader(Numbers(1), num_workers=1, **SERVED))  # before it has a namesake
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    yield module
+    cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_class_is_not_mistaken_for_a_namesake(namesake: Any, method: Any) -> None:
+    """Workers use the class of the loader's process, also for samples that it sends."""
+    options: Any = {"num_workers": 1, "collate_fn": first}
+    options["multiprocessing_context"] = method
+    for dataset in (namesake.Words(), namesake.AsyncWords()):
+        assert list(DataLoader(dataset, **options)) == [("mine", "mine")]
+    read = operator.methodcaller("read")
+    loader: Any = DataLoader(namesake.Stream(), transform=read, **options)
+    assert list(loader) == [("mine", "mine")]
+
+
+@pytest.mark.slow
+def test_samples_of_the_script_arrive(tmp_path: Path) -> None:
+    """What the loader reads, or a sampler gives, may be of a class of the script."""
+    script = tmp_path / "script.py"
+    script.write_text(SAMPLES_OF_A_SCRIPT, encoding="utf-8")
+    assert python(script).stdout == "[[3, True]]\n[[4, True]]\n" * 2
+
+
+SAMPLES_OF_A_SCRIPT = """
+from aioloader import DataLoader
+class Sample:
+    def __init__(self, n): self.n = n
+def read(sample): return sample.n, type(sample) is Sample
+class Stream:
+    async def __aiter__(self): yield Sample(3)
+class Read:
+    def __len__(self): return 1
+    def __getitem__(self, index): return read(index)
+for method in "forkserver", "spawn":
+    options = dict(num_workers=1, multiprocessing_context=method, batch_size=None)
+    print(list(DataLoader(Stream(), transform=read, **options)))
+    print(list(DataLoader(Read(), sampler=[Sample(4)], **options)))
+"""
+
+
 @functools.cache
 def table() -> dict[str, int]:
     """Return what is read once per process."""
@@ -232,6 +311,59 @@ def test_what_cannot_be_pickled_is_named() -> None:
         for _ in range(2):
             with pytest.raises(WorkerStartError, match=rf"^{name}\.<lock> cannot be"):
                 next(iter(loader))
+
+
+FRESH = """
+import asyncio, contextvars, queue, sys, threading
+from aioloader import DataLoader
+
+LOCK, RLOCK, LOCAL = threading.Lock(), threading.RLock(), threading.local()
+SAME = LOCK
+EVENT, CONDITION, QUEUE = threading.Event(), threading.Condition(), queue.Queue(3)
+OVER = threading.Condition(LOCK)
+CALLS = contextvars.ContextVar("CALLS", default=[3])
+BARE = contextvars.ContextVar("BARE")
+EVENT.set()
+LOCAL.text = BARE.set("of the loader") and "of the loader"
+
+class Base:
+    of_class = threading.Lock()
+    def __len__(self): return 1
+
+class Rows(Base):
+    def __getitem__(self, index):
+        with LOCK, RLOCK, CONDITION, self.of_class:
+            CONDITION.notify()
+            QUEUE.put(SAME is LOCK and SAME.locked() and OVER._lock is LOCK)
+        here = hasattr(LOCAL, "text"), BARE.get(None), EVENT.is_set()
+        return QUEUE.get(), CALLS.get(), *here
+
+class AsyncRows(Base):
+    async def __getitem__(self, index):
+        await asyncio.sleep(0)
+        return Rows()[index]
+
+for rows, method in (Rows, "forkserver"), (Rows, "spawn"), (AsyncRows, None):
+    options = dict(num_workers=1, multiprocessing_context=method, collate_fn=list)
+    print(list(DataLoader(rows(), **options)))
+for k in range(3):
+    with (LOCK, RLOCK, Base.of_class)[k]:
+        try:
+            list(DataLoader(Rows(), num_workers=1, multiprocessing_context="spawn"))
+        except Exception as error:
+            print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_lock_of_the_script_is_fresh_in_workers(tmp_path: Path) -> None:
+    """Also an event, a condition, a queue, a local and a context variable of it."""
+    script = tmp_path / "script.py"
+    script.write_text(FRESH, encoding="utf-8")
+    *lines, lock, rlock, of_class = python(script, check=True).stdout.splitlines()
+    assert lines == ["[[(True, [3], False, None, True)]]"] * 3
+    for line, name in (lock, "LOCK"), (rlock, "RLOCK"), (of_class, "of_class"):
+        assert re.match(rf"WorkerStartError Rows.*\b{name}\b.* is held", line)
 
 
 class Threaded(Numbers):

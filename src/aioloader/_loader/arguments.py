@@ -20,7 +20,7 @@ import torch
 
 from aioloader._loader.auto import check_auto
 from aioloader._loader.options import FIRST, NAMES, Chosen, Options, placed, suits
-from aioloader._observe.machine import allows_processes
+from aioloader._observe.machine import lack_of_processes
 from aioloader._observe.warnings import warn
 from aioloader._order.failures import parts_of
 from aioloader._order.retry import Retry
@@ -273,10 +273,12 @@ def _check_workers(options: Options) -> None:
     if options.persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
     if options.has_processes:
-        if not allows_processes():
+        if lack := lack_of_processes():
+            if isinstance(num_workers, Chosen):  # it will be 0
+                return
             raise ValueError(
-                "worker processes need Linux (memory files, pidfds); use "
-                "workers='thread' or num_workers=0"
+                f"worker processes need {lack}; use num_workers=0, 'auto', or "
+                "workers='thread'"
             )
         _warn_of_many(num_workers)
 

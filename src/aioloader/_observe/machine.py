@@ -6,6 +6,7 @@ The kernel serves these reads from memory, so they never wait for a disk.
 import contextlib
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,26 @@ def cores(groups: Path = _GROUPS) -> int:
 
 def allows_processes() -> bool:
     """Tell whether this system has what worker processes need."""
-    return hasattr(os, "memfd_create")
+    return not lack_of_processes()
+
+
+def lack_of_processes() -> str:
+    """Return what worker processes need and is not here, or an empty text."""
+    if not sys.platform.startswith("linux"):
+        return "Linux"
+    try:
+        os.close(os.memfd_create("aioloader-check"))
+    except AttributeError:
+        return (
+            "memory files, and this Python, which was built with "
+            "a glibc older than 2.27, has no os.memfd_create"
+        )
+    except OSError as error:
+        return (
+            "memory files, and this kernel or container refuses "
+            f"os.memfd_create ({error.strerror})"
+        )
+    return ""
 
 
 def memory_left(groups: Path = _GROUPS) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 # A larger frame is written to a memory file, whose descriptor is sent.
 MAX_INLINE = 1 << 16
+# Of one frame; a large frame has one more, of its file.
+MAX_DESCRIPTORS = 31
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
@@ -20,7 +22,7 @@ if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channel
     # As plain integers: an enum's `|` costs as much as the call.
     _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
     NO_WAIT = int(socket.MSG_DONTWAIT)
-    _SPACE = socket.CMSG_LEN(32 * array.array("i").itemsize)
+    _SPACE = socket.CMSG_LEN((MAX_DESCRIPTORS + 1) * array.array("i").itemsize)
 else:
     _CLOSE_ON_EXEC = NO_WAIT = _SPACE = 0
 

@@ -6,12 +6,15 @@ pickle is tried first; objects that it refuses (lambdas, local classes, classes 
 ``__main__``) are pickled by value.
 """
 
+import contextlib
+import contextvars
 import copyreg
 import functools
 import io
 import operator
 import pickle
 import sys
+import threading
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +59,16 @@ def encode(
         return encode_by_value(value, reducers, least_bytes)
 
 
+def encode_for_others(
+    value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
+) -> tuple[bytes, Buffers]:
+    """Encode for a process that lacks some of our modules: those by value, if named."""
+    header, buffers = encode(value, reducers, least_bytes)
+    if any(name.encode() in header for name in _modules_by_value()):
+        return encode_by_value(value, reducers, least_bytes)
+    return header, buffers
+
+
 def encode_by_value(
     value: Any, reducers: Reducers, least_bytes: int = LEAST_BYTES
 ) -> tuple[bytes, Buffers]:
@@ -68,17 +81,21 @@ def encode_by_value(
     return _dump(pickler, value, least_bytes)
 
 
-def _reduce_cached(function: Any) -> Any:
-    """Reduce a function with a cache to its parts, unless it can be imported."""
+def _modules_by_value() -> set[str]:
+    """Return the names of the modules whose parts are pickled by value."""
     import cloudpickle
 
+    return {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+
+
+def _reduce_cached(function: Any) -> Any:
+    """Reduce a function with a cache to its parts, unless it can be imported."""
     module: str = function.__module__
     try:
         found = operator.attrgetter(function.__qualname__)(sys.modules.get(module))
     except AttributeError:  # it is local, or has another name
         found = None
-    sent = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    is_sent = any(f"{module}.".startswith(f"{one}.") for one in sent)
+    is_sent = any(f"{module}.".startswith(f"{one}.") for one in _modules_by_value())
     if found is function and not is_sent:
         return function.__reduce__()
     return _cache_again, (function.__wrapped__, function.cache_parameters())
@@ -92,10 +109,54 @@ def _reduce_property(value: functools.cached_property[Any]) -> Any:
     return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 
+def _name_of_global(value: object) -> str | None:
+    """Return the name of ``value`` in a module that is pickled by value, or None.
+
+    It is a global, an attribute of a class, or a part of an event or queue.
+    """
+    modules, seen = _modules_by_value(), set[int]()
+    spaces = [vars(sys.modules[name]) for name in modules if name in sys.modules]
+    for space in spaces:  # their number grows
+        for name, part in list(space.items()):
+            if part is value:
+                return name
+            is_class = isinstance(part, type) and part.__module__ in modules
+            is_known = type(part).__module__ in {"threading", "queue"}
+            if (is_class or is_known) and id(part) not in seen:
+                seen.add(id(part))
+                spaces.append(vars(part))
+    return None
+
+
+def _reduce_global(make: Callable[[], object], value: Any) -> Any:
+    """Reduce a lock or the like of the user's module: another process has its own.
+
+    An attribute of a dataset is refused, as ``pickle`` does.
+    """
+    name = _name_of_global(value)
+    if name is None:
+        return value.__reduce_ex__(5)
+    if repr(value).startswith("<locked"):  # not all have a method
+        raise pickle.PicklingError(f"{name} is held: release it before you iterate")
+    return make, ()
+
+
+def _reduce_variable(variable: "contextvars.ContextVar[Any]") -> Any:
+    options: dict[str, Any] = {}
+    with contextlib.suppress(LookupError):
+        options["default"] = contextvars.Context().run(variable.get)
+    make: Any = functools.partial(contextvars.ContextVar, variable.name, **options)
+    return _reduce_global(make, variable)
+
+
 # What cloudpickle refuses, or would look up by name; ``singledispatch`` has the last.
 _BY_VALUE: dict[type, Callable[[Any], Any]] = {
     functools._lru_cache_wrapper: _reduce_cached,  # noqa: SLF001  (it has no other name)
     functools.cached_property: _reduce_property,
+    type(threading.Lock()): functools.partial(_reduce_global, threading.Lock),
+    type(threading.RLock()): functools.partial(_reduce_global, threading.RLock),
+    threading.local: functools.partial(_reduce_global, threading.local),
+    contextvars.ContextVar: _reduce_variable,
     weakref.WeakKeyDictionary: lambda value: (type(value), (dict(value),)),
 }
 

@@ -119,9 +119,9 @@ def _rebuild_storage(buffer: Any) -> torch.UntypedStorage:
 REDUCERS = reducers(lambda _span: None)
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is in shared memory; one without a storage is not."""
+def is_shared(value: torch.Tensor | torch.UntypedStorage) -> bool:
+    """Tell whether it is in shared memory; a tensor without a storage is not."""
     try:
-        return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+        return bool(value.is_shared())
     except (NotImplementedError, RuntimeError):  # sparse, on the meta device
         return False

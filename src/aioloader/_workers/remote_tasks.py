@@ -19,7 +19,7 @@ from aioloader._order.raising import STOPS, raisable
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._transport.codec import Buffers, decode, encode
+from aioloader._transport.codec import Buffers, decode, encode, encode_for_others
 from aioloader._transport.slots import MIN_BYTES, Lease
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
@@ -38,7 +38,7 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     """Return the pickle of a request, with the samples that were read here."""
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
-    return encode((pipeline.maker.epoch, *fields, task.samples), REDUCERS)
+    return encode_for_others((pipeline.maker.epoch, *fields, task.samples), REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:

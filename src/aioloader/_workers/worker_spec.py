@@ -35,12 +35,14 @@ from aioloader._transport.codec import (
     encode_by_value,
 )
 from aioloader._workers.info import WorkerInfo, be_worker_process, call_init
-from aioloader._workers.reducers import REDUCERS, is_shared
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng, seed_worker, states
+from aioloader._workers.sharing import pickling_for_child, sharing_reducers
 from aioloader.errors import WorkerStartError
 
 # Big buffers start on a page of their own; small ones share pages.
 _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
+_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120  (a part of other texts)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,36 +182,78 @@ def _each(convert: Callable[[Any], Any], objects: Iterable[Any]) -> list[Any]:
 
 
 def send_by_value_what_cannot_be_imported() -> None:
-    """Register modules that other processes cannot import for pickling by value.
+    """Register modules for pickling by value that others would not import by name.
 
-    These were loaded from a file: a test by pytest, a configuration, a plugin.
+    These were loaded from a file: a test by pytest, a configuration, a plugin. Another
+    file on ``sys.path`` may have the same name.
     """
     import cloudpickle
 
+    can_import = _importer(tuple(sys.path), Path().stat().st_ino)
     for name, module in list(sys.modules.items()):
-        if "." not in name and isinstance(module, ModuleType) and not _is_known(name):
-            with contextlib.suppress(ValueError):  # it is imported under another name
+        if isinstance(module, ModuleType) and getattr(module, "__name__", None) == name:
+            spec = getattr(module, "__spec__", None)
+            file = getattr(module, "__file__", None) if spec is None else spec.origin
+            if not can_import(name, file, type(module) is ModuleType):
                 cloudpickle.register_pickle_by_value(module)
 
 
-@functools.cache
-def _is_known(name: str) -> bool:
-    """Tell whether a process with the same ``sys.path`` can import a module."""
-    if name in sys.stdlib_module_names or name == "__main__":
+@functools.lru_cache(1)
+def _importer(path: object, directory: object) -> Callable[..., bool]:  # noqa: ARG001
+    """Return a cached ``_can_import`` for a ``sys.path`` and a working directory."""
+    return functools.cache(_can_import)
+
+
+def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: FBT001
+    """Tell whether a process with the same ``sys.path`` imports the same module."""
+    if name in {"__main__", "__mp_main__"}:  # the latter is a spawned process's main
+        return name == "__main__"
+    parent, _, last = name.rpartition(".")
+    folders = getattr(sys.modules.get(parent), "__path__", ())
+    starts = tuple(f"{folder}/{last}{end}" for folder in folders for end in "./")
+    if file is not None and file.startswith(starts):
+        return True  # thousands are, and looking for a file takes long
+    try:
+        spec = _spec_of(name)
+    except Exception:  # of a third-party finder
         return True
-    if name == "__mp_main__":  # the main module in a spawned process
-        return False
-    with contextlib.suppress(Exception):  # of a third-party finder
-        return any(finder.find_spec(name, None) for finder in sys.meta_path)
-    return True
+    if spec is None:
+        return bool(parent)  # a package may make its modules
+    if file is None:  # made by code: exactly a module, unless it replaces a module
+        return not (is_plain and spec.has_location)
+    is_of_python = name in sys.stdlib_module_names and file.startswith(_LIBRARY)
+    return (
+        file == "frozen"
+        or is_of_python  # imported before ``sys.path`` was complete
+        or os.path.realpath(file) == os.path.realpath(spec.origin or "")
+    )
 
 
-def ship(spec: WorkerSpec) -> int:
-    """Write ``spec`` to a memory file; return its descriptor, owned by the caller.
+def _spec_of(name: str) -> Any:
+    """Return the spec of a module as importing would, without importing parents."""
+    path, parent = None, name.rpartition(".")[0]
+    if parent:
+        above = _spec_of(parent)
+        path = above and above.submodule_search_locations
+        if path is None:
+            return None
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+    return next(filter(None, specs), None)
 
-    Each buffer is copied only into the file.
+
+def ship(spec: WorkerSpec) -> list[int]:
+    """Write ``spec`` to a memory file; return descriptors, owned by the caller.
+
+    The first is the file, the others are of what workers share with this process. Each
+    buffer is copied only into the file.
     """
-    header, buffers = spec.pickled({**SHIPPING, **ONLY_TO_WORKERS})
+    with pickling_for_child() as shared:
+        file = _written(*spec.pickled({**sharing_reducers(), **ONLY_TO_WORKERS}))
+    return [file, *shared]
+
+
+def _written(header: bytes, buffers: Buffers) -> int:
+    """Return a memory file of a pickle."""
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
     file, at, small = os.memfd_create("aioloader-dataset"), 0, bytearray()
@@ -265,43 +309,3 @@ def _write(file: int, data: memoryview, at: int) -> int:
 def _gap(at: int, nbytes: int) -> int:
     """Return how many bytes to skip: big buffers have pages of their own."""
     return -at % (_ALIGN if nbytes >= _BIG else _ALIGN_SMALL)
-
-
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    if is_shared(tensor):
-        raise pickle.PicklingError(
-            "a tensor in shared memory (share_memory_) is shared only by inheritance"
-        )
-    return REDUCERS[torch.Tensor](tensor)
-
-
-def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Reduce an array mapped from a file to its place in the file."""
-    root: Any = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    is_mapped = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
-    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
-    is_there = is_mapped and root.filename and Path(root.filename).exists()
-    if not is_there or not is_whole or root.mode == "c":
-        return array.__reduce_ex__(5)
-    offset = root.offset + array.ctypes.data - root.ctypes.data
-    order = "C" if array.flags.c_contiguous else "F"
-    mode = "r" if root.mode == "r" else "r+"
-    return _map_again, (root.filename, array.dtype, mode, offset, array.shape, order)
-
-
-def _map_again(
-    filename: Any,
-    dtype: Any,
-    mode: Any,
-    offset: int,
-    shape: tuple[int, ...],
-    order: Any,
-) -> Any:
-    if not np.prod(shape):
-        return np.empty(shape, dtype)
-    return np.memmap(filename, dtype, mode, offset, shape, order)
-
-
-SHIPPING: Reducers = {torch.Tensor: _reduce_tensor, np.memmap: _reduce_memmap}

@@ -8,9 +8,11 @@ the pool's lock. The dispatcher owns the descriptors for requests and batches.
 import contextlib
 import itertools
 import pickle
+import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aioloader._order.failures import Failure
@@ -18,6 +20,7 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
+from aioloader._transport.codec import encode, encode_for_others
 from aioloader._transport.slots import Locker
 from aioloader._workers.process.messages import (
     BATCH,
@@ -78,6 +81,13 @@ class Ticket:
     slot: SlotRef | None = None  # of its samples, if they did not fit into the request
 
 
+def _dumps_for_others(request: tuple[Any, ...]) -> bytes:
+    return encode_for_others(request, {}, sys.maxsize)[0]
+
+
+_dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
+
+
 class Dispatcher:
     """Tickets, queues and workers of one pool; ``stack`` closes what it opens."""
 
@@ -86,8 +96,12 @@ class Dispatcher:
         spec: WorkerSpec,
         stack: contextlib.ExitStack,
         locker: Locker | None = None,
+        *,
+        are_forks: bool = True,
     ) -> None:
         self.spec = spec
+        # Forks of this process have all of its modules.
+        self._dumps = _dumps if are_forks else _dumps_for_others
         self._locker = locker
         self.tickets: dict[int, Ticket] = {}
         self._names = itertools.count()
@@ -103,7 +117,8 @@ class Dispatcher:
         if not spec.reads:
             self.samples = ArenaWriter()
             stack.callback(self.samples.close)
-            self._packer = Packer(self.samples, _INLINE_BYTES)
+            to_header = encode if are_forks else encode_for_others
+            self._packer = Packer(self.samples, _INLINE_BYTES, to_header)
         self.queues: list[Queue] = []
         for _ in range(spec.num_workers if spec.is_addressed else 1):
             queue = Queue(*Channel.pair())
@@ -156,7 +171,7 @@ class Dispatcher:
         slot = None
         try:
             if self.samples is None:
-                frame = pickle.dumps(tuple(request), 5)
+                frame = self._dumps(tuple(request))
             else:
                 frame = b"".join(self._packer.pack(tuple(request)))
                 slot = slot_of(frame, 0)

@@ -17,12 +17,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import connection
+from typing import NoReturn
 
 from aioloader._order.forks import close_in_children, fork_safe
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
 from aioloader._workers.process.supervisor import Supervisor, number_of_threads
+from aioloader._workers.process.watch import watch_this
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET, Surroundings, WorkerSpec, ship
 from aioloader.errors import WorkerStartError
@@ -40,7 +42,7 @@ class ForkServer:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
             # Ctrl-C is for the loader's process, also while this one imports.
             blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.SIGINT}
-            command = _command(theirs.fileno())
+            command = _command(f"serve({theirs.fileno()})")
             self.pid = os.posix_spawn(*command, setsigmask=blocked)
         except OSError as error:
             raise WorkerStartError(
@@ -75,7 +77,7 @@ class ForkServer:
     def fork(self) -> Channel:
         """Return the channel to a new supervisor; ``OSError``: the server is gone."""
         ours, theirs = Channel.pair()
-        loader = os.pidfd_open(os.getpid())
+        loader = watch_this()
         try:
             self.channel.send_frame(b"", [theirs.fileno(), loader])
         finally:
@@ -123,7 +125,7 @@ class ServedLauncher(Launcher):
 
     With the method "spawn" each worker unpickles the dataset itself, as a new
     interpreter would; with "forkserver" the supervisor does so once, for all of them.
-    ``stack`` closes the file of the dataset.
+    ``stack`` closes the file of the dataset, and the descriptors of what it shares.
     """
 
     def __init__(
@@ -137,8 +139,9 @@ class ServedLauncher(Launcher):
         self._method = method
         self._servers = servers
         self._surroundings = Surroundings()
-        file = ship(spec)
-        stack.callback(os.close, file)
+        file, *self._shared = ship(spec)
+        for descriptor in (file, *self._shared):
+            stack.callback(os.close, descriptor)
         self._descriptors = file, *ends
 
     def open(self) -> None:
@@ -148,6 +151,9 @@ class ServedLauncher(Launcher):
             idle = self._servers.take()
             self.control = idle or _new_supervisor()
             with contextlib.suppress(OSError):  # ``notes`` finds that it has died
+                for k in range(0, len(self._shared), MAX_DESCRIPTORS):
+                    part = self._shared[k : k + MAX_DESCRIPTORS]
+                    self.instruct("share", None, part)
                 self.instruct("begin", order, self._descriptors)
             first = next(self.notes(PATIENCE), None)
             if idle is None or (first is not None and first.word == "up"):
@@ -176,13 +182,13 @@ def _new_supervisor() -> Channel:
         return warm_fork_server().fork()
 
 
-def _command(descriptor: int) -> tuple[str, list[str], dict[str, str]]:
+def _command(call: str) -> tuple[str, list[str], dict[str, str]]:
     executable = os.fsdecode(multiprocessing.spawn.get_executable())
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
     path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {path!r}; "
-        f"from aioloader._workers.process.fork_server import serve; serve({descriptor})"
+        f"from aioloader._workers.process import fork_server; fork_server.{call}"
     )
     return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
 
@@ -195,8 +201,6 @@ def serve(descriptor: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # the terminal belongs to the loader's process
     os.close(nothing)
-    if number_of_threads() > 1:
-        sys.exit("aioloader: an import started threads in the fork server")
     seed_worker(0, 0)  # its first call takes 2 ms longer than the next
     gc.collect()
     gc.freeze()
@@ -210,14 +214,26 @@ def serve(descriptor: int) -> None:
 
 
 def _fork(channel: Channel, control: int, loader: int) -> None:
-    if os.fork() == 0:
+    user = os.getppid()
+    if number_of_threads() > 1:  # an agent's, or of an import: a fork may hang
+        for descriptor in (control, loader):
+            os.set_inheritable(descriptor, True)  # noqa: FBT003  (its only argument)
+        os.posix_spawn(*_command(f"supervise({control}, {loader}, {user})"))
+    elif os.fork() == 0:
         channel.close()
-        try:
-            gc.disable()
-            Supervisor(Channel.adopt(control), loader).serve()
-        except Exception:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(0)
+        gc.disable()
+        supervise(control, loader, user)
     os.close(control)
     os.close(loader)
+
+
+def supervise(control: int, loader: int, user: int) -> NoReturn:
+    """Be a supervisor, in a process of its own."""
+    try:
+        for descriptor in (control, loader):
+            os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
+        Supervisor(Channel.adopt(control), loader, user).serve()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(0)

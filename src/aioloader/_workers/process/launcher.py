@@ -29,6 +29,7 @@ from aioloader._workers.process.supervisor import (
     Note,
     be_forked,
 )
+from aioloader._workers.process.watch import Life, watch_this
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
 
@@ -212,12 +213,13 @@ class ForkLauncher(Launcher):
             for end in self._ends:
                 copies.append(os.dup(end))
                 stack.callback(os.close, copies[-1])
-            loader = os.pidfd_open(os.getpid())
+            loader = watch_this()
             stack.callback(os.close, loader)
             with _quiet_fork() as collects:
+                life = Life()
                 process: Any = multiprocessing.get_context("fork").Process(
                     target=be_forked,
-                    args=(theirs, loader, self._spec, copies),
+                    args=(theirs, loader, life, self._spec, copies),
                     kwargs={"collects": collects},
                     name="aioloader-supervisor",
                     daemon=True,  # at exit, ``multiprocessing`` ends it
@@ -229,7 +231,7 @@ class ForkLauncher(Launcher):
                 # inherit one.
                 popen = process._popen  # noqa: SLF001  (there is no public way)
                 popen.finalizer()
-                popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+                popen.sentinel = process._sentinel = life.watch(process)  # noqa: SLF001
                 popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:

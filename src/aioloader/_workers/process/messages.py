@@ -13,7 +13,7 @@ description of its structure is cached, and looked up by its bytes.
 import pickle
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,8 +23,10 @@ from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.codec import (
     ALIGN,
     LEAST_BYTES,
+    Buffers,
     Copies,
     Place,
+    Reducers,
     aligned,
     decode,
     do_overlap,
@@ -34,6 +36,7 @@ from aioloader._transport.codec import (
 from aioloader._workers.reducers import Span, reducers
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Encode: TypeAlias = Callable[[Any, Reducers, int], tuple[bytes, Buffers]]
 
 RESULT_HEAD = struct.Struct("<BHq8d")
 STAGES = ("fetch", "transform", "collate", "send")
@@ -79,8 +82,11 @@ class Packer(threading.local):
     the frame.
     """
 
-    def __init__(self, arena: ArenaWriter, inline_bytes: int) -> None:
+    def __init__(
+        self, arena: ArenaWriter, inline_bytes: int, encode: Encode = encode
+    ) -> None:
         self._arena = arena
+        self._encode = encode
         self._inline_bytes = max(inline_bytes, _HEADER_INLINE)
         self._ref: SlotRef | None = None
         self._view: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
@@ -141,13 +147,13 @@ class Packer(threading.local):
 
     def _pickled(self, value: Any) -> list[Any]:
         spans: list[Span] = []
-        header, buffers = encode(value, reducers(spans.append))
+        header, buffers = self._encode(value, reducers(spans.append), LEAST_BYTES)
         places = [(address, nbytes) for _, address, nbytes in spans]
         has_small = any(nbytes < LEAST_BYTES for _, nbytes in places)
         if has_small and do_overlap(places):
             # Tensors that share memory stay together, however small.
             spans.clear()
-            header, buffers = encode(value, reducers(spans.append), least_bytes=0)
+            header, buffers = self._encode(value, reducers(spans.append), 0)
         of_tensors = {id(buffer): address for buffer, address, _ in spans}
         raws = [buffer.raw() for buffer in buffers]
         addresses = [of_tensors.get(id(buffer), 0) for buffer in buffers]

@@ -6,12 +6,14 @@ themselves, because they take requests from a queue in the kernel.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 from multiprocessing import connection
 from typing import TYPE_CHECKING
 
+from aioloader._observe.warnings import warn
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -46,6 +48,16 @@ _STARTS, _STARTS_IN_ALL = 3, 10
 _SELDOM = 32
 
 
+@functools.cache
+def _warn_of_threads(names: str) -> None:
+    warn(
+        f"every Python process here starts threads ({names}), an agent's or an "
+        "import's, and cannot be forked: each worker process is a new interpreter, "
+        "which takes seconds to start; keep the agent out of workers, or let them "
+        "inherit your process with multiprocessing_context='fork'"
+    )
+
+
 class ProcessPool(LastingPool):
     """Worker processes for one loader; used from any thread.
 
@@ -66,7 +78,8 @@ class ProcessPool(LastingPool):
         self._collections = 0
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
-            self._dispatcher = Dispatcher(spec, stack, locker)
+            are_forks = method == "fork"
+            self._dispatcher = Dispatcher(spec, stack, locker, are_forks=are_forks)
             self._results, far_results = Channel.pair()
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
@@ -77,7 +90,7 @@ class ProcessPool(LastingPool):
             shared = [far_results.fileno(), far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
-            if method == "fork":
+            if are_forks:
                 self._launcher = ForkLauncher(spec, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
@@ -167,6 +180,8 @@ class ProcessPool(LastingPool):
             self._dispatcher.workers[note.worker].pid = note.number
         elif note.word == "died":
             self._replace(self._dispatcher.workers[note.worker], note.number)
+        elif note.word == "spawns":
+            _warn_of_threads(note.threads)
         elif note.word == "threads":
             self._servers.is_shared = False  # each worker unpickles
             self._launcher.reopen()

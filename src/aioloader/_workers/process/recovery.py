@@ -9,6 +9,7 @@ of workers that have died or are stuck.
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -18,13 +19,15 @@ from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES
 from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.process.supervisor import UNKNOWN, kill_group
+from aioloader._workers.process.watch import has_pidfds
 from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
 
 # A batch with which this many workers have died is not retried.
 _MOST_DEATHS = 2
-# Seconds for the kernel to kill the workers of a supervisor that has died.
-_ORPHANED = 1.0
+# Seconds for the kernel to kill the workers of a supervisor that has died; and between
+# looks at one without pidfds.
+_ORPHANED, _PAUSE = 1.0, 0.001
 # Seconds to wait for a worker's stack, and then for more of it.
 _FIRST, _MORE = 1.0, 0.05
 
@@ -126,12 +129,17 @@ def await_orphan(pid: int | None) -> None:
     that it has started end with it.
     """
     if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            process = os.pidfd_open(pid)
-            try:
-                connection.wait([process], _ORPHANED)
-            finally:
-                os.close(process)
+        if has_pidfds():
+            with contextlib.suppress(ProcessLookupError):
+                process = os.pidfd_open(pid)
+                try:
+                    connection.wait([process], _ORPHANED)
+                finally:
+                    os.close(process)
+        else:  # there is no notice of a process that is not a child
+            until = time.monotonic() + _ORPHANED
+            while _state(pid) not in {"", "Z"} and time.monotonic() < until:
+                connection.wait([], _PAUSE)
         kill_group(pid)
 
 

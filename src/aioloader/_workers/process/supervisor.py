@@ -18,10 +18,11 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,9 @@ import torch
 
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
+from aioloader._workers import sharing
 from aioloader._workers.process import worker_main
+from aioloader._workers.process.watch import Life
 from aioloader._workers.remote_tasks import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 
@@ -48,12 +51,14 @@ class Note(NamedTuple):
 
     # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
     # ``"died"`` (worker, exit status), ``"ended"`` (all workers), ``"threads"`` (it
-    # cannot fork: unpickling has started threads) or ``"failed"`` (error); the loader
-    # adds ``"orphaned"``: it has died.
+    # cannot fork: unpickling has started threads), ``"spawns"`` (all Pythons have the
+    # threads that it names) or ``"failed"`` (error); the loader adds ``"orphaned"``: it
+    # has died.
     word: str
     worker: int = -1
     number: int = 0
     error: RemoteError | None = None
+    threads: str = ""
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +66,8 @@ class Supervisor:
     """Fork and reap workers on the loader's instructions."""
 
     control: Channel  # to the loader
-    loader: int  # a pidfd of its process
+    loader: int  # watches its process
+    user: int  # the pid of that process
     # What the workers do, if they inherit it; None: each unpickles the file. Without
     # it, sets of workers follow each other, each with a file that the loader sends.
     spec: WorkerSpec | None = None
@@ -70,12 +76,15 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._is_served = self.spec is None
+        # It cannot fork if it has other threads from its start: workers are spawned.
+        self._spawns = self._is_served and number_of_threads() > 1
         self._file = -1
         self._surroundings: Surroundings | None = None
         self._start_method = ""
-        self._workers: dict[int, tuple[int, Any]] = {}  # pidfd -> worker, process
+        # By what watches each process: the worker, the process.
+        self._workers: dict[int, tuple[int, Any]] = {}
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
-        self._parent: Any = _parent_by(self.loader)
+        self._parent: Any = _parent_by(self.user, self.loader)
         os.setpgid(0, 0)  # a SIGTERM to the user's group is for the user's process
         self._handlers = _ignored_signals()
 
@@ -95,8 +104,8 @@ class Supervisor:
     def _wait_and_act(self) -> bool:
         """Wait for an event and handle it; return whether there may be more."""
         ready: list[Any] = connection.wait([self.control, self.loader, *self._workers])
-        for pidfd in {*ready} & {*self._workers}:
-            self.tell(self._reap(pidfd))
+        for watched in {*ready} & {*self._workers}:
+            self.tell(self._reap(watched))
         if self.control not in ready:
             return self.loader not in ready
         received = self.control.receive_frame()
@@ -104,7 +113,9 @@ class Supervisor:
         word, argument = decode(received[0])
         if word == "begin":
             return self._begin(*argument, descriptors=received[1])
-        if word == "start":
+        if word == "share":
+            sharing.received.extend(received[1])
+        elif word == "start":
             self._start(argument, received[1])
         elif word == "kill":
             for number, process in self._workers.values():
@@ -134,12 +145,15 @@ class Supervisor:
             surroundings.enter()
             # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
-            self.spec = receive(self._file) if is_shared else None
+            if is_shared and not self._spawns:
+                self.spec = receive(self._file)
             worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
             return False
-        if number_of_threads() > 1:
+        if self._spawns:
+            self.tell(Note("spawns", threads=_names_of_threads()))
+        elif number_of_threads() > 1:
             self.tell(Note("threads"))
             return False
         return True
@@ -155,37 +169,55 @@ class Supervisor:
         self._await_all(TERMINATED)
         self._kill_all()
         if self._is_served:
-            for descriptor in (self._file, *self.ends):
+            for descriptor in (self._file, *self.ends, *sharing.received):
                 os.close(descriptor)
             self.spec, self.ends = None, []
+            sharing.received.clear()
             gc.collect()
             self.tell(Note("ended"))
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         ends = worker_main.Ends(*descriptors, *self.ends)
-        process = multiprocessing.get_context("fork").Process(
-            target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
+        life = Life(is_forked=not self._spawns)
+        args = worker, ends, life
+        process: Any = multiprocessing.get_context("fork").Process(
+            target=self._be_worker, args=args, name=f"aioloader-{worker}"
         )
+        if self._spawns:
+            process = self._spawned(worker, ends)
         # A SystemExit during a fork is printed, by this process or by the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
             assert process.pid is not None
-            self._workers[os.pidfd_open(process.pid)] = worker, process
+            self._workers[life.watch(process)] = worker, process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
             os.close(descriptor)
         self.tell(Note("born", worker, process.pid))
 
-    def _be_worker(self, worker: int, ends: worker_main.Ends) -> None:
+    def _spawned(self, worker: int, ends: worker_main.Ends) -> Any:
+        """Return the process of a worker that is a new interpreter."""
+        shared = [Descriptor(one) for one in sharing.received]
+        known = [one for one in ends if one >= 0]
+        own = [Descriptor(one) for one in (self._file, self.loader, *known)]
+        rest = self._surroundings, self._start_method, os.getpid(), self.user
+        return multiprocessing.get_context("spawn").Process(
+            target=_be_spawned,
+            args=(worker, own, shared, *rest),
+            name=f"aioloader-{worker}",
+        )
+
+    def _be_worker(self, worker: int, ends: worker_main.Ends, life: Life) -> None:
         supervisor = os.getppid()
+        life.live()
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
         self.control.close()
-        for pidfd in self._workers:
-            os.close(pidfd)
+        for watched in self._workers:
+            os.close(watched)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         worker_main.settle(worker, ends, supervisor)
@@ -200,9 +232,9 @@ class Supervisor:
             gc.enable()
         return spec
 
-    def _reap(self, pidfd: int) -> Note:
-        worker, process = self._workers.pop(pidfd)
-        os.close(pidfd)
+    def _reap(self, watched: int) -> Note:
+        worker, process = self._workers.pop(watched)
+        os.close(watched)
         kill_group(process.pid)  # children that the worker has left
         process.join()
         status = process.exitcode
@@ -219,12 +251,18 @@ class Supervisor:
         """Reap workers until none is left, for at most ``seconds``."""
         until = time.monotonic() + seconds
         while self._workers and (left := until - time.monotonic()) > 0:
-            for pidfd in connection.wait([*self._workers], left):
-                self._reap(pidfd)  # type: ignore[arg-type]
+            for watched in connection.wait([*self._workers], left):
+                self._reap(watched)  # type: ignore[arg-type]
 
 
 def be_forked(
-    control: Channel, loader: int, spec: WorkerSpec, ends: list[int], *, collects: bool
+    control: Channel,
+    loader: int,
+    life: Life,
+    spec: WorkerSpec,
+    ends: list[int],
+    *,
+    collects: bool,
 ) -> None:
     """Run the supervisor that ``iter()`` forks from the user's process.
 
@@ -234,7 +272,9 @@ def be_forked(
     gc.disable()
     gc.freeze()
     signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
-    supervisor = Supervisor(control, loader, spec, ends, collects=collects)
+    life.live()
+    user = os.getppid()
+    supervisor = Supervisor(control, loader, user, spec, ends, collects=collects)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False  # noqa: SLF001  (it and its workers have children)
@@ -244,6 +284,40 @@ def be_forked(
     supervisor.tell(Note("up", number=os.getpid()))
     importlib.import_module("numpy.random")  # for all workers; it takes 6 ms
     supervisor.serve()
+
+
+class Descriptor(int):
+    """A descriptor that a spawned process inherits."""
+
+    def __reduce__(self) -> Any:
+        return _inherited, (reduction.DupFd(int(self)),)
+
+
+def _inherited(descriptor: Any) -> int:
+    number: int = descriptor.detach()
+    os.set_inheritable(number, False)  # noqa: FBT003  (its only argument)
+    return number
+
+
+def _be_spawned(
+    worker: int,
+    own: list[int],
+    shared: list[int],
+    surroundings: Surroundings,
+    *rest: Any,
+) -> None:
+    """Be a worker in a new interpreter, as ``Supervisor._be_worker`` in a fork."""
+    file, loader, *descriptors = own
+    method, supervisor, user = rest
+    process: Any = multiprocessing.process
+    process._parent_process = _parent_by(user, loader)  # noqa: SLF001  (the user's process)
+    ends = worker_main.Ends(*descriptors)
+    worker_main.settle(worker, ends, supervisor)
+    surroundings.enter()
+    surroundings.enter_environment()
+    multiprocessing.set_start_method(method, force=True)
+    sharing.received[:] = shared
+    worker_main.run(worker, ends, lambda: receive(file))
 
 
 def _try_locks() -> None:
@@ -266,14 +340,12 @@ def _try_locks() -> None:
                 buffer.write(b"")
 
 
-def _parent_by(pidfd: int) -> Any:
-    """Return the process of a pidfd as a parent process of ``multiprocessing``."""
+def _parent_by(pid: int, watched: int) -> Any:
+    """Return a watched process as a parent process of ``multiprocessing``."""
     known = multiprocessing.parent_process()
     name = "MainProcess" if known is None else known.name
-    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
-    line = next(line for line in text.splitlines() if line.startswith("Pid:"))
     process: Any = multiprocessing.process
-    return process._ParentProcess(name, int(line.split()[1]), pidfd)  # noqa: SLF001  (there is no public way)
+    return process._ParentProcess(name, pid, watched)  # noqa: SLF001  (there is no public way)
 
 
 def _ignored_signals() -> dict[int, Any]:
@@ -297,6 +369,14 @@ def kill_group(pid: int) -> None:
     """Kill a worker and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _names_of_threads() -> str:
+    """Return the names of all threads but the main one; of C's if Python has none."""
+    main = threading.main_thread()
+    names = [one.name for one in threading.enumerate() if one is not main]
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return ", ".join(names or [task.read_text().strip() for task in tasks][1:])
 
 
 def number_of_threads() -> int:

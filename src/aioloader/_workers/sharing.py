@@ -1,0 +1,160 @@
+"""Memory that workers share with the loader, if they are not forked from it.
+
+Mapped files are mapped again. Tensors in shared memory and shared objects of
+``multiprocessing`` stay shared: workers receive their descriptors. All else is copied.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+from multiprocessing import context, heap, reduction
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.multiprocessing.reductions import reduce_typed_storage
+
+from aioloader._transport.codec import Reducers
+from aioloader._workers.reducers import REDUCERS, is_shared
+
+# In a worker, and the supervisor that forks it: the descriptors that it has received.
+received: list[int] = []
+_STORAGE: Any = torch.UntypedStorage
+# These reduce what has no state, or what the pickler knows better.
+_GENERAL = {"multiprocessing.reduction", "torch.multiprocessing.reductions"}
+
+
+class Received(NamedTuple):
+    """A descriptor of the loader, for the process that unpickles it."""
+
+    number: int  # in the order of sending
+
+    def detach(self) -> int:
+        """Return a copy that the caller owns."""
+        return os.dup(received[self.number])
+
+
+class _Child:
+    """What ``multiprocessing`` asks for when it pickles for a child: descriptors."""
+
+    DupFd = Received
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        self.descriptors.append(os.dup(descriptor))
+        return len(self.descriptors) - 1
+
+
+@contextlib.contextmanager
+def pickling_for_child() -> Iterator[list[int]]:
+    """Yield the descriptors to send, the caller's, of what is pickled meanwhile."""
+    child, before = _Child(), context.get_spawning_popen()
+    context.set_spawning_popen(child)  # type: ignore[arg-type]
+    try:
+        yield child.descriptors
+    except BaseException:
+        for descriptor in child.descriptors:
+            os.close(descriptor)
+        raise
+    finally:
+        context.set_spawning_popen(before)
+
+
+def sharing_reducers() -> Reducers:
+    """Return the reducers, with those that users have registered for a child."""
+    known = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # noqa: SLF001  (there is no public way)
+    registered = {
+        kind: reduce
+        for kind, reduce in known.items()
+        if getattr(reduce, "__module__", None) not in _GENERAL
+    }
+    return {**registered, **_SHARING}
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if is_shared(tensor):
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    return REDUCERS[torch.Tensor](tensor)
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    if not storage.nbytes() or storage.device.type != "cpu" or not is_shared(storage):
+        return REDUCERS[torch.UntypedStorage](storage)
+    if storage.filename is not None:
+        return torch.UntypedStorage.from_file, (
+            storage.filename,
+            True,
+            storage.nbytes(),
+        )
+    if get_sharing_strategy() == "file_system":  # type: ignore[no-untyped-call]
+        shared = storage._share_filename_cpu_()
+        return _STORAGE._new_shared_filename_cpu, shared  # noqa: SLF001
+    descriptor, size = storage._share_fd_cpu_()
+    if descriptor < 0:  # a file that is mapped privately
+        return REDUCERS[torch.UntypedStorage](storage)
+    return _map_storage, (reduction.DupFd(descriptor), size)
+
+
+def _map_storage(received: Received, size: int) -> Any:
+    descriptor = received.detach()
+    try:
+        return _STORAGE._new_shared_fd_cpu(descriptor, size)  # noqa: SLF001  (as torch's reductions do)
+    finally:
+        os.close(descriptor)
+
+
+def _reduce_arena(arena: Any) -> Any:
+    """Reduce what ``multiprocessing`` shares values and arrays in."""
+    return _map_arena, (arena.size, reduction.DupFd(arena.fd))
+
+
+def _map_arena(size: int, received: Received) -> Any:
+    descriptor = received.detach()
+    arena = heap.Arena(size, descriptor)
+    Finalize(arena, os.close, (descriptor,))
+    return arena
+
+
+def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
+    """Reduce an array mapped from a file to its place in the file."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    is_mapped = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    is_there = is_mapped and root.filename and Path(root.filename).exists()
+    if not is_there or not is_whole or root.mode == "c":
+        return array.__reduce_ex__(5)
+    offset = root.offset + array.ctypes.data - root.ctypes.data
+    order = "C" if array.flags.c_contiguous else "F"
+    mode = "r" if root.mode == "r" else "r+"
+    return _map_again, (root.filename, array.dtype, mode, offset, array.shape, order)
+
+
+def _map_again(
+    filename: Any,
+    dtype: Any,
+    mode: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    order: Any,
+) -> Any:
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(filename, dtype, mode, offset, shape, order)
+
+
+_SHARING: Reducers = {
+    torch.Tensor: _reduce_tensor,
+    torch.storage.TypedStorage: reduce_typed_storage,
+    torch.UntypedStorage: _reduce_storage,
+    heap.Arena: _reduce_arena,
+    np.memmap: _reduce_memmap,
+}
