@@ -403,7 +403,10 @@ class DataLoader(TorchLoader[Batch]):
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, here and in sampler and dataset."""
+        """Set the number of the next epoch, here and in sampler and dataset.
+
+        Workers that persist set it in their copies of the dataset, too.
+        """
         loaded = self._live.loaded
         if loaded is not None and loaded.epoch != epoch:
             self._live.loaded = None  # another epoch is requested, from its start

@@ -253,6 +253,8 @@ class EpochNumbers:
         self, sampler: Any, number: int = 0, shuffled: int | None = None
     ) -> None:
         self.next = number
+        # How often the user has chosen an epoch, and the latest one.
+        self.chosen: tuple[int, int | None] = (0, None)
         self._order = sampler if isinstance(sampler, KeyedOrder) else None
         self._shuffled = shuffled  # its epoch, if it was set here
         # Epochs of iterators that have not started, since an epoch was last chosen.
@@ -335,6 +337,7 @@ class EpochNumbers:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         with self._lock:
             self.next = epoch
+            self.chosen = self.chosen[0] + 1, epoch
             self._shuffled = None
             self._reserved.clear()
 

@@ -91,6 +91,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
+    @property
+    def chosen_epoch(self) -> int | None:
+        return self._epoch if self._is_chosen else None
+
     def begin_epoch(self, epoch: int) -> None:
         if not self._is_chosen:
             self._epoch = epoch
