@@ -54,7 +54,7 @@ def make_source(
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
-    epoch.on_error = options.on_error
+    epoch.on_error, epoch.samples = options.on_error, options.samples()
     hosts = live.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
