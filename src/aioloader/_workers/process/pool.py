@@ -78,7 +78,7 @@ class ProcessPool(LastingPool):
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
             if method == "fork":
-                self._launcher = ForkLauncher(spec, shared)
+                self._launcher = ForkLauncher(spec, servers, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
 
