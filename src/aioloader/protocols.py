@@ -90,6 +90,11 @@ class OwnStream(abc.ABC):
 
     ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
 
+    @property
+    @abc.abstractmethod
+    def chosen_epoch(self) -> int | None:
+        """The number that the user has chosen, if any."""
+
     @abc.abstractmethod
     def for_epoch(self) -> "OwnStream":
         """Return a copy to read, also in workers; it takes over a loaded state."""
@@ -322,6 +327,13 @@ def batch_getter(dataset: object) -> Callable[[Any], Any] | None:
         return None
     passes_on = type(dataset) is Subset or is_async_function(getter)
     return getter if passes_on or not reads_async(dataset) else None
+
+
+def set_epoch_of(part: object, epoch: int | None) -> None:
+    """Call ``set_epoch`` if ``part`` has it and there is a number."""
+    hook = getattr(part, "set_epoch", None)
+    if epoch is not None and callable(hook):
+        hook(epoch)
 
 
 def is_stateful(part: object) -> bool:

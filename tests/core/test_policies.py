@@ -1,6 +1,8 @@
 """What cannot be kept is refused; what fails in a batch is found sample by sample."""
 
 import asyncio
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from aioloader import SKIP, DataLoader, Failure, Retry, Skip
 from aioloader.datasets import from_iterable
 from aioloader.errors import FailureBudgetError
+from beside import beside
 from core.kit import BY, INLINE, WAYS, make, outcomes
 from working import AsyncNumbers, Numbers, double, double_async, total_async
 
@@ -146,6 +149,82 @@ async def test_the_budget_counts_samples_once(kind: Any, way: str) -> None:
     assert isinstance(error, FailureBudgetError)
     assert error.failures == 2
     assert isinstance(error.__cause__, OSError)
+
+
+class Partly(Numbers):
+    """Some samples are bad: a share of them, anywhere, by a seed."""
+
+    def __init__(self, share: float, seed: int, n: int = 2000) -> None:
+        super().__init__(n)
+        self.bad = set(random.Random(seed).sample(range(n), round(share * n)))
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise OSError("bad")
+        return index
+
+
+def unsized(dataset: Partly) -> Any:
+    """Return a stream of its samples; nobody knows how many there are."""
+    return from_iterable(range(dataset.n)).map(dataset.__getitem__)
+
+
+@pytest.mark.parametrize("is_sized", [True, False])
+async def test_a_share_is_of_the_whole_epoch(is_sized: bool) -> None:
+    """Wherever the bad samples are: fewer never raise, and more always do."""
+
+    def raises(share: float, seed: int) -> bool:
+        dataset: Any = Partly(share, seed)
+        dataset = dataset if is_sized else unsized(dataset)
+        try:
+            list(DataLoader(dataset, 50, on_error=Skip(at_most=0.01)))
+        except FailureBudgetError:
+            return True
+        return False
+
+    def count(share: float) -> int:
+        return sum(raises(share, seed) for seed in range(20))
+
+    counts = await beside(lambda: [count(share) for share in (0.008, 0.01, 0.015)])
+    assert counts == [0, 0, 20]
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+async def test_an_epoch_of_a_known_length_fails_at_once(way: str) -> None:
+    """With the first failure beyond the share of this rank's samples."""
+    options: Any = {"on_error": Skip(at_most=0.01), "rank": 1, "world_size": 2}
+    loader = make(way, Partly(0.02, 0), **options)
+    error = next(e for e in await outcomes(way, loader) if isinstance(e, Exception))
+    assert isinstance(error, FailureBudgetError)
+    assert error.failures == 11
+    assert re.search(r"^11 of .* than Skip\(at_most=0.01\) allows of 1,000", str(error))
+
+
+@pytest.mark.parametrize("way", ALL_WAYS)
+async def test_an_epoch_of_an_unknown_length_is_judged_at_its_end(way: str) -> None:
+    """Or earlier, if chance is no explanation; it is over then."""
+    loader = make(way, unsized(Partly(0.04, 0, n=200)), on_error=Skip(at_most=0.01))
+    *batches, error = await outcomes(way, loader)
+    assert len(batches) == 50
+    assert isinstance(error, FailureBudgetError)
+    assert (error.failures, error.attempted, loader.epoch) == (8, 200, 1)
+    loader = make(way, unsized(Partly(0.5, 0)), on_error=Skip(at_most=0.01))
+    errors = [e for e in await outcomes(way, loader) if isinstance(e, Exception)]
+    assert isinstance(errors[0], FailureBudgetError)
+    assert 1000 <= errors[0].attempted < 1500
+
+
+@pytest.mark.parametrize("as_read", [lambda dataset: dataset, unsized])
+async def test_a_resumed_epoch_may_fail_for_its_share_of_the_whole(
+    as_read: Callable[[Partly], Any],
+) -> None:
+    """Not only of the few samples that are left."""
+    dataset = Partly(0, 0)
+    loader: Any = DataLoader(as_read(dataset), 50, on_error=Skip(at_most=0.01))
+    states = await beside(lambda: [loader.state_dict() for _ in loader])
+    dataset.bad = {*range(1990, 2000)}
+    loader.load_state_dict(states[38])
+    assert [len(batch) for batch in await beside(lambda: list(loader))] == [40]
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)

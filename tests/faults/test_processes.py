@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader
+from aioloader.testing import Resources
 from faults.planted import WAYS, Marks, in_time, marks  # noqa: F401  (fixtures too)
 from faulty import (
     await_gone,
@@ -55,6 +56,42 @@ def test_this_process_is_forked_once_for_workers_that_persist() -> None:
         for _ in range(3):
             assert len(killed(iter(loader))) == 32
     assert len(FORKS) == 1
+
+
+async def used(loader: Any, how: str, *, is_async: bool) -> Any:
+    """Iterate over a loader; return an iterator that is still open, if it is kept."""
+    if is_async:
+        iterator = aiter(loader)
+        await anext(iterator)
+        if how == "end":
+            assert len([batch async for batch in iterator]) == 31
+    else:
+        iterator = iter(loader)
+        next(iterator)
+        if how == "end":
+            assert len(list(iterator)) == 31
+    return iterator if how == "kept" else None
+
+
+@pytest.mark.blocking
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("how", ["end", "left", "kept"])
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_process_outlives_a_close(
+    way: Any, is_kept: bool, how: str, is_async: bool
+) -> None:
+    """Nor a supervisor, nor workers whose iterator was dropped before."""
+    before = Resources.now().children
+    options: Any = {"persistent_workers": is_kept, "multiprocessing_context": way}
+    loader = DataLoader[Any](range(64), 2, num_workers=2, **options)
+    iterator = await used(loader, how, is_async=is_async)
+    if is_async:
+        await loader.aclose()
+    else:
+        loader.close()
+    assert Resources.now().children - before == set()
+    del iterator
 
 
 class Parents:

@@ -5,9 +5,10 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
@@ -15,11 +16,13 @@ import anyio.lowlevel
 import pytest
 import sniffio
 import trio
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from aioloader import DataLoader, ShuffledIndices
+from aioloader import DataLoader, ShuffledIndices, get_worker_info
 from aioloader._pipeline import pipeline as run
+from aioloader.datasets import from_dataset
 from aioloader.testing._frozen import frozen
+from faulty import first_time, kill_itself
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
 
 
@@ -138,6 +141,115 @@ def test_set_epoch_reaches_the_samplers_of_samplers(wrapped: bool) -> None:
         options = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)}
     DataLoader[Any](SyncMap(), **options).set_epoch(4)
     assert sampler.told == [4]
+
+
+class Told(SyncMap):
+    """Gives the epoch that it was told; kills a worker in epoch 3, if it may."""
+
+    told = -1
+
+    def __init__(self, mark: Path | None = None) -> None:
+        super().__init__(4)
+        self.mark = mark
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        if self.mark and self.told == 3 and first_time(self.mark):
+            kill_itself()
+        return self.told
+
+
+class ToldAsync(Told):
+    """The same with coroutines."""
+
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return self.told
+
+
+class ToldStream(Told, IterableDataset[Any]):
+    """The same one after another."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(2):
+            yield self.told
+
+
+class Showing(Told):
+    """Its epoch can be read as ``epoch``, and is set without the loader."""
+
+    @property
+    def epoch(self) -> int:
+        return self.told
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", [Told, ToldAsync, ToldStream])
+def test_set_epoch_reaches_workers_that_persist(kind: Any, method: str) -> None:
+    """Before the first batch, as it reaches workers that start with each epoch."""
+    options: Any = {"persistent_workers": True, "multiprocessing_context": method}
+    loader: Any = DataLoader(kind(), 2, num_workers=2, **options)
+    found = []
+    with loader:
+        for epoch in (None, 3, None, 1):
+            if epoch is not None:
+                loader.set_epoch(epoch)
+            found.append([batch.tolist() for batch in loader])
+    assert found == [[[told] * 2] * 2 for told in (-1, 3, 3, 1)]
+
+
+def test_an_epoch_set_on_the_dataset_reaches_workers_that_persist() -> None:
+    """Where it can be read; Hugging Face's datasets are set like this."""
+    dataset = Showing()
+    loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
+    found = []
+    with loader:
+        for epoch in (0, 5, 6):
+            dataset.set_epoch(epoch)
+            found.append({int(batch) for batch in loader})
+    assert found == [{0}, {5}, {6}]
+
+
+def test_an_epoch_chosen_on_a_stream_reaches_workers_that_persist() -> None:
+    """Each has its own order, the same as without workers."""
+    stream = from_dataset(range(8), shuffle=True, seed=1)
+    options: Any = {"num_workers": 1, "fetch": "workers", "persistent_workers": True}
+    with DataLoader[Any](stream, 8, **options) as loader:
+        for epoch in (0, 3, 5):
+            stream.set_epoch(epoch)
+            order = next(iter(DataLoader[Any](stream, 8))).tolist()
+            assert [batch.tolist() for batch in loader] == [order]
+
+
+def test_what_set_epoch_raises_in_a_worker_is_raised() -> None:
+    """Like an error of the dataset: with its type."""
+
+    class Refusing(Told):
+        def set_epoch(self, epoch: int) -> None:
+            if get_worker_info():
+                raise ArithmeticError(epoch)
+
+    options: Any = {"num_workers": 1, "persistent_workers": True}
+    with DataLoader[Any](Refusing(), **options) as loader:
+        list(loader)
+        loader.set_epoch(1)
+        with pytest.raises(ArithmeticError, match="1"):
+            list(loader)
+
+
+def test_set_epoch_reaches_the_successor_of_a_dead_worker(tmp_path: Path) -> None:
+    """It starts with the dataset as it was when the workers were started."""
+    dataset = Told(tmp_path / "killed")
+    loader: Any = DataLoader(dataset, num_workers=1, persistent_workers=True)
+    found = []
+    with loader:
+        for epoch in (2, 3, 4):
+            loader.set_epoch(epoch)
+            found.append({int(batch) for batch in loader})
+    assert found == [{2}, {3}, {4}]
+    assert (tmp_path / "killed").exists()
 
 
 async def numbers() -> AsyncIterator[int]:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,44 @@ async def thread_is_idle(iterator: Any) -> None:
         lambda: loop.call_soon_threadsafe(idle.set)
     )
     await idle.wait()
+
+
+class Meeting(AsyncMap):
+    """Samples that block a thread each, until all of a batch do."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__(120)
+        self.parties = parties
+
+    @cached_property
+    def barrier(self) -> threading.Barrier:
+        """Made in the process that reads; a thread too few breaks it."""
+        return threading.Barrier(self.parties, timeout=10)
+
+    async def __getitem__(self, index: int) -> Any:
+        await asyncio.to_thread(self.barrier.wait)
+        return index
+
+
+class MeetingLater(Meeting):
+    """The same, from a plain method."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("kind", [Meeting, MeetingLater])
+def test_as_many_calls_block_in_threads_as_samples_are_read(
+    kind: Any, options: Any
+) -> None:
+    """Wherever the loader has its own loop; also if it is the same for more reads."""
+    with DataLoader[Any](kind(40), 40, concurrency=40, **options) as loader:
+        assert [len(batch) for batch in loader] == [40, 40, 40]
+        if not options:
+            loader.dataset.barrier = threading.Barrier(60, timeout=10)
+            loader.concurrency = loader.batch_sampler.batch_size = 60
+            assert [len(batch) for batch in loader] == [60, 60]
 
 
 async def test_the_default_window_keeps_the_crew_busy() -> None:

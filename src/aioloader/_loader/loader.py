@@ -112,8 +112,9 @@ class DataLoader(TorchLoader[Batch]):
         snapshot_every_n_steps: Accepted for compatibility with torchdata: the loader
             takes the state of a dataset or iterator after each batch.
         transform: Turns a sample into another, before collating; may be async.
-        concurrency: Samples in flight on the loop. ``"auto"``: 32 at first, then as
-            many as help, up to 1,024; in workers that read, 64. The logger
+        concurrency: Samples in flight on the loop, and threads that
+            ``asyncio.to_thread`` may use on the loader's own. ``"auto"``: 32 at first,
+            then as many as help, up to 1,024; in workers that read, 64. The logger
             ``"aioloader"`` logs what ``"auto"`` changes, and why.
         device: Where batches are delivered, such as ``"cuda:1"``, a local rank, a
             ``DeviceMesh`` of one dimension (this rank's device), or ``"auto"`` (the
@@ -402,7 +403,10 @@ class DataLoader(TorchLoader[Batch]):
         return length
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, here and in sampler and dataset."""
+        """Set the number of the next epoch, here and in sampler and dataset.
+
+        Workers that persist set it in their copies of the dataset, too.
+        """
         loaded = self._live.loaded
         if loaded is not None and loaded.epoch != epoch:
             self._live.loaded = None  # another epoch is requested, from its start

@@ -9,6 +9,7 @@ import multiprocessing
 import operator
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -284,6 +285,23 @@ class Options(Added):
         if batches is not None and sampler is not batches:
             size, drop_last = batches.batch_size, batches.drop_last
         return part.batches(found, size, drop_last=drop_last)
+
+    def samples(self) -> int | None:
+        """Return how many samples an epoch of this rank has, if that is known.
+
+        It is looked up only if a share of them may fail.
+        """
+        count, ranks = None, self.part.world_size
+        if not isinstance(parts_of(self.on_error)[1], float):
+            return None
+        if self.is_own_stream:
+            count = self.dataset.total()
+            if self.rank is None:
+                ranks = (self.dataset.ranks or (0, 1))[1]
+        elif self.kind is Kind.MAP and self.global_batch_size is not None:
+            with suppress(Exception):  # torch iterates without asking for it
+                count = len(self.index_sampler)
+        return None if count is None else -(-count // ranks)
 
     def _stream_length(self, part: Part) -> int:
         """Return the number of batches that the readers of this rank make."""

@@ -34,7 +34,7 @@ from aioloader._order.indices import nested
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.rank_store import group
 from aioloader._order.ranks import WHOLE, Part, Tail
-from aioloader.protocols import Kind, OwnStream
+from aioloader.protocols import Kind, OwnStream, set_epoch_of
 
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
@@ -308,7 +308,5 @@ def tell_epoch(samplers: Iterable[Any], dataset: Any, epoch: int) -> None:
     """Set the next epoch's number in all parts that have ``set_epoch``."""
     parts = [*itertools.chain.from_iterable(map(nested, samplers)), dataset]
     for part in {id(part): part for part in parts}.values():
-        hook = getattr(part, "set_epoch", None)
-        # Our streams get each epoch's number when the epoch starts.
-        if callable(hook) and not isinstance(part, OwnStream):
-            hook(epoch)
+        if not isinstance(part, OwnStream):  # they get it when the epoch starts
+            set_epoch_of(part, epoch)

@@ -54,7 +54,7 @@ def make_source(
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
-    epoch.on_error = options.on_error
+    epoch.on_error, epoch.samples = options.on_error, options.samples()
     hosts = live.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
@@ -291,8 +291,11 @@ def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
     is_keyed, num_workers = options.is_keyed, options.num_workers
     if not num_workers and options.pins:
         collate_fn = _pinning(collate_fn)
-    is_even = part.world_size > 1
+    is_even, dataset_epoch = part.world_size > 1, epoch.dataset_epoch
+    if dataset_epoch is None:
+        dataset_epoch = live.numbers.chosen[1]
     if options.is_own_stream:  # it knows about ranks, and yields this rank's part
+        dataset_epoch = dataset.chosen_epoch
         dataset = options.shared_out(dataset.for_epoch())
         is_even = (dataset.ranks or (0, 1))[1] > 1 and dataset.total() is not None
         part = replace(part, rank=0, world_size=1)
@@ -316,6 +319,7 @@ def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
         keeps_step=options.part.world_size > 1,
         is_even=is_even and options.tail != "uneven",
         concurrency=options.concurrency,
+        dataset_epoch=(live.numbers.chosen[0], dataset_epoch),
     )
 
 

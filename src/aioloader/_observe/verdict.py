@@ -351,9 +351,10 @@ class _Case:
         """
         if not lag.culprit or lag.share < _LAGS:
             return None
-        # As many calls at a time as asyncio.to_thread or a process pool makes.
-        cores = self.setting.cores
-        most = 1000 if lag.is_callers else cores if lag.computes else min(32, cores + 4)
+        # As many calls at a time as a process pool or asyncio.to_thread makes.
+        setting = self.setting
+        most = setting.cores if lag.computes else setting.concurrency
+        most = 1000 if lag.is_callers else most
         free = self.measured * max(1 - lag.share, 1 / most)
         seconds = max(float(self.costs.step.mean()), free)
         gain = 100 * (self.measured / seconds - 1) if seconds else 0.0

@@ -201,6 +201,7 @@ class Epoch:
     base_seed: int  # that random draws are keyed with
     order: Order
     on_error: OnError | Skip = "raise"
+    samples: int | None = None  # how many it has for this rank, if that is known
     number: int = -1  # from 0; -1 before it starts
     shuffled: int | None = None  # the epoch of the loader's ``KeyedOrder``
     seen: int | None = None  # the epoch that this had when it was made
@@ -228,12 +229,18 @@ class Epoch:
     @cached_property
     def policy(self) -> FailurePolicy:
         """The policy for failed samples; made when first needed."""
-        return FailurePolicy(self.on_error)
+        before = self.bookmark.read() * (self.order.size or 1)
+        return FailurePolicy(self.on_error, self.samples, before)
 
     @property
     def failures(self) -> FailurePolicy | None:
         """The policy for failed samples, if it was needed."""
         return vars(self).get("policy")
+
+    def judge(self) -> None:
+        """Raise, once, if at the end it turns out that too many samples failed."""
+        if self.progress.is_over and self.failures is not None:
+            self.failures.end()
 
     def is_untouched(self) -> bool:
         """Tell whether nothing was delivered yet."""
@@ -284,6 +291,8 @@ class EpochNumbers:
         self, sampler: Any, number: int = 0, shuffled: int | None = None
     ) -> None:
         self.next = number
+        # How often the user has chosen an epoch, and the latest one.
+        self.chosen: tuple[int, int | None] = (0, None)
         self._order = sampler if isinstance(sampler, KeyedOrder) else None
         self._shuffled = shuffled  # its epoch, if it was set here
         self._is_chosen = False  # whether the user has chosen the next
@@ -373,6 +382,7 @@ class EpochNumbers:
         with self._lock:
             self.next = epoch
             self._is_chosen, self._shuffled = True, None
+            self.chosen = self.chosen[0] + 1, epoch
             self._reserved.clear()
 
     def upcoming(self) -> int | None:

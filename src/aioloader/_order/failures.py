@@ -14,6 +14,9 @@ from aioloader._order.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
 _KEPT = 1000
+# Of an epoch of unknown length: the samples after which a share is judged before the
+# end, and by how many standard deviations more than it may fail until then.
+_FEW, _BY_CHANCE = 1000, 5
 
 
 class _Skip:
@@ -70,9 +73,12 @@ class Skip:
         Skip(at_most=10, instead=None)
 
     Args:
-        at_most: Failed samples allowed per epoch, in all: a count such as ``10``, or a
-            share such as ``0.01`` of the samples tried (one is always allowed);
-            ``None``: no limit. A resumed epoch counts from where it resumes.
+        at_most: Failed samples allowed per epoch and rank, in all: a count such as
+            ``10``, or a share such as ``0.01`` (one is always allowed); ``None``: no
+            limit. The share is of the rank's samples in an epoch; if their number is
+            unknown, as of a stream, of those tried, at the end, or from 1,000 on if
+            chance does not explain the failures. A resumed epoch counts failures from
+            where it resumes.
         instead: Maps a ``Failure`` to a sample to use instead, or to ``SKIP``; it may
             raise. ``None``: failed samples are left out, and their batch is smaller.
 
@@ -130,9 +136,16 @@ def parts_of(on_error: OnError | Skip) -> tuple[OnError, float | None]:
 class FailurePolicy:
     """Decide what to do about failed samples, and keep a list of them."""
 
-    def __init__(self, on_error: OnError | Skip = "raise") -> None:
+    def __init__(
+        self,
+        on_error: OnError | Skip = "raise",
+        total: int | None = None,
+        before: int = 0,
+    ) -> None:
         self.on_error: OnError
         self.at_most: float | None
+        self._total = total  # samples in the epoch, if known
+        self._before = before  # of them, those that an earlier run has tried
         self.on_error, self.at_most = parts_of(on_error)
         self.attempted: int = 0  # samples that were tried
         self.count: int = 0  # of them, those that failed and were skipped or replaced
@@ -141,21 +154,22 @@ class FailurePolicy:
         self._lock = fork_safe(threading.Lock())
 
     def begin(self, samples: int) -> None:
-        """Count ``samples`` more that are about to be tried."""
+        """Count ``samples`` more that are about to be tried, or fewer."""
         with self._lock:
             self.attempted += samples
 
-    def take_back(self, samples: int) -> None:
-        """Count ``samples`` fewer: a stream had ended before them.
+    def end(self) -> None:
+        """Judge a share at the end of an epoch whose length was not known.
 
         Raises:
-            FailureBudgetError: If too many of the others have failed.
+            FailureBudgetError: If too many have failed.
         """
         with self._lock:
-            self.attempted -= samples
             count, latest = self.count, list(self.latest)[-1:]
-        for failure in latest:
-            self._spend(failure, count)
+        if isinstance(self.at_most, float) and self._total is None:
+            self._total = 0
+            for failure in latest:
+                self._spend(failure, count)
 
     def count_retries(self, count: int) -> None:
         with self._lock:
@@ -205,12 +219,18 @@ class FailurePolicy:
         limit, attempted = self.at_most, self.attempted
         if limit is None:
             return
-        allowed = max(1.0, limit * attempted) if isinstance(limit, float) else limit
+        allowed, of = limit, ""
+        if isinstance(limit, float):
+            total = max(self._total or 0, self._before + attempted)
+            allowed, of = max(1.0, round(limit * total, 6)), f" of {total:,}"
+            if self._total is None:
+                enough = total >= _FEW
+                allowed += _BY_CHANCE * math.sqrt(allowed) if enough else math.inf
         if count > allowed:
             raise FailureBudgetError(
                 f"{count} of {attempted} samples failed in epoch {failure.epoch}, more "
-                f"than Skip(at_most={limit}) allows; the last one "
-                f"{failure.describe()}: {failure.error!r}",
+                f"than Skip(at_most={limit}) allows{of}; `loader.skipped` has them, "
+                f"the last one {failure.describe()}: {failure.error!r}",
                 failures=count,
                 attempted=attempted,
             ) from failure.error

@@ -106,6 +106,7 @@ class AheadFeed(Feed):
             if self.is_finished:
                 self._finish()
                 self.close()
+                self.epoch.judge()
                 raise StopIteration
             if self.pipeline.host.is_on_loop():
                 refuse_blocking()
@@ -141,6 +142,7 @@ class AheadFeed(Feed):
             if self.is_finished:
                 self._finish()
                 await self.aclose()
+                self.epoch.judge()
                 raise StopAsyncIteration
             self.pipeline.host.check_loop()
             began, ready = perf_counter(), self.pipeline.ready

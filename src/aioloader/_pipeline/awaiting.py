@@ -15,7 +15,7 @@ from aioloader._pipeline.waiting import LOOK_UP
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from aioloader._pipeline.host import Host
+    from aioloader._pipeline.host import LoopHost
 
 T = TypeVar("T")
 _CLOSED = "the iterator was closed"
@@ -65,7 +65,7 @@ class SideLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop
-        self._host: Host | None = None  # of a loop in a thread
+        self._host: LoopHost | None = None  # of a loop in a thread
         self._waited: set[concurrent.futures.Future[list[Any]]] = set()
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self.is_closed: bool = False
@@ -87,6 +87,8 @@ class SideLoop:
                 self._host = host = LoopHost()
                 host.start()
                 self._loop = host.loop
+            if self._host is not None:
+                self._host.allow(limit)
             gathered = _gathered(values, limit)
             future = asyncio.run_coroutine_threadsafe(gathered, self._loop)
             self._waited.add(future)

@@ -50,6 +50,7 @@ from aioloader.protocols import (
     is_stateful,
     kind_of,
     reads_async,
+    set_epoch_of,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class Recipe:
     # step with them.
     keeps_step: bool = False
     is_even: bool = False  # whether all ranks have the same number of batches
+    # How often the loader's ``set_epoch`` was called, and the number that its dataset
+    # was given, if any: workers that persist give it to their copy.
+    dataset_epoch: tuple[int, int | None] = (0, None)
     kind: Kind = field(init=False)
     reads_async: bool = field(init=False)  # coroutines read a map-style dataset
     keeps_state: bool = field(init=False)  # samples are read from one with a state
@@ -177,6 +181,21 @@ class BatchMaker(Recipe):
             self.get_batch = batch_getter(self.dataset)
         else:
             self.get_batch = partial(Rows, tensors)
+
+    def epochs(self) -> tuple[int, tuple[int, int | None]]:
+        """Return the arguments of ``begin`` in a worker."""
+        return self.epoch, self.dataset_epoch
+
+    def begin(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
+        """Work for this epoch from now on, in a worker; tell its copy of the dataset.
+
+        Raises:
+            Exception: What ``set_epoch`` of the dataset raises.
+        """
+        self.epoch = epoch
+        if dataset_epoch != self.dataset_epoch:
+            set_epoch_of(self.dataset, dataset_epoch[1])
+            self.dataset_epoch = dataset_epoch
 
     def task(self, batch: IndexBatch) -> BatchTask:
         number, first, indices, padding, state = batch

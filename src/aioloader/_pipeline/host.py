@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -278,12 +279,14 @@ class LoopHost(Host):
         self._wanted = asyncio.Event()
         self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
+        self._threads = _Threads(1, "aioloader-call")
         self._host_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
             context = context_elsewhere()
             runner = asyncio.Runner(loop_factory=new_event_loop)
             self.loop = context.run(runner.get_loop)  # it keeps the context
+            self.loop.set_default_executor(self._threads)
             run = partial(context.run, self._host, runner)
             self._own_thread = threading.Thread(
                 target=run, name="aioloader-loop", daemon=True
@@ -298,6 +301,10 @@ class LoopHost(Host):
         """Start the private thread, if there is one; its maker calls this once."""
         if self._own_thread is not None:
             start_thread(self._own_thread)
+
+    def allow(self, concurrency: int) -> None:
+        """Make as many calls block in threads of a private loop as samples are read."""
+        self._threads.allow(concurrency)
 
     def open(self) -> None:
         if not call_threadsafe(self.loop, self._wanted.set):
@@ -400,6 +407,7 @@ class LoopHost(Host):
             self._waiting.append(pipeline)
             self._wanted.set()
             return
+        self.allow(pipeline.most_concurrency())
         try:
             task: asyncio.Task[None] = self.loop.create_task(
                 pipeline.main(), name=_NAME, context=pipeline.context.copy()
@@ -450,6 +458,13 @@ class LoopHost(Host):
             self._take_back(pipeline)
             pipeline.ended.set()
         self.cpu.stop(self.closed.set)
+
+
+class _Threads(ThreadPoolExecutor):
+    """The default executor of a private loop; its threads start on demand."""
+
+    def allow(self, most: int) -> None:
+        self._max_workers = max(self._max_workers, most)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

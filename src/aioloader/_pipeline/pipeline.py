@@ -210,6 +210,11 @@ class Pipeline:
             if self._stream is not None:
                 self.host.cpu.post(self._close_stream)
 
+    def most_concurrency(self) -> int:
+        """Return how many samples may be read at a time."""
+        tuned = None if self.tuner is None else self.tuner.concurrency
+        return self.maker.concurrency if tuned is None else tuned.most
+
     def _tune(self, tuner: "Tuner") -> Tune | None:
         """Return what chooses how many reads may be in flight, or None."""
         if tuner.concurrency is None:

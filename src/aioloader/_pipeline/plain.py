@@ -72,6 +72,7 @@ class Feed(abc.ABC):
                     self._progress.is_over = True
             self.close()
             self._was_interrupted = isinstance(error, INTERRUPTS)
+            self.epoch.judge()
             raise
 
     def _check(self) -> None:

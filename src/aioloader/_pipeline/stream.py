@@ -298,7 +298,7 @@ class Stream:
         if found < wanted:
             mine = -(-max(0, found - self._rank) // self._ranks)
             task.extra -= len(task.indices) - mine
-            maker.policy.take_back(len(task.indices) - mine)
+            maker.policy.begin(mine - len(task.indices))  # it ended before the rest
         if self._has_ended:
             self._check_rest()
         if not found or (maker.drop_last and found < wanted):

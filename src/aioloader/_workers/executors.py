@@ -151,7 +151,7 @@ def _make_remotely(
             _MAKERS.pop(next(iter(_MAKERS)), None)
         _MAKERS[name] = maker
     task = open_request(maker, request)
-    result = maker.make(task, maker.read if maker.reads else None)
+    result = task.result or maker.make(task, maker.read if maker.reads else None)
     if isinstance(result.error, (KeyboardInterrupt, SystemExit)):
         raise result.error
     return _packed(*pack_answer(maker, task, result, -1))

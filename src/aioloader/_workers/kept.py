@@ -4,19 +4,33 @@ Worker processes start with ``iter()``, as torch's do, others with the first req
 With ``persistent_workers`` they outlive the iteration.
 """
 
+import _thread
 import contextlib
+import socket
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
+from aioloader._pipeline.host import GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aioloader._pipeline.roles import LastingPool, Pool
     from aioloader._transport.channel import Channel
+
+
+class Idle(NamedTuple):
+    """A supervisor without workers: the channel to it, and its pid."""
+
+    control: "Channel"
+    supervisor: int
+
+    def close(self) -> None:
+        self.control.close()
 
 
 class Servers:
@@ -27,22 +41,52 @@ class Servers:
         self.deaths = self.restarts = 0
         # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
-        self._idle: list[Channel] = []
+        self._idle: list[Idle] = []
+        self._ending: list[_thread.LockType] = []  # free when a supervisor has ended
         weakref.finalize(self, _close_all, self._idle)
 
-    def take(self) -> "Channel | None":
-        """Return the channel to an idle supervisor, now the caller's, or None."""
+    def take(self) -> "Idle | None":
+        """Return an idle supervisor, now the caller's, or None."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return None
 
-    def give_back(self, control: "Channel") -> None:
+    def give_back(self, control: "Channel", supervisor: int) -> None:
         """Keep a supervisor that has ended its workers."""
         close_in_children(control.close)
-        self._idle.append(control)
+        self._idle.append(Idle(control, supervisor))
+
+    def see_off(self, wait: "Callable[[], object]") -> None:
+        """Wait in a thread for the end of a supervisor; finalizers may call it."""
+        ended = _thread.allocate_lock()
+        ended.acquire()
+
+        def run() -> None:
+            with contextlib.ExitStack() as stack:
+                stack.callback(ended.release)
+                wait()
+
+        self._ending[:] = [*filter(_thread.LockType.locked, self._ending), ended]
+        try:
+            # Not Thread: a finalizer may run while threading holds its own locks.
+            _thread.start_new_thread(run, ())
+        except RuntimeError:  # at exit a supervisor sees the end of this process
+            ended.release()
+
+    def has_any(self) -> bool:
+        """Tell whether there is a supervisor that ``close`` waits for."""
+        return bool(self._idle or self._ending)
 
     def close(self) -> None:
-        _close_all(self._idle)
+        """End the idle supervisors; wait, bounded, until they and others have ended."""
+        while (idle := self.take()) is not None:
+            from aioloader._workers.process.launcher import see_off
+
+            idle.control.shutdown(socket.SHUT_WR)
+            self.see_off(partial(see_off, *idle))
+        for ended in self._ending[:]:
+            if ended.acquire(timeout=GRACE):
+                ended.release()
 
 
 class Pools:
@@ -91,10 +135,8 @@ class Pools:
                 stack.callback(workers.join)
 
     async def aclose(self) -> None:
-        if self._kept or self._ending:
+        if self._kept or self._ending or self.servers.has_any():
             await in_new_thread(self.close)
-        else:
-            self.servers.close()
 
     def _take(self) -> "list[LastingPool]":
         with self._lock:
@@ -102,7 +144,7 @@ class Pools:
         return kept
 
 
-def _close_all(kept: "list[LastingPool] | list[Channel]") -> None:
+def _close_all(kept: "list[LastingPool] | list[Idle]") -> None:
     with contextlib.suppress(IndexError):  # another thread took the last one
         while kept:
             kept.pop().close()

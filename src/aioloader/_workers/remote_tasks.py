@@ -38,13 +38,22 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     """Return the pickle of a request, with the samples that were read here."""
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
-    return encode_for_others((pipeline.maker.epoch, *fields, task.samples), REDUCERS)
+    values = pipeline.maker.epochs(), *fields, task.samples
+    return encode_for_others(values, REDUCERS)
 
 
 def open_request(maker: BatchMaker, request: Packed) -> BatchTask:
-    """Return the task of a request; set the maker to its epoch."""
-    maker.epoch, *fields = decode(*copied(request, maker.lease))
-    return BatchTask(*fields)
+    """Return the task of a request; set the maker to its epoch.
+
+    If the dataset's ``set_epoch`` raises, the task has a result already.
+    """
+    epochs, *fields = decode(*copied(request, maker.lease))
+    task = BatchTask(*fields)
+    try:
+        maker.begin(*epochs)
+    except BaseException as error:  # of user code; handed to the consumer
+        task.result = BatchResult(error=error)
+    return task
 
 
 def copied(packed: Packed, lease: Lease) -> Packed:

@@ -151,8 +151,8 @@ class Dispatcher:
         asked = number, indices, task.key, task.sample_keys, task.padding
         if not self.spec.reads:
             asked += (task.samples,)
-        name, epoch = next(self._names), pipeline.maker.epoch
-        request = Request(name, id(pipeline), epoch, asked, task.again, resume)
+        name, epochs = next(self._names), pipeline.maker.epochs()
+        request = Request(name, id(pipeline), epochs, asked, task.again, resume)
         self.tickets[name] = Ticket(pipeline, task, request, worker)
         queue = worker.queue
         if queue.waiting or not self._send(queue, request):

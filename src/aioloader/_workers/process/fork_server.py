@@ -149,7 +149,7 @@ class ServedLauncher(Launcher):
         order = self._surroundings, self._method, is_shared
         while True:
             idle = self._servers.take()
-            self.control = idle or _new_supervisor()
+            self.control = idle.control if idle else _new_supervisor()
             with contextlib.suppress(OSError):  # ``notes`` finds that it has died
                 for k in range(0, len(self._shared), MAX_DESCRIPTORS):
                     part = self._shared[k : k + MAX_DESCRIPTORS]
@@ -164,7 +164,7 @@ class ServedLauncher(Launcher):
         """Wait until the workers have ended; the supervisor is kept."""
         for note in self.notes(timeout):
             if note.word == "ended" and self.control is not None:
-                self._servers.give_back(self.control)
+                self._servers.give_back(self.control, self._supervisor)
                 self.control = None
         return self.control is None
 

@@ -4,7 +4,6 @@
 has one (``fork_server``).
 """
 
-import _thread
 import contextlib
 import multiprocessing
 import os
@@ -15,10 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioloader._order.forks import without_collector
 from aioloader._transport.channel import Channel
@@ -33,6 +33,9 @@ from aioloader._workers.process.watch import Life, watch_this
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
 
+if TYPE_CHECKING:
+    from aioloader._workers.kept import Servers
+
 # Seconds for the supervisor to end everything, and then for the kernel.
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
 # Seconds for a supervisor to accept an instruction.
@@ -45,6 +48,7 @@ _ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
 class Launcher:
     """The channel to a supervisor, which starts workers that share ``ends``."""
 
+    _servers: "Servers"  # of the loader, which waits for the supervisor when it closes
     control: Channel | None = None
     _supervisor = 0  # pid, once known
     _process: Any = None  # if it is a child of this process
@@ -123,22 +127,27 @@ class Launcher:
             control.shutdown(socket.SHUT_WR)
             what = control, self._supervisor, self._process, self._patience
             self._process = None
-            with contextlib.suppress(RuntimeError):  # at exit it sees the end of this
-                # Not Thread: a finalizer may run while threading holds its own locks.
-                _thread.start_new_thread(_see_off, what)
+            self._servers.see_off(partial(see_off, *what))
 
     def advice(self) -> str:
         """Return what to try if a worker is stuck."""
         return ""
 
 
-def _see_off(control: Channel, supervisor: int, process: Any, seconds: float) -> None:
+def see_off(
+    control: Channel, supervisor: int, process: Any = None, seconds: float = PATIENCE
+) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
     try:
         control.pause(seconds)
         if supervisor:
             os.kill(supervisor, signal.SIGKILL)
-    except (EOFError, ProcessLookupError):
+    except EOFError:
+        with contextlib.suppress(AttributeError, OSError):  # it has ended, or no pidfd
+            ending = os.pidfd_open(supervisor)
+            connection.wait([ending], seconds)
+            os.close(ending)
+    except ProcessLookupError:
         pass
     finally:
         control.close()
@@ -149,8 +158,11 @@ def _see_off(control: Channel, supervisor: int, process: Any, seconds: float) ->
 class ForkLauncher(Launcher):
     """Fork a supervisor, which inherits ``spec``, as ``multiprocessing`` does."""
 
-    def __init__(self, spec: WorkerSpec, ends: Sequence[int]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, servers: "Servers", ends: Sequence[int]
+    ) -> None:
         self._spec: WorkerSpec | None = spec
+        self._servers = servers
         self._ends = ends
 
     def open(self) -> None:

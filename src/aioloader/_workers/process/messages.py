@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
     ticket: int  # identifies it in the pool; -1: the worker must forget ``iteration``
     iteration: int  # identifies its iteration
-    epoch: int = 0  # epoch number, for notes
+    epochs: Any = None  # the arguments of ``BatchMaker.begin``
     # The first arguments of its ``BatchTask``. Its number is the position in the epoch
     # or, for a replica, in the worker's own stream; the samples are there if the loader
     # reads them.

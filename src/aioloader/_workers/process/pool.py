@@ -91,7 +91,7 @@ class ProcessPool(LastingPool):
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
             if are_forks:
-                self._launcher = ForkLauncher(spec, shared)
+                self._launcher = ForkLauncher(spec, servers, shared)
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
 

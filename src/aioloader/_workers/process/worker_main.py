@@ -133,20 +133,23 @@ class Endpoint:
 
     def take(self, request: Request, place: int) -> BatchTask:
         self._arena.begin(place, request.ticket)
-        self.maker.epoch = request.epoch
         task = BatchTask(*request.asked)
         task.again = request.again
-        if not self._is_restored:
-            self._is_restored = True
-            saved = self.spec.datasets
-            try:
-                if request.resume is not None:  # after a death
-                    self.maker.dataset.load_state_dict(*map(usable, request.resume))
-                elif self.id in saved:
-                    self.maker.dataset.load_state_dict(saved[self.id])
-            except BaseException as error:  # of user code; handed to the consumer
-                task.result = BatchResult(error=error)
+        try:
+            self.maker.begin(*request.epochs)
+            if not self._is_restored:
+                self._restore(request.resume)
+        except BaseException as error:  # of user code; handed to the consumer
+            task.result = BatchResult(error=error)
         return task
+
+    def _restore(self, resume: Any) -> None:
+        """Load the state of a copy of a stateful dataset, once."""
+        self._is_restored, saved = True, self.spec.datasets
+        if resume is not None:  # after a death
+            self.maker.dataset.load_state_dict(*map(usable, resume))
+        elif self.id in saved:
+            self.maker.dataset.load_state_dict(saved[self.id])
 
     def enter(self, stage: str, place: int = 0) -> None:
         self._arena.enter(place, _CODES[stage])

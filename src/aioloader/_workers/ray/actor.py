@@ -73,7 +73,10 @@ class RayActor:
         maker = self._pipeline.maker
         task = open_request(maker, request)
         made = self._made[id(task)] = Future()
-        self._pipeline.submit(task)
+        if task.result is not None:
+            self._deliver(task, task.result)
+        else:
+            self._pipeline.submit(task)
         return pack_answer(maker, task, made.result(), self._number)
 
     def where(self) -> str:

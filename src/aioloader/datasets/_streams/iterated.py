@@ -95,6 +95,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
+    @property
+    def chosen_epoch(self) -> int | None:
+        return self._epoch if self._is_chosen else None
+
     def for_epoch(self) -> Self:
         clone = self._clone()
         self._loaded = None
