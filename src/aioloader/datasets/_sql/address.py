@@ -34,6 +34,7 @@ _SECRETS = frozenset({
 # An idle connection that is dead is noticed within a minute.
 _DEFAULTS = {
     "fallback_application_name": "aioloader",
+    "client_encoding": "UTF8",  # as drivers decode it, which do not ask
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -94,6 +95,7 @@ class Address:
             self.label: str = f"sqlite:///{self._path}"
         else:
             parameters = _server(before) | parameters
+            parameters.pop("client_encoding", None)
             self.label = _server_label(**parameters)
         secrets = ", ".join(name for name in _SECRETS if parameters.get(name))
         what = f"the {secrets} of {self.label!r}"
