@@ -145,6 +145,19 @@ async def test_dates_outside_of_pythons_years(postgresql: Database) -> None:
                 await found.__getitems__([0, 1, 2, at, 5])
 
 
+async def test_the_advice_for_nulls_can_be_followed(database: Database) -> None:
+    database.fill("t", 3)
+    database.run("UPDATE t SET value = NULL WHERE id = 1")
+    for query in ("t", "SELECT id, COALESCE(value, 7) AS value FROM t"):
+        loader: Any = DataLoader(SQLDataset(database.url, query, key="id"), 3)
+        if query != "t":
+            (batch,) = [batch async for batch in loader]
+            assert sorted(batch["value"].tolist()) == [0, 1, 7]
+            continue
+        with pytest.raises(TypeError, match="COALESCE in the query of a database"):
+            [batch async for batch in loader]
+
+
 async def test_types_of_sqlite(sqlite: Database) -> None:
     sqlite.run(
         "CREATE TABLE t (id INTEGER PRIMARY KEY, i INTEGER, r REAL, t TEXT, b BLOB, "
