@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,7 +131,7 @@ async def test_a_line_that_cannot_be_read(tmp_path: Path) -> None:
         words = f"line at byte {text.index(line)} of '0.csv' cannot be read"
         assert words in str(row.error)
         assert repr(line) in str(row.error)
-    assert "int64: invalid value 'seven'" in str(failed[0].error)
+    assert "column 'n' has 'seven', which is not int64" in str(failed[0].error)
 
 
 async def test_a_type_that_is_wrong_later(
@@ -140,9 +141,34 @@ async def test_a_type_that_is_wrong_later(
     text = "n\n" + "1\n" * 100 + "1.5\n"
     rows: list[Any] = await read_all(made(written(tmp_path, text)))
     assert len(rows) == 101
-    assert "types are guessed from the first lines, or set by column_ty" in str(
-        rows[-1].error
-    )
+    assert "column 'n' has '1.5', which is not int64; it starts" in str(rows[-1].error)
+
+
+async def test_integers_above_int64(tmp_path: Path) -> None:
+    ids = [2**63, 2**64 - 1, 7]
+    lines = "".join(f"{one},0.5,{one}\n" for one in ids)
+    (path,) = written(tmp_path, f"id,x,n\n{lines},.5,1\n")
+    rows = await read_all(made(path, column_types={"n": "float64"}))
+    assert [row["id"] for row in rows] == [*map(np.uint64, ids), None]
+    assert [type(row["n"]) for row in rows] == [np.float64] * 4
+    (batch,) = [one async for one in DataLoader(CSVDataset(path, ["id"]).take(3), 3)]
+    assert batch["id"].dtype is torch.uint64
+
+
+@pytest.mark.parametrize(("first", "later", "words"), [
+    ("1", str(2**64), f"column 'id' has '{2**64}', which is not int64; "),
+    ("1", "a", r"'a', which is not int64; .* column_types=\{'id': 'string'\}"),
+    (str(2**64), "1", f"column 'id' has '{2**64}', which is not int64"),
+    (str(2**63), "-1", "column 'id' has '-1', which is not uint64"),
+    ("", "a", "'a' and no known type: its first values are empty; "),
+], ids=str)  # fmt: skip
+async def test_a_value_that_is_not_of_its_columns_type(
+    first: str, later: str, words: str, tmp_path: Path
+) -> None:
+    head, tail = f"0.5,{first}\n" * 20_000, f"0.5,{later}\n"
+    (path,) = written(tmp_path, f"x,id\n{head}{tail}")
+    with pytest.raises(DatasetError, match=words):
+        await read(CSVDataset(path, ["id"]))
 
 
 # -- how lines are written -----------------------------------------------------------

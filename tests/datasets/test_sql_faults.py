@@ -4,6 +4,8 @@ import asyncio
 import logging
 import pickle
 import sqlite3
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from datasets.pg import (
     rest_of,
     rows_of,
 )
+from datasets.test_cache_dir import as_nobody
 from datasets.test_secrets import everything_said
 
 SMALL = 1 << 18
@@ -148,6 +151,51 @@ async def test_no_such_table_or_column(database: Database, make: Any) -> None:
     for options in ({"key": "no"}, {"columns": ["id", "no"]}):
         with pytest.raises((DatasetError, ValueError), match=f"table 't' of .*{shown}"):
             await read(make, database.url, "t", **options)
+
+
+@WAYS
+async def test_a_table_with_a_dot_in_its_name(database: Database, make: Any) -> None:
+    database.fill('"my.table"', 3)
+    with pytest.raises(ObjectNotFoundError, match=r"dot is quoted, as in '\"my\.table"):
+        await read(make, database.url, "my.table")
+    assert len(await read(make, database.url, '"my.table"')) == 3
+
+
+@WAYS
+async def test_a_question_mark_in_a_file_s_name(make: Any, tmp_path: Path) -> None:
+    path = tmp_path / "is it?n=1.db"
+    Database(path).fill("t", 3)
+    for words in ("", "?immutable=1"):
+        url = f"sqlite:///{path}".replace("?", "%3F") + words
+        assert len(await read(make, url, "t")) == 3
+    with pytest.raises(ValueError, match=r"%3F for a \? in the name of a file"):
+        await read(make, f"sqlite:///{tmp_path}/really?.db", "t")
+
+
+@pytest.fixture
+def unwritable() -> Iterator[str]:
+    """Return a database in WAL mode, whose directory cannot be written."""
+    with tempfile.TemporaryDirectory(prefix="aioloader-wal-") as folder:
+        database = Database(Path(folder) / "a.db")
+        database.run("PRAGMA journal_mode = WAL")
+        database.fill("t", 3)
+        Path(folder).chmod(0o555)
+        yield database.url
+        Path(folder).chmod(0o755)
+
+
+@WAYS
+async def test_wal_mode_in_a_directory_that_cannot_be_written(
+    make: Any, unwritable: str
+) -> None:
+    """The remedy in the error works."""
+    rows = await read(make, f"{unwritable}?immutable=1", "t")
+    assert [row["id"] for row in rows] == [0, 1, 2]
+    with (
+        as_nobody(),
+        pytest.raises(DatasetError, match=r"add \?immutable=1 to the URL"),
+    ):
+        await read(make, unwritable, "t")
 
 
 @pytest.mark.slow

@@ -6,18 +6,29 @@ import decimal
 import pickle
 import uuid
 import zoneinfo
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import asyncpg
 import numpy as np
 import pytest
 
 from aioloader import DataLoader
-from aioloader.datasets import SQLDataset
+from aioloader.datasets import SQLDataset, SQLRows
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.errors import DatasetError
-from datasets.pg import Database, listed, opened, rest_of, resumed, rows_of
+from datasets.pg import (
+    Database,
+    Server,
+    listed,
+    opened,
+    read,
+    rest_of,
+    resumed,
+    rows_of,
+)
 
 # Loaded before a loop runs: Arrow would read a file when the first time is shown.
 UTC = zoneinfo.ZoneInfo("UTC")
@@ -85,6 +96,66 @@ async def test_types_of_postgresql(postgresql: Database) -> None:
         if isinstance(expected, np.generic):
             assert type(value) is type(expected), kind
         assert second[f"c{n}"] is None, kind
+
+
+@pytest.fixture(scope="module")
+def latin(server: Server) -> Iterator[str]:
+    """Return the URL of a database of Latin-1, by a role that prefers it."""
+    server.run("CREATE ROLE latin SUPERUSER LOGIN")
+    server.run("ALTER ROLE latin SET client_encoding = 'LATIN1'")
+    server.run("CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    yield server.url(account="latin").replace("/postgres?", "/latin?")
+    server.run("DROP DATABASE latin")
+    server.run("DROP ROLE latin")
+
+
+@pytest.mark.parametrize("make", [SQLDataset, SQLRows])
+@pytest.mark.parametrize("options", ["", "%20-cclient_encoding%3DLATIN1",
+                                     "&client_encoding=LATIN1"])  # fmt: skip
+async def test_text_is_that_of_the_database_in_any_encoding(
+    make: Any, options: str, latin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of "Ã©" the bytes in Latin-1 are those of "é" in UTF-8."""
+    texts = ["é", "Ã©", "ÿ"]
+    connection = await asyncpg.connect(latin)
+    await connection.execute("DROP TABLE IF EXISTS t")
+    await connection.execute("CREATE TABLE t (id TEXT PRIMARY KEY, s TEXT)")
+    for text in texts:
+        await connection.execute("INSERT INTO t VALUES ($1, $1)", text)
+    await connection.close()
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    rows = await read(make, latin + options, "t", columns=["s"])
+    assert [row["s"] for row in rows] == sorted(texts, key=lambda t: t.encode("latin"))
+
+
+async def test_dates_outside_of_pythons_years(postgresql: Database) -> None:
+    postgresql.run(
+        "CREATE TABLE t (id INT PRIMARY KEY, d date, ts timestamp)",
+        "INSERT INTO t SELECT n, '2020-01-01' FROM generate_series(0, 5) AS n",
+        "UPDATE t SET d = '0044-03-15 BC' WHERE id = 3",
+        "UPDATE t SET ts = '12000-01-01' WHERE id = 4",
+    )
+    rows = await rows_of(SQLFormat(postgresql.url, "t", key="id"))
+    assert rows[3]["d"] == np.datetime64("-0043-03-15")
+    assert rows[4]["ts"] == np.datetime64("12000-01-01", "us")
+    async with listed(postgresql) as found:
+        for at in (3, 4):
+            words = f"row of table 't' with id = {at} has a value that Python cannot.*"
+            with pytest.raises(DatasetError, match=f"{words}years 1 to 9999.*a view"):
+                await found.__getitems__([0, 1, 2, at, 5])
+
+
+async def test_the_advice_for_nulls_can_be_followed(database: Database) -> None:
+    database.fill("t", 3)
+    database.run("UPDATE t SET value = NULL WHERE id = 1")
+    for query in ("t", "SELECT id, COALESCE(value, 7) AS value FROM t"):
+        loader: Any = DataLoader(SQLDataset(database.url, query, key="id"), 3)
+        if query != "t":
+            (batch,) = [batch async for batch in loader]
+            assert sorted(batch["value"].tolist()) == [0, 1, 7]
+            continue
+        with pytest.raises(TypeError, match="COALESCE in the query of a database"):
+            [batch async for batch in loader]
 
 
 async def test_types_of_sqlite(sqlite: Database) -> None:

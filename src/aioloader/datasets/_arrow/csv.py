@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyarrow import csv
+from pyarrow import compute, csv
 
 from aioloader._order.blocks import Bad
 from aioloader.datasets._arrow.files import Decoding, End, Part, TableFormat
@@ -45,6 +45,11 @@ _PACKED = {
 _NOT_READ = {"xz", "zip", "7z"}
 # About how much memory a schema of a few columns takes.
 _HEAD = 1 << 12
+# pyarrow's message for a value that is not of its column's type.
+_MISFIT = re.compile(
+    r"(?s)In CSV column #(\d+): (?:Row #\d+: )?"
+    r"(?:CSV conversion error to (.+): invalid value '(.*)')?"
+)
 # The byte order mark at the start of a file.
 _BOM = "\ufeff".encode()
 
@@ -291,12 +296,17 @@ class CSVFormat(TableFormat):
                 is_text = False
             else:
                 is_text = True  # pyarrow decodes the wrong lines that it passes on
+            parse = partial(self._dialect.parse, data, names, skip_wrong=is_text)
             try:
-                found = self._dialect.parse(data, names, skip_wrong=is_text).schema
+                found = parse()
             except ValueError:  # a wrong line that is no text
                 data = data[: self._dialect.last_end(data[: len(data) // 2])]
                 continue
-            return types | {one.name: one.type for one in found}
+            types |= {one.name: one.type for one in found.schema}
+            for name in names:
+                if types[name] == pa.float64() and _is_whole(parse, found, name):
+                    types[name] = _integer(parse, name)
+            return types
         return types
 
     # -- reading --------------------------------------------------------------------
@@ -324,7 +334,7 @@ class CSVFormat(TableFormat):
         # An empty list of columns would be all.
         include = present or names[:1]
         parse = partial(self._dialect.parse, names=names, types=types, include=include)
-        lines = Lines(self._dialect, parse, end.location)
+        lines = Lines(self._dialect, parse, names, end.location)
 
         def items(file: pa.NativeFile) -> Iterator[Item]:
             with _read_from(first, file, packing, end.location) as read:
@@ -343,6 +353,7 @@ class Lines(NamedTuple):
 
     dialect: Dialect
     parse: Callable[[bytes], pa.Table]  # of whole lines
+    names: Sequence[str]  # of all their columns
     location: str
 
     def blocks(
@@ -408,14 +419,42 @@ class Lines(NamedTuple):
 
     def _unread(self, line: bytes, at: int, error: Exception) -> Bad:
         shown = line[:60].decode("utf-8", "backslashreplace").rstrip("\r\n")
+        why, fix = str(error), "correct the line, or pass other types (column_types=)"
+        if found := _MISFIT.match(why):
+            number, kind, value = found.groups()
+            name, why = self.names[int(number)], why[found.end() :]
+            if kind == "null":
+                why = f"has {value!r} and no known type: its first values are empty"
+            elif kind:
+                why = f"has {value!r}, which is not {kind}"
+            why = f"column {name!r} {why}"
+            fix = f"pass its type, as in column_types={{{name!r}: 'string'}}"
         failure = DatasetError(
-            f"the line at byte {at:,} of {self.location!r} cannot be read: {error}; it "
-            f"starts {shown!r}; types are guessed from the first lines, or set by "
-            "column_types= and schema=",
+            f"the line at byte {at:,} of {self.location!r} cannot be read: {why}; it "
+            f"starts {shown!r}; {fix}",
             location=self.location,
         )
         failure.__cause__ = error
         return Bad(failure)
+
+
+# -- types ---------------------------------------------------------------------------
+
+
+def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
+    """Return whether a column that pyarrow reads as floats has integers only."""
+    texts = parse(types={name: pa.string()}, include=[name])[name]
+    digits = compute.match_substring_regex(texts, r"^\s*[-+]?\d+\s*$")
+    return bool(compute.all(compute.or_(digits, table[name].is_null())).as_py())
+
+
+def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
+    """Return the type of a column of integers; int64, if some fit no type."""
+    try:
+        parse(types={name: pa.uint64()}, include=[name])
+    except ValueError:
+        return pa.int64()
+    return pa.uint64()
 
 
 # -- compressed files --------------------------------------------------------------

@@ -5,8 +5,11 @@ Files are skipped by their names, row groups by their statistics; then rows are 
 exactly. Directories have names as Hive and Spark write them: ``year=2024/``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from hashlib import blake2b
+from itertools import chain, combinations
+from operator import and_
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -20,6 +23,8 @@ MISFITS = (ValueError, TypeError, NotImplementedError)
 # Column to value; None: NULL.
 InName: TypeAlias = dict[str, str | None]
 
+# Columns that may be NaN in a matching row; each doubles the work of skipping.
+_MOST_NANS = 4
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -111,6 +116,7 @@ class Filters:
                     f"op, value), got {filters!r}: {error}"
                 ) from error
         self.expression = filters
+        self._nans: dict[pa.Schema, list[pc.Expression]] = {}
 
     def describe(self) -> str:
         """Return the condition as text, with a digest if pyarrow shortens a long list.
@@ -183,14 +189,48 @@ class Filters:
             before = bytes(max(0, min(stop, first) - start))
             return before + tail[max(0, start - first) : max(0, stop - first)]
 
-        file = pa.PythonFile(RangeFile(size, read), mode="r")
-        made = dataset.ParquetFileFormat().make_fragment(file, None, known)
+        found = set[int]()
         try:
-            found = made.subset(self.expression, schema=schema).row_groups
+            nans = self.nans(schema)
+            if len(nans) > _MOST_NANS:
+                return None
+            for some in chain(*(combinations(nans, n) for n in range(len(nans) + 1))):
+                file = pa.PythonFile(RangeFile(size, read), mode="r")
+                facts = some if known is None else (known, *some)
+                fact = reduce(and_, facts) if facts else None
+                made = dataset.ParquetFileFormat().make_fragment(file, None, fact)
+                groups = made.subset(self.expression, schema=schema).row_groups
+                found.update(group.id for group in groups)
         except (*MISFITS, OSError):
             # A column is of another type here, or missing: rows will be tested.
             return None
-        return {group.id for group in found}
+        return found
+
+    def nans(self, schema: pa.Schema) -> list[pc.Expression]:
+        """Return the floating columns that may be NaN in a matching row, as conditions.
+
+        Statistics leave NaN out: with those alone, nothing is known of such columns.
+        """
+        if schema not in self._nans:
+            fields = [schema.field(name) for name in self.names(schema)]
+            nans = [
+                pc.field(*path) == pa.scalar(float("nan"), kind)
+                for path, kind in _floats(fields)
+            ]
+            self._nans[schema] = [nans[at] for at in self.files(schema, nans)]
+        return self._nans[schema]
+
+
+def _floats(
+    fields: Iterable[pa.Field], *path: str
+) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
+    """Yield path and type of the floating columns, and of those in structs."""
+    for field in fields:
+        inner, kind = (*path, field.name), field.type
+        if pa.types.is_struct(kind):
+            yield from _floats(kind, *inner)
+        elif pa.types.is_floating(kind):
+            yield inner, kind
 
 
 def _ordered(filters: Any) -> Any:

@@ -95,7 +95,10 @@ class FragmentFormat(ShardFormat):
         self._dataset = dataset
         self._wanted = wanted.checked(dataset.schema, "the dataset")
         filters = wanted.filters
-        self._condition = None if filters is None else filters.expression
+        # What the dataset may skip by statistics, which leave NaN out.
+        self._condition = None
+        if filters is not None and not filters.nans(dataset.schema):
+            self._condition = filters.expression
         self._is_pyarrows = type(dataset).__module__.startswith("pyarrow.")
 
     async def shards(

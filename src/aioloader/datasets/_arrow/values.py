@@ -217,8 +217,8 @@ def _refuse_null(array: pa.Array, where: str) -> None:
             raise TypeError(
                 f"column {where!r} has a NULL in row {row} of this batch of "
                 f"{len(array)}, and a tensor cannot hold it: filter such rows, replace "
-                "NULLs on reading (nulls= of the dataset, or COALESCE in a query), or "
-                "pass a collate_fn"
+                "NULLs on reading (nulls= of Parquet, Arrow and CSV files, COALESCE in "
+                "the query of a database), or pass a collate_fn"
             )
 
 

@@ -34,6 +34,7 @@ _SECRETS = frozenset({
 # An idle connection that is dead is noticed within a minute.
 _DEFAULTS = {
     "fallback_application_name": "aioloader",
+    "client_encoding": "UTF8",  # as drivers decode it, which do not ask
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -54,6 +55,8 @@ _REFUSED = re.compile(
 _MISSING = re.compile(
     r"^(?:42P01|3D000|3F000)$|no such table|(?:database|relation) .* does not exist"
 )
+_DOTTED = re.compile(r'(?:no such table: |relation ")[^"\s]*\.')
+_UNWRITABLE = re.compile("readonly database|unable to open database file")
 # The server cannot serve now; too many clients; a conflict on a standby.
 _PASSING = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
@@ -67,7 +70,7 @@ _RNG = random.Random()  # noqa: S311  (jitter, not a secret)
 class Address:
     """The address of a database.
 
-    ``sqlite:///relative``, ``sqlite:////absolute``, or
+    ``sqlite:///relative``, ``sqlite:////absolute`` (with ``%3F`` for ``?``), or
     ``postgresql://user@host:port/name?parameters``, for a Unix socket
     ``postgresql:///name?host=/directory``; perhaps sealed. Parameters are SQLite's or
     libpq's.
@@ -94,6 +97,7 @@ class Address:
             self.label: str = f"sqlite:///{self._path}"
         else:
             parameters = _server(before) | parameters
+            parameters.pop("client_encoding", None)
             self.label = _server_label(**parameters)
         secrets = ", ".join(name for name in _SECRETS if parameters.get(name))
         what = f"the {secrets} of {self.label!r}"
@@ -166,7 +170,7 @@ def _sqlite_path(text: str) -> str:
             f"url must be sqlite:///path, got 'sqlite://{shown}'; a database in memory "
             "belongs to one connection only"
         )
-    return text[1:]
+    return text[1:].replace("%3F", "?")
 
 
 def _server_label(host: str = "", port: str = "", dbname: str = "", **_: str) -> str:
@@ -202,7 +206,10 @@ def _named(query: str) -> dict[str, str]:
     for pair in query.split("&") if query else ():
         name, separator, value = pair.partition("=")
         if not (name.isidentifier() and separator):
-            raise ValueError("url must have parameters such as ?name=value&name=value")
+            raise ValueError(
+                "url must have parameters such as ?name=value&name=value, and %3F for "
+                "a ? in the name of a file"
+            )
         found[name] = unquote(value)
     return found
 
@@ -285,6 +292,14 @@ def _failure_of(
             text += "; check the user, PGPASSWORD or PGPASSFILE, and grants"
     elif _MISSING.search(code) or is_no_file:
         kind = ObjectNotFoundError
+        if _DOTTED.search(text):
+            text += """; a name that has a dot is quoted, as in '"my.table"'"""
+    elif address.is_sqlite and _UNWRITABLE.search(text):
+        text += (
+            "; its directory cannot be written, as WAL mode needs: copy the file to "
+            "one that can, or, if no -wal or -journal file is beside it and nothing "
+            "writes it, add ?immutable=1 to the URL"
+        )
     elif _PASSING.search(code):
         may_pass = True
     elif code is text and not address.is_sqlite:

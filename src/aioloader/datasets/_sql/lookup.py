@@ -27,6 +27,7 @@ from aioloader.datasets._sql.postgres_values import (
     types_by_parts,
 )
 from aioloader.datasets._sql.relation import column
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import asyncpg
@@ -246,6 +247,18 @@ class PostgresLookup(Lookup):
             records = await pool.fetch(self._sql, keys)
         except OSError as exc:
             raise LostError(exc) from None
+        except (ValueError, OverflowError) as exc:
+            if isinstance(exc, import_asyncpg().InterfaceError):
+                raise  # a key of the wrong type
+            if half := len(keys) // 2:
+                return await self._find(keys[:half]) | await self._find(keys[half:])
+            raise DatasetError(
+                f"the row of {self._relation.label} with {self._relation.key} = "
+                f"{keys[0]!r} has a value that Python cannot represent: {exc} (dates "
+                "are of the years 1 to 9999); write its column as text in a view, or "
+                "read the table with SQLDataset",
+                location=self._address.label,
+            ) from None
         names = [*records[0].keys()][1:] if records else []
         if names[-1:] == [FLAG]:
             for key, *_, number in records:
