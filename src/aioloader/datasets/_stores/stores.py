@@ -244,7 +244,7 @@ class ObstoreStore(Store):
         if name == "PreconditionError" or reason.status == _CHANGED:
             text = f"{location!r} changed while being read; write new shards instead"
             return RefusedError(DatasetError(text, location=location))
-        failure = failure_of(verb, location, error)
+        failure = failure_of(verb, location, error, self._url)
         # A wrong call stays wrong at the next try.
         wrong = (ValueError, TypeError, NotImplementedError)
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
