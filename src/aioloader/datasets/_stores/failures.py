@@ -24,7 +24,7 @@ from aioloader.errors import (
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
-_KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLength)\b")
+_KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme)\b")
 _OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
 _RETRIES = re.compile(r"\bretries: (\d+)")
 _RANGES = re.compile(
@@ -85,7 +85,7 @@ class Reason:
         self.is_unauthorised = bool(_METADATA.search(text))
         self.has_no_length = "MissingContentLength" in dump
         is_refused = self.code in _NO_CONNECTION
-        self.is_unreachable = is_unknown or is_refused or self.has_no_length
+        self.is_unreachable = is_unknown or is_refused
 
 
 def _phrase(status: int) -> str:
@@ -134,7 +134,10 @@ def failure_of(
     elif "Connect" in reason.text:
         text += "; check the host, the network and certificates (client_options)"
     elif reason.has_no_length:
-        text += "; the server does not send its length, which obstore needs"
+        text += (
+            "; the server sends it without its length (Content-Length), which obstore "
+            "needs: serve it as a file, or download it first"
+        )
     return kind(text, location=location, attempts=reason.attempts)
 
 

@@ -248,7 +248,8 @@ class ObstoreStore(Store):
         # A wrong call stays wrong at the next try.
         wrong = (ValueError, TypeError, NotImplementedError)
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
-        is_final |= isinstance(error, wrong) or reason.is_bad_key
+        is_final |= isinstance(error, wrong)
+        is_final |= reason.is_bad_key or reason.has_no_length
         # Not every HTTP server has a listing.
         has_none = verb == "list" and location.startswith("http")
         is_final |= has_none and type(failure) is DatasetError
