@@ -236,7 +236,7 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
     for place in data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=3)):
         packed[place] ^= data.draw(st.integers(1, 255))
     pieces = (packed[start : start + 50] for start in range(0, len(packed), 50))
-    unpacking, piece = make("x"), None
+    unpacking, piece = make("x", 1 << 27), None
     with contextlib.suppress(DatasetError, StopIteration):
         while True:
             found = unpacking.send(piece)

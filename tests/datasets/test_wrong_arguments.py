@@ -367,7 +367,10 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
         ("ParquetDataset('/no/such/a')", "no such file: '/no/such/a'"),
         ("TarDataset('/no/such/*.tar')", r"no shard matches '/no/such/\*\.tar'"),
         ("TextDataset('/')", "'/' is a directory, not a file"),
-        ("TarDataset('a//b.tar', store=MemoryStore())", "cannot address the key 'a//b.tar'"),
+        (
+            "TarDataset('a//b.tar', store=MemoryStore())",
+            "cannot address the key 'a//b.tar'",
+        ),
         ("TarDataset('../b.tar', store=MemoryStore())", "copy it to another key"),
         (
             "TextDataset(NOWHERE, store_options=ONCE, requests=QUICK)",

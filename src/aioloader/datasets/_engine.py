@@ -305,7 +305,7 @@ class ByteReader(Reader):
         self._source = source = places.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
         self._kind, self._feed = kind, Feed(location, start, is_part=is_part)
-        self._unpacking = unpacker and unpacker(location)
+        self._unpacking = unpacker and unpacker(location, places.unpack_bytes)
         self._is_quick = kind.is_quick and unpacker is None
         self._steps = self.generator = kind.steps(self._feed)
         self._next: Any = start  # the mark before the next block

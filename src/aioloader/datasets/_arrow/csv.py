@@ -495,7 +495,9 @@ def _unpacked(
 
 
 def _damage(error: OSError, location: str) -> DatasetError:
-    text = f"{location!r} cannot be unpacked: {error}; it is damaged, or cut short"
+    text = f"{location!r} cannot be unpacked: {error}; write or download it again"
+    if "memory" in str(error):
+        text = f"{location!r}: {error}; pack it again with a smaller window"
     if "Truncated" in str(error):  # pyarrow has one type for all
         return TruncatedReadError(text, location=location)
     return DatasetError(text, location=location)

@@ -93,9 +93,7 @@ def _phrase(status: int) -> str:
     return f"HTTP {status} {known.get(status, '')}".rstrip()
 
 
-def failure_of(
-    verb: str, location: str, exc: Exception, url: str = ""
-) -> DatasetError:
+def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:
     """Return the DatasetError for an obstore exception; ``url`` may be a signed one."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)

@@ -44,6 +44,7 @@ from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
 from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
 from aioloader.datasets._stores.stores import store_of
+from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
 # A shard's bytes, in order.
@@ -70,8 +71,10 @@ class Places:
         requests: Requests | None,
         cache: CacheDir | None = None,
         addresses: Sequence[Address] = (),
+        unpack_bytes: int = UNPACK_BYTES,
     ) -> None:
         self.kept_in = cache
+        self.unpack_bytes = unpack_bytes
         self._options = options
         self._requests = requests or USUAL
         self._base: Store | None = None

@@ -108,7 +108,7 @@ class Store(Server, abc.ABC):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return what to raise for an exception: to be retried, or a refusal."""
 
-    async def head(self, key: str) -> Version | None:
+    async def head(self, _key: str) -> Version | None:
         """Return the version of a listed key; fail if no object has that key."""
         return None  # by default, all that is listed is an object
 
