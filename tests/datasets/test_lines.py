@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import resource
+import shutil
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ import pytest
 import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
+from obstore.store import LocalStore
 from PIL import Image
 
 from aioloader._order.blocks import Bad
@@ -427,6 +429,24 @@ async def test_reads_what_mosaicml_wrote(kind: str, count: int, folder: Path) ->
         with ObjectServer(objects) as server:
             found, _ = await read(MDSDataset("train", store=server.url))
             assert [plain(one) for one in found] == expected
+
+
+@pytest.mark.parametrize("pattern", ["*", "**", "{raw,zstd}", "[rz]*", "../in/*"])
+async def test_directories_of_mds_match_patterns(
+    pattern: str, folder: Path, tmp_path: Path
+) -> None:
+    """On disk and in a store; other files beside the directories do not."""
+    for kind in ("raw", "zstd"):
+        shutil.copytree(folder / kind, tmp_path / "in" / kind)
+    (tmp_path / "in" / "notes.txt").write_text("none of them")
+    expected = [-k for count in (8, 4) for k in range(count)]
+    found, _ = await read(MDSDataset(f"{tmp_path}/in/{pattern}"))
+    assert [one["i"] for one in found] == expected
+    if ".." not in pattern:
+        found, _ = await read(MDSDataset(pattern, store=LocalStore(tmp_path / "in")))
+        assert [one["i"] for one in found] == expected
+    with pytest.raises(ValueError, match=r"no shard matches '.*/none\*/index\.json'"):
+        await read(MDSDataset(f"{tmp_path}/none*"))
 
 
 @pytest.mark.slow
