@@ -510,9 +510,9 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
     [
         ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
-        ("raw_data", None, "is not an index of MDS shards"),
-        ("raw_data", {"basename": "a", "bytes": "5"}, "is not an index of MDS shards"),
-        ("samples", None, "is not an index of MDS shards"),
+        ("raw_data", None, "is no index of MDS shards"),
+        ("raw_data", {"basename": "a", "bytes": "5"}, "is no index of MDS shards"),
+        ("samples", None, "is no index of MDS shards"),
         (
             "zip_data",
             {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}},

@@ -114,7 +114,7 @@ class MDSFormat(ByteFormat):
                 entries = json.loads(data)["shards"]
                 found += [_shard(folder, entry) for entry in entries]
             except (ValueError, KeyError, TypeError) as error:
-                text = f"{label!r} is not an index of MDS shards: {error!r}"
+                text = f"{label!r} is no index of MDS shards: {error!r}; write it again"
                 raise DatasetError(text, location=label) from error
         if not found:
             raise ValueError(
@@ -264,7 +264,7 @@ def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
     data = yield from feed.take(length)
     if len(data) < length:
         raise TruncatedReadError(
-            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes",
+            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes; write or copy it again",
             location=feed.url,
             expected=stop,
             received=feed.at,
@@ -284,7 +284,7 @@ def _decode(
     except Exception as error:  # noqa: BLE001  (of an image, for example)
         failure = DatasetError(
             f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {error}; write it again, or skip it",
             location=url,
         )
         failure.__cause__ = error
@@ -293,4 +293,6 @@ def _decode(
 
 
 def _damage(url: str, at: int, what: str) -> DatasetError:
-    return DatasetError(f"{url!r} is damaged at byte {at:,}: {what}", location=url)
+    return DatasetError(
+        f"{url!r} is damaged at byte {at:,}: {what}; write it again", location=url
+    )

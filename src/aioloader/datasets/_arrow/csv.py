@@ -217,7 +217,7 @@ class CSVFormat(TableFormat):
         packing, version = _packing(location), await self.places.version(address)
         size = version.size
         if packing and not size:
-            text = f"{location!r} is empty, and not what a compressed file begins with"
+            text = f"{location!r} is empty, as no compressed file is: write it again"
             raise TruncatedReadError(text, location=location, received=0)
         least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
         while found is None:
@@ -271,8 +271,11 @@ class CSVFormat(TableFormat):
             table = self._dialect.parse(line + b"\n")
             names = [str(name) for name in table.column_names]
         except ValueError as error:
-            text = f"{location!r} has no first line with the names of columns: {error}"
-            raise DatasetError(text, location=location) from error
+            raise DatasetError(
+                f"{location!r} has no first line with the names of columns: {error}; "
+                "pass column_names=",
+                location=location,
+            ) from error
         if table.num_rows:
             raise DatasetError(
                 f"{text}: it has carriage returns without newlines, and lines must end "

@@ -305,7 +305,7 @@ class TableFormat(ShardFormat):
 
 
 def damaged_footer(place: str, location: str, error: Exception) -> DatasetError:
-    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+    text = f"{place} has a footer that cannot be read: {error}; write or copy it again"
     return DatasetError(text, location=location)
 
 
@@ -314,6 +314,6 @@ def check_footer(length: int, room: int, size: int, location: str) -> None:
     if not 0 < length <= room:
         raise DatasetError(
             f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
-            f"has {size:,}",
+            f"has {size:,}; write or copy it again",
             location=location,
         )

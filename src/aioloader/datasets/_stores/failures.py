@@ -193,9 +193,11 @@ def file_failure(path: str, cause: Exception) -> DatasetError:
         case FileNotFoundError():
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)
         case PermissionError():
-            return ObjectPermissionError(f"may not read {path!r}", location=path)
+            return ObjectPermissionError(
+                f"may not read {path!r}: check its mode", location=path
+            )
         case IsADirectoryError():
-            text = f"{path!r} is a directory, not a file"
+            text = f"{path!r} is a directory, not a file: pass a pattern, 'dir/*'"
         case OSError():
             text = f"cannot read {path!r}: {cause.strerror or cause}"
         case _:

@@ -186,7 +186,9 @@ class ObstoreStore(Store):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may contain."""
         if self.label == "memory://" and self._given is not None:
-            raise pickle.PicklingError("a MemoryStore lives in one process only")
+            raise pickle.PicklingError(
+                "a MemoryStore is of one process: use worker threads"
+            )
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -327,7 +329,7 @@ class ObstoreStore(Store):
             return
         raise DatasetError(
             f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
-            "bytes), not the object; it comes from a gateway, a proxy or a login page",
+            "bytes), not the object; check the endpoint, the proxy and the login",
             location=location,
         )
 

@@ -72,7 +72,8 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
     if not members.are_whole():
         raise TruncatedReadError(
             f"{location!r} ends within its packed data, after byte {given:,} of its "
-            f"contents: it was cut short at {received:,} bytes",
+            f"contents: it was cut short at {received:,} bytes; write or "
+            "download it again",
             location=location,
             received=received,
         )
