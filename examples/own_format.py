@@ -8,16 +8,17 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from aioloader import DataLoader
-from aioloader.datasets import ByteStream
+from aioloader.datasets import ByteStream, ShardFile
 
 
-def records(file: BinaryIO) -> Iterator[bytes]:
+def records(file: ShardFile) -> Iterator[bytes]:
     """Yield records, each of which follows its length; starts at one of them."""
-    while head := file.read(4):
-        yield file.read(struct.unpack("<I", head)[0])
+    while file.peek(1):
+        (length,) = struct.unpack("<I", file.readexactly(4))
+        yield file.readexactly(length)
 
 
 def main() -> None:

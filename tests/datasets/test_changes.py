@@ -282,11 +282,24 @@ async def test_pages_that_were_asked_for() -> None:
                 assert bytes(await objects[0]) == b"<html/>"
 
 
+@pytest.mark.parametrize("kind", ["object", "shard"])
+async def test_a_body_without_a_length_is_refused_at_once(kind: str) -> None:
+    """However often it is requested again, it will have none."""
+    with serving(endless, ALWAYS) as url:
+        dataset: Any = ObjectDataset(url, ["a", "b"])
+        if kind == "shard":
+            dataset = TextDataset(["a", "b"], store=url)
+        loader: Any = DataLoader(dataset, None, collate_fn=str)
+        with pytest.raises(DatasetError, match=r"its length .*: serve") as caught:
+            [batch async for batch in loader]
+    assert caught.value.attempts == 1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [silent, stuck, endless])
+@pytest.mark.parametrize("bad", [silent, stuck])
 @pytest.mark.parametrize("kind", ["object", "shard"])
 async def test_the_deadline_holds(bad: Bad, kind: str) -> None:
-    """From the first attempt on, with or without a length or an answer."""
+    """From the first attempt on, with or without an answer."""
     requests = Requests(timeout=0.1, deadline=0.4, base_delay=0.1, max_delay=0.1)
     with serving(bad, ALWAYS) as url:
         dataset: Any = ObjectDataset(url, ["a.txt"], requests=requests)

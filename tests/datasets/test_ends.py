@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import json
+import lzma
+import re
 import struct
 import tarfile
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import zstandard
 
 from aioloader.datasets import (
     ArrowDataset,
@@ -156,6 +159,44 @@ async def test_packed_lines_cut_anywhere(pack: str, tmp_path: Path) -> None:
             found, error = await read(PACKED["csv"](path))
             assert isinstance(error, TruncatedReadError)
             assert [row["a"] for row in found] == lines
+
+
+def zstd_stream(data: bytes) -> bytes:
+    """Compress with a window of 256 MB, and without the length, which would cut it."""
+    made = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=made).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
+def xz_dictionary(data: bytes) -> bytes:
+    """Compress with a dictionary of 192 MB."""
+    chain = [{"id": lzma.FILTER_LZMA2, "dict_size": 192 << 20}]
+    return lzma.compress(data, filters=chain)
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"), [(zstd_stream, "a.zst"), (xz_dictionary, "a.xz")]
+)
+async def test_what_needs_much_memory_to_unpack(
+    pack: Any, name: str, tmp_path: Path
+) -> None:
+    """It is not damaged; how much it needs is said, and may be allowed."""
+    path = written(tmp_path / name, PACKS[name[2:]](b"first\n") + pack(TEXT))
+    found, error = await read(TextDataset(path))
+    assert found == ["first"]
+    words = r"needs up to 268,435,456 bytes of memory to unpack.*unpack_bytes=268435456"
+    assert re.search(words, str(error))
+    found, error = await read(TextDataset(path, unpack_bytes=1 << 28))
+    assert (len(found), error) == (201, None)
+
+
+async def test_csv_that_needs_much_memory_to_unpack(tmp_path: Path) -> None:
+    """Arrow has no option for it."""
+    found, error = await read(
+        PACKED["csv"](written(tmp_path / "a.csv.zst", zstd_stream(TEXT)))
+    )
+    assert found == []
+    assert "pack it again with a smaller window" in str(error)
 
 
 async def test_garbage_after_the_lines(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from aioloader.datasets import (
     writers,
 )
 from aioloader.datasets._streams.descriptions import name_of
-from aioloader.errors import StateMismatchError
+from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_parser, check_shard_format
 from beside import beside
 from datasets.ranks import merge_states
@@ -337,6 +337,23 @@ async def test_a_file_goes_forward(tmp_path: Path) -> None:
     path = str(tmp_path / "a")
     assert (await read(ByteStream(path, skips)))[0] == [b"end"]
     assert seen == [path]
+
+
+@pytest.mark.parametrize("size", range(9, 28))
+def test_a_cut_file_is_no_shorter_record(size: int, tmp_path: Path) -> None:
+    """Unless it is cut between two records, reading it ends in an error."""
+    (path := tmp_path / "a.rec").write_bytes(WRITTEN[:size])
+    stream: Any = ByteStream(str(path), own_format.records)
+    loader: Any = DataLoader(stream, 1, on_error="skip", collate_fn=list)
+    whole, rest = divmod(size, 9)
+    assert [*loader] == [[record] for record in RECORDS[:whole]]
+    assert len(loader.skipped) == bool(rest)
+    for skip in loader.skipped:
+        end = 9 * whole + (4 if rest < 4 else 9)
+        assert isinstance(skip.error, TruncatedReadError)
+        assert (skip.error.expected, skip.error.received) == (end, size)
+        words = f"{str(path)!r} lacks {end - size} of the {4 if rest < 4 else 5} bytes"
+        assert str(skip.error).startswith(words)
 
 
 # -- what a stream says of itself: a state fits the stream that saved it, and no other -

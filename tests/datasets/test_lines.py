@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import resource
+import shutil
 import struct
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ import pytest
 import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
+from obstore.store import LocalStore
 from PIL import Image
 
 from aioloader._order.blocks import Bad
@@ -236,7 +238,7 @@ def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
     for place in data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=3)):
         packed[place] ^= data.draw(st.integers(1, 255))
     pieces = (packed[start : start + 50] for start in range(0, len(packed), 50))
-    unpacking, piece = make("x"), None
+    unpacking, piece = make("x", 1 << 27), None
     with contextlib.suppress(DatasetError, StopIteration):
         while True:
             found = unpacking.send(piece)
@@ -429,6 +431,24 @@ async def test_reads_what_mosaicml_wrote(kind: str, count: int, folder: Path) ->
             assert [plain(one) for one in found] == expected
 
 
+@pytest.mark.parametrize("pattern", ["*", "**", "{raw,zstd}", "[rz]*", "../in/*"])
+async def test_directories_of_mds_match_patterns(
+    pattern: str, folder: Path, tmp_path: Path
+) -> None:
+    """On disk and in a store; other files beside the directories do not."""
+    for kind in ("raw", "zstd"):
+        shutil.copytree(folder / kind, tmp_path / "in" / kind)
+    (tmp_path / "in" / "notes.txt").write_text("none of them")
+    expected = [-k for count in (8, 4) for k in range(count)]
+    found, _ = await read(MDSDataset(f"{tmp_path}/in/{pattern}"))
+    assert [one["i"] for one in found] == expected
+    if ".." not in pattern:
+        found, _ = await read(MDSDataset(pattern, store=LocalStore(tmp_path / "in")))
+        assert [one["i"] for one in found] == expected
+    with pytest.raises(ValueError, match=r"no shard matches '.*/none\*/index\.json'"):
+        await read(MDSDataset(f"{tmp_path}/none*"))
+
+
 @pytest.mark.slow
 async def test_it_keeps_the_laws_of_formats(folder: Path) -> None:
     for kind in ("raw", "zstd"):
@@ -490,9 +510,9 @@ async def test_what_is_damaged_is_told(folder: Path) -> None:
     [
         ("version", 3, "a shard has format 'mds', version 3"),
         ("samples", 2, "2 in 10,204 bytes|where the index has 2"),
-        ("raw_data", None, "is not an index of MDS shards"),
-        ("raw_data", {"basename": "a", "bytes": "5"}, "is not an index of MDS shards"),
-        ("samples", None, "is not an index of MDS shards"),
+        ("raw_data", None, "is no index of MDS shards"),
+        ("raw_data", {"basename": "a", "bytes": "5"}, "is no index of MDS shards"),
+        ("samples", None, "is no index of MDS shards"),
         (
             "zip_data",
             {"basename": "shard.00000.mds.br", "bytes": 1, "hashes": {}},

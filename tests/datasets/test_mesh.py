@@ -112,7 +112,7 @@ def test_only_the_numbers_are_kept(mesh: Any) -> None:
     ("places", "options", "message"),
     [
         ([[0]], {}, r"rank must be .* of one dimension, got 2: .* mesh\['dp'\]"),
-        ([5], {}, "rank is a DeviceMesh that does not contain this rank"),
+        ([5], {}, "rank is a DeviceMesh without this rank"),
         ([0], {"world_size": 1}, "DeviceMesh as rank excludes world_size.* got .*=1"),
     ],
 )

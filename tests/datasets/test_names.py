@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
+from urllib.request import Request, urlopen
 from xml.sax.saxutils import escape
 
 import pyarrow as pa
@@ -32,10 +33,10 @@ from aioloader.datasets import (
 from aioloader.datasets._stores.addresses import matching, spell, split
 from aioloader.datasets._stores.listing import Listing
 from aioloader.datasets._stores.names import NameTable
-from aioloader.errors import DatasetError
+from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.changing import Handler, Server
-from datasets.conftest import QUICK
+from datasets.conftest import QUICK, SECRET, Loopback
 from datasets.shards import NAMES, bytes_of, items, names, read
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
@@ -239,6 +240,77 @@ async def test_a_relative_root_is_joined_once(
     assert await files[1] == b"b"
     async with await ObjectDataset.discover(root) as objects:
         assert bytes(await objects[1]) == b"b"
+
+
+def put_raw(port: int, key: str, body: bytes = b"", bucket: str = "bucket") -> None:
+    """Write an object whose key obstore could not write."""
+    url = f"http://127.0.0.1:{port}/{bucket}/{key}"
+    signed = "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request"
+    fields = {"Content-Type": "x/x", "Authorization": signed}
+    urlopen(Request(url, body, fields, method="PUT")).close()
+
+
+async def test_folder_markers_are_no_samples(moto: Any, s3_port: int) -> None:
+    """Consoles and Hadoop write one for a folder, even if nothing is in it."""
+    await fill(moto, ["m/full/a", "m/both"])
+    for key in ("m/", "m/none/", "m/none/x/", "m/full/", "m/both.txt/", "m/empty.txt"):
+        put_raw(s3_port, key)
+    async with await ObjectDataset.discover("s3://bucket", prefix="m") as objects:
+        assert [*objects.keys] == ["m/both.txt", "m/empty.txt", "m/full/a.txt"]
+    assert await items(TextDataset("s3://bucket/m/*")) == ["m/both"]
+    assert await items(TextDataset("s3://bucket/m/full/**")) == ["m/full/a"]
+    with pytest.raises(ValueError, match="no object in 's3://bucket/m/none'"):
+        await ObjectDataset.discover("s3://bucket", prefix="m/none")
+
+
+async def test_an_object_at_the_name_of_a_folder_is_named(
+    moto: Any, s3_port: int
+) -> None:
+    """It has bytes and is no marker; obstore lists it without the slash."""
+    await fill(moto, ["k/a"])
+    put_raw(s3_port, "k/x/", b"bytes")
+    assert await items(TextDataset("s3://bucket/k/*.txt")) == ["k/a"]
+    words = "'s3://bucket/k/x': .* ends in '/', .* copy it to another key"
+    with pytest.raises(ObjectNotFoundError, match=words):
+        await items(TextDataset("s3://bucket/k/*"))
+
+
+@pytest.mark.parametrize("bad", ["/b.txt", "./b.txt", "../b.txt", "a\1b.txt"])
+async def test_a_key_that_cannot_be_addressed_is_named(
+    bad: str, moto: Any, s3_port: int
+) -> None:
+    bucket = f"odd{bad.encode().hex()}"
+    put_raw(s3_port, "", bucket=bucket)
+    for key in ("w/a.txt", f"w/{quote(bad)}"):
+        put_raw(s3_port, key, b"a", bucket)
+    words = f"s3://{bucket}.*the key {re.escape(repr(f'w/{bad}'))}.*: copy it to ano"
+    with pytest.raises(DatasetError, match=f"cannot list .*{words}"):
+        await items(TextDataset(f"s3://{bucket}/w/*.txt"))
+    with pytest.raises(DatasetError, match=f"cannot read .*{words}"):
+        await items(TextDataset(f"w/{bad}", store=f"s3://{bucket}"))
+    assert await items(TextDataset(f"s3://{bucket}/w/a.txt")) == ["a"]
+
+
+SIGNED = [
+    "X-Amz-Date=20200102T030405Z&X-Amz-Expires=60&X-Amz-Signature=",
+    "X-Goog-Date=20200102T030405Z&X-Goog-Expires=60&X-Goog-Signature=",
+    f"AWSAccessKeyId=me&Expires={1577934245 + 60}&Signature=",
+    "sv=2022-11-02&se=2020-01-02T03%3A05%3A05Z&sr=b&sig=",
+]
+
+
+@pytest.mark.parametrize("query", SIGNED)
+async def test_a_signed_url_that_has_expired_says_so(
+    query: str, loopback: Loopback
+) -> None:
+    url = loopback.at("403") + f"/a.txt?{query}{SECRET}"
+    words = r"the signed URL expired at 2020-01-02 03:05:05\+00:00; sign it again"
+    with pytest.raises(ObjectPermissionError, match=words) as caught:
+        await items(TextDataset(url, store_options={"retry_config": QUICK}))
+    assert SECRET not in str(caught.value)
+    later = url.replace("2020", "2120").replace("1577934", "9577934")
+    with pytest.raises(ObjectPermissionError, match="check the credentials"):
+        await items(TextDataset(later, store_options={"retry_config": QUICK}))
 
 
 async def test_a_state_does_not_depend_on_the_spelling(moto: Any) -> None:

@@ -573,5 +573,5 @@ async def test_encrypted_columns(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet", encryption_properties=keys)
     stream: Any = ParquetDataset("a.parquet", ["a"], store=tmp_path)
     assert (await read(stream))[0] == [{"a": 1}]
-    with pytest.raises(DatasetError, match="has encrypted columns, which cannot be r"):
+    with pytest.raises(DatasetError, match=r"has encrypted columns: .*decrypt it f"):
         await read(ParquetDataset(f"{tmp_path}/*", filters=[("b", "==", 2)]))

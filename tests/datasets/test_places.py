@@ -293,7 +293,7 @@ async def test_two_loops_at_once(tmp_path: Path) -> None:
 
 
 def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="no shards that could be cached"):
+    with pytest.raises(TypeError, match="reads no shards"):
         from_iterable([1]).map(abs).cache(tmp_path)
 
 

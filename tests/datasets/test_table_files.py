@@ -229,7 +229,7 @@ FOREIGN = {
     "arrow": [
         (b"", "is not an Arrow file or stream"),
         (b"nothing of that kind", "is not an Arrow file or stream"),
-        (b"\xff\xff\xff\xff\x08\0\0\0nonsense", "is not an Arrow stream, or is dama"),
+        (b"\xff\xff\xff\xff\x08\0\0\0nonsense", "is no Arrow stream, or damaged: "),
         (b"ARROW1\0\0" + bytes(50), "starts as .* was cut short at 58 bytes"),
         (b"ARROW1\0\0" + b"\xff\0\0\0ARROW1", "footer has 255 bytes, .*18"),
         (b"ARROW1\0\0" + bytes(9) + b"\x09\0\0\0ARROW1", "footer that cannot be read"),
@@ -348,7 +348,7 @@ async def test_another_file_under_the_same_name(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="has 3 record batches, of which 2 to 4 are"):
         await read_shard(ArrowFormat(path, Local()), (path, 2, 4))
     put(path, stream)
-    with pytest.raises(DatasetError, match="was rewritten meanwhile"):
+    with pytest.raises(DatasetError, match="was rewritten; start again"):
         await read_shard(ArrowFormat(path, Local()), (path, 0, 1))
     with pytest.raises(ObjectNotFoundError):
         await read_shard(ArrowFormat(path, Local()), (path + "2", 0, 1))

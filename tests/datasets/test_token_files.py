@@ -364,7 +364,7 @@ def cut(count: int) -> Callable[[bytearray], Any]:
         (cut(82), "m.idx' is not an index of Megatron"),
         (put(0, "<B", 0), "is not an index of Megatron"),
         (put(9, "<Q", 2), "is an index of version 2; only 1 is known"),
-        (put(17, "<B", 7), "has no integers, but the type code 7"),
+        (put(17, "<B", 7), "has no integers, but type 7: pass"),
         (put(18, "<Q", 2**60), "it is cut, or was not finished"),
         (put(38, "<i", 2), "sizes that make 16 bytes, and the .bin has 12"),
         (put(42, "<q", 4), "is damaged: it starts at byte 4"),

@@ -146,7 +146,7 @@ def test_any_sample_comes_back_or_is_refused(key: str, fields: dict[str, Any]) -
         ({"__key__": "a.b", "x": b""}, "cannot hold the key 'a.b' with 'x'"),
         ({"__key__": "/a", "x": b""}, "cannot hold the key '/a'"),
         ({"__key__": "__meta__/a", "x": b""}, "cannot hold the key '__meta__/a'"),
-        ({"__key__": 7, "x": b""}, "cannot hold the key 7"),
+        ({"__key__": 17, "x": b""}, "cannot hold the key 17 of type int: .* '17'"),
         ({"__key__": "a", "../x": b""}, "cannot hold .* with '../x'"),
         ({"__key__": "a", "x\0": b""}, r"cannot hold the key 'a' with 'x\\x00'"),
         ({"__key__": "a"}, "sample 'a' has no members"),
@@ -512,7 +512,7 @@ async def test_rows_of_any_kind(kind: str, tmp_path: Path) -> None:
     stream_ = ParquetDataset(f"{tmp_path}/*.parquet")
     assert [row["id"] async for row in stream_] == list(range(20))
     assert asked == ([7] if kind == "function" else [])
-    with pytest.raises(ValueError, match=r"20 rows are in .* there are 15 fewer"):
+    with pytest.raises(ValueError, match=r"20 rows are in .* has 15 fewer: write"):
         await write_parquet(every[:5], tmp_path)
 
 

@@ -146,7 +146,7 @@ def test_a_part_of_a_module_for_a_while(
         ("users_trein:loader", "there is no module 'users_trein' in "),
         ("users_train.data:loader", "there is no module 'users_train.data' in "),
         ("users_train:other", "module 'users_train' has no 'other'"),
-        ("users_train:empty", "users_train:empty gives no batch: it is empty"),
+        ("users_train:empty", "users_train:empty gives no batch; give it"),
         ("users_train:torchs", "is a DataLoader of torch, and no aioloader.DataLoader"),
         ("users_train:coroutine", "is a coroutine: make the loader in a plain func"),
         ("users_train:Numbers", "the result of users_train:Numbers() is a Numbers of"),

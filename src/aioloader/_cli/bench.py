@@ -37,7 +37,9 @@ def run(options: Namespace) -> None:
     page: Path | None = options.page
     if page is not None and not page.parent.is_dir():
         folder = str(page.parent)
-        raise ArgumentTypeError(f"there is no directory {folder!r} for the page")
+        raise ArgumentTypeError(
+            f"there is no directory {folder!r} for the page: make it"
+        )
     loader = _find_loader(options.loader)
     twin, notes = twin_of(loader)
     ours, theirs = list[Figures](), list[Figures]()
@@ -123,7 +125,7 @@ def _one_round(source: Any, options: Namespace) -> Figures:
     # The workers of torch's end with it, unless they persist.
     with closing(iterator) if isinstance(source, DataLoader) else nullcontext():
         if next(iterator, _END) is _END:
-            raise ArgumentTypeError(f"{options.loader} gives no batch: it is empty")
+            raise ArgumentTypeError(f"{options.loader} gives no batch; give it samples")
         first = latest = clock()
         count, waited = 0, 0.0
         while count + 1 < options.batches and latest - first < options.seconds:

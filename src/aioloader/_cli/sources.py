@@ -175,7 +175,8 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
             found.append((f"{folder}{slash}{stem}".lstrip("/"), extension, at))
     if not found:
         raise ArgumentTypeError(
-            f"no file in {options.src!r} has a name with an extension"
+            f"no file in {options.src!r} has a name with an extension, which "
+            "names the member: rename the files"
         )
     found.sort()
     bare = len(dataset.names) - len(found)
@@ -189,7 +190,9 @@ def _grouped(dataset: Named, options: Namespace) -> Source:
         parts = dict(members)
         if len(parts) < len(members):
             twice = [extension for extension, _ in members]
-            raise ValueError(f"two files are for the same member of {key!r}: {twice}")
+            raise ValueError(
+                f"two files are for the same member of {key!r}: {twice}; rename one"
+            )
         return {"__key__": key}, parts
 
     source = _files(dataset, len(samples), plan, options)
@@ -266,7 +269,8 @@ def find_texts(options: Namespace, tokenizer: Any) -> Source:
     is_lines = kind == "txt"
     if is_lines and options.column is not None:
         raise ArgumentTypeError(
-            f"--column is for rows, and {shown_address(options.src)} has lines"
+            f"--column is for rows, and {shown_address(options.src)} has lines; "
+            "leave it out"
         )
     column = None if is_lines else options.column or "text"
     more = {"columns": [column]} if kind == "parquet" else {}

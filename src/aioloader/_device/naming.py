@@ -126,7 +126,7 @@ def place_in(mesh: Any, name: str) -> int:
         )
     place = mesh.get_coordinate()
     if place is None:
-        raise ValueError(f"{name} is a DeviceMesh that does not contain this rank")
+        raise ValueError(f"{name} is a DeviceMesh without this rank: pass its own")
     return int(place[0])
 
 

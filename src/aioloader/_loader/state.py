@@ -160,7 +160,8 @@ def unsealed(state: Any) -> LoaderState:
     if not isinstance(state, Mapping) or "version" not in state:
         keys = sorted(map(str, state)) if isinstance(state, Mapping) else state
         raise StateMismatchError(
-            f"this is no state of an aioloader.DataLoader: {keys!s:.80}",
+            f"this is no state of an aioloader.DataLoader: {keys!s:.80}; load what "
+            "state_dict() returned",
             expected="a state",
             found=type(state).__name__,
         )

@@ -209,7 +209,7 @@ def merge_states(states: Iterable[State]) -> State:
     """
     found = [*map(unsealed, states)]
     if not found:
-        raise ValueError("there are no states to merge")
+        raise ValueError("there are no states to merge: pass those of all ranks")
     _check_alike(found, [one.name for one in ALIKE])
     epoch = min(state.epoch for state in found)
     going = [state for state in found if state.epoch == epoch]

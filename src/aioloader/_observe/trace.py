@@ -114,7 +114,9 @@ class Trace:
     def _start(self, *, has_folder: bool) -> Self:
         if not has_folder:  # it fails before the block, not after it
             folder = self._path.parent
-            raise FileNotFoundError(f"there is no folder '{folder}' for the trace")
+            raise FileNotFoundError(
+                f"there is no folder '{folder}' for the trace: make it"
+            )
         if self._unix is not None:
             raise RuntimeError("this trace has already been recorded; make a new one")
         self._unix = _unix_of_clock()
@@ -187,7 +189,10 @@ def merge_traces(ours: StrPath, theirs: StrPath, out: StrPath) -> None:
             event["ts"] += offset / 1000
     (begin, end), (from_, to) = _extent(events), _extent(others)
     if begin > to or from_ > end:
-        warn(f"nothing in '{ours}' happened at the time of '{theirs}'")
+        warn(
+            f"nothing in '{ours}' happened at the time of '{theirs}': merge "
+            "traces of one run"
+        )
     _write_json(Path(out), {**mine, **other}, itertools.chain(others, events))
 
 
@@ -319,7 +324,7 @@ def _read_json(path: StrPath) -> dict[str, Any]:
         found = json.load(file)
     trace = found if isinstance(found, dict) else {"traceEvents": found}
     if type(trace.get("traceEvents")) is not list:
-        raise ValueError(f"'{path}' is not a trace: it has no list of 'traceEvents'")
+        raise ValueError(f"'{path}' has no list of 'traceEvents': pass a trace")
     return trace
 
 

@@ -148,7 +148,7 @@ def merged(states: Sequence[State], *, is_part: bool = False) -> State:
         ValueError: If there are no states.
     """
     if not states:
-        raise ValueError("there are no states to merge")
+        raise ValueError("there are no states to merge: pass those of all ranks")
     first = states[0]
     _check_alike(states)
     position = _latest(states)
@@ -190,7 +190,8 @@ def _check_alike(states: Sequence[State]) -> None:
         errors, _ = differences(first["stream"], state["stream"])
         if errors:
             raise StateMismatchError(
-                f"the states belong to different streams: {'; '.join(errors)}",
+                f"the states belong to different streams: {'; '.join(errors)}"
+                "; merge those of one",
                 expected=first["stream"],
                 found=state["stream"],
             )
@@ -198,7 +199,8 @@ def _check_alike(states: Sequence[State]) -> None:
             if state[key] != first[key]:
                 raise StateMismatchError(
                     f"the states are not of one moment: one has {key} {first[key]}, "
-                    f"another one has {key} {state[key]}",
+                    f"another one has {key} {state[key]}; save all ranks after the "
+                    "same number of batches",
                     expected=first[key],
                     found=state[key],
                 )

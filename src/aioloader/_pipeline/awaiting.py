@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aioloader._pipeline.host import LoopHost
 
 T = TypeVar("T")
-_CLOSED = "the iterator was closed"
+_CLOSED = "the iterator was closed; make a new one"
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:

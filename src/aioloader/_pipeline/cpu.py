@@ -93,7 +93,7 @@ class CpuThread:
             done.set()
 
         if not self.post(do):
-            raise LoaderClosedError("the thread of the loader has ended")
+            raise LoaderClosedError("the thread of the loader has ended; iterate again")
         await done.wait_async()
         if failed:
             raise failed.pop()  # no frame of its traceback holds it

@@ -233,7 +233,9 @@ def again(error: BaseException) -> LoaderClosedError:
     """
     if isinstance(error, LoaderClosedError):
         return error
-    return LoaderClosedError(f"the loader's lifespan has failed before: {error!r}")
+    return LoaderClosedError(
+        f"the loader's lifespan has failed: {error!r}; mend it, and make a new loader"
+    )
 
 
 class CallerHost(Host):
@@ -431,7 +433,7 @@ class LoopHost(Host):
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
             self._waiting.remove(pipeline)
-            pipeline.fail(LoaderClosedError("the iterator was closed"))
+            pipeline.fail(LoaderClosedError("the iterator was closed; make a new one"))
             self._return(pipeline, ended)
 
     def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
@@ -451,7 +453,9 @@ class LoopHost(Host):
 
     def _finish(self, _task: asyncio.Task[None] | None = None) -> None:
         """Release the rest once the host task has ended, however it ended."""
-        self._break(LoaderClosedError("the event loop of the loader has ended"))
+        self._break(
+            LoaderClosedError("the event loop of the loader has ended; iterate again")
+        )
         self._waiting.clear()
         for pipeline in list(self._pipelines):
             pipeline.release_workers()
@@ -570,7 +574,9 @@ def _release_all(kept: list[Host]) -> None:
     """Release the hosts of a loader that was entered and never closed."""
     if kept:
         warnings.warn(
-            "a DataLoader was entered and never closed", ResourceWarning, stacklevel=1
+            "a DataLoader was entered and never closed: call its close()",
+            ResourceWarning,
+            stacklevel=1,
         )
     for host in kept:
         host.release()
@@ -662,7 +668,8 @@ def _note_stuck(host: Host) -> None:
     host.is_stuck = True
     warn(
         f"a DataLoader was closed, but code of its dataset or functions has not "
-        f"returned for {GRACE:g} seconds; its thread is still running",
+        f"returned for {GRACE:g} seconds, and its thread is still running: give its "
+        "requests a timeout",
         ResourceWarning,
     )
 

@@ -50,8 +50,8 @@ _HEAD_START = 0.001
 _TURNS = 8
 # After how many seconds the loop's lag is measured: shorter iterations show none.
 _UNWATCHED = 0.02
-_CLOSED = "the iterator was closed"
-_LOOP_ENDED = "the event loop of the loader has ended"
+_CLOSED = "the iterator was closed; make a new one"
+_LOOP_ENDED = "the event loop of the loader has ended; iterate again"
 
 
 @dataclass(eq=False, repr=False)
@@ -145,7 +145,7 @@ class Pipeline:
                 self._is_called = True
                 assert self.host.loop is not None
                 if not call_threadsafe(self.host.loop, self._arrive):
-                    text = "the event loop of the loader is closed"
+                    text = "the event loop of the loader is closed; iterate again"
                     self.fail(LoaderClosedError(text))
 
     def read_ahead(self) -> None:

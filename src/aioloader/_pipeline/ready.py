@@ -102,7 +102,9 @@ class ReadyQueue(Waiters):
         """Raise the error given to ``fail``, once: its traceback would keep frames."""
         error = self._broken
         if error is not None:
-            self._broken = LoaderClosedError("the iterator has failed before")
+            self._broken = LoaderClosedError(
+                "the iterator has failed before; make a new one"
+            )
             try:
                 raise error
             finally:

@@ -128,7 +128,9 @@ class ExecutorWorkers(Pool):
             self._futures.clear()  # cancelling one now would break it (3.11)
             pipeline.fail(error)
         except CancelledError:
-            text = "the executor was shut down and has cancelled this batch"
+            text = (
+                "the executor has cancelled this batch: shut it down after the loader"
+            )
             pipeline.deliver(task, BatchResult(error=LoaderClosedError(text)))
         except BaseException as error:  # of the executor
             pipeline.deliver(task, BatchResult(error=error))

@@ -152,7 +152,8 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
         with torch.inference_mode(mode=False):  # as in `unpack`
             result = decode(*copied(packed, pipeline.maker.lease))
     except Exception as error:  # of a user's class
-        text = f"a batch of worker {worker} could not be unpickled: {error!r}"
+        text = f"a batch of worker {worker} could not be unpickled here: {error!r}; "
+        text += "return values of classes that this process can import"
         problem = WorkerError(text, worker=worker)
         problem.__cause__ = error
         pipeline.receive(task, BatchResult(error=problem))

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioloader.datasets._engine import ShardFile
     from aioloader.datasets._stores.requests import Requests
     from aioloader.datasets._stores.sources import Source
     from aioloader.datasets._stores.versions import Piece, Version
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 # The names of each module.
 _HOLDERS = {
+    "_engine": ("ShardFile",),
     "_stores.requests": ("Requests",),
     "_stores.sources": ("Source",),
     "_stores.versions": ("Piece", "Version"),
@@ -80,6 +82,7 @@ __all__ = [
     "Requests",
     "SQLDataset",
     "SQLRows",
+    "ShardFile",
     "ShardFormat",
     "ShardReader",
     "ShardedStream",

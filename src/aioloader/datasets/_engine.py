@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from typing_extensions import Buffer
 
@@ -45,6 +45,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
+from aioloader.errors import TruncatedReadError
 from aioloader.protocols import generator_of, is_async_function
 
 # Most samples of a block: short lines would be many. Fewer of those that are
@@ -153,6 +154,33 @@ class Feed(io.RawIOBase):
         return len(part)
 
 
+class ShardFile(io.BufferedReader):
+    """The blocking binary file that a format's generator gets: a shard, forward only.
+
+    Besides ``read``, ``readinto``, ``readline``, ``peek`` and ``seek``, it has
+    ``readexactly``.
+    """
+
+    def readexactly(self, n: int, /) -> bytes:
+        """Return exactly ``n`` bytes.
+
+        Raises:
+            TruncatedReadError: If the shard ends before.
+        """
+        data = self.read(n)
+        if (missing := n - len(data)) > 0:
+            url, end = str(self.name), self.tell()
+            raise TruncatedReadError(
+                f"{url!r} lacks {missing:,} of the {n:,} bytes from byte "
+                f"{end - len(data):,} on: it ends at byte {end:,}; write or copy it "
+                "again, or check the length that was read",
+                location=url,
+                expected=end + missing,
+                received=end,
+            )
+        return data
+
+
 # Blocks with the position after them; None to ask for another piece.
 Steps: TypeAlias = Generator[tuple[list[Any], Any] | None, None, None]
 
@@ -171,7 +199,7 @@ class Kind(NamedTuple):
 # What a user has for a format: a generator function of a file, or a parser of a shard
 # by its label and the offset of the first byte it will get.
 Make: TypeAlias = (
-    Kind | Callable[[BinaryIO], Iterable[Any]] | Callable[[str, int], Parser]
+    Kind | Callable[[ShardFile], Iterable[Any]] | Callable[[str, int], Parser]
 )
 
 
@@ -225,9 +253,9 @@ def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
         raise
 
 
-def _generated(generate: Callable[[BinaryIO], Iterable[Any]], feed: Feed) -> Steps:
+def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: Feed) -> Steps:
     """Run a user's generator over a blocking file, in blocks."""
-    file: Any = io.BufferedReader(feed, _BUFFER)
+    file = ShardFile(feed, _BUFFER)
     samples: Any = generate(file)
     if not isinstance(samples, Iterator):  # a list is read whole: it has no position
         raise TypeError(
@@ -277,7 +305,7 @@ class ByteReader(Reader):
         self._source = source = places.open(address, start, budget, known, stop)
         is_part = bool(stop and version and stop < version.size)
         self._kind, self._feed = kind, Feed(location, start, is_part=is_part)
-        self._unpacking = unpacker and unpacker(location)
+        self._unpacking = unpacker and unpacker(location, places.unpack_bytes)
         self._is_quick = kind.is_quick and unpacker is None
         self._steps = self.generator = kind.steps(self._feed)
         self._next: Any = start  # the mark before the next block

@@ -50,7 +50,9 @@ def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
             )
         return pickle.loads  # noqa: S301  (allowed by name)
     if name not in _PLAIN:
-        raise ValueError(f"unknown encoding {encoding!r}")
+        raise ValueError(
+            f"unknown encoding {encoding!r}; write the shards with another"
+        )
     return _PLAIN[name]
 
 

@@ -49,6 +49,7 @@ class StreamOptions(OrderOptions, total=False):
     requests: Requests | None
     cache: "str | os.PathLike[str] | None"
     cache_bytes: int
+    unpack_bytes: int
 
 
 def names_options(function: Callable[P, T]) -> Callable[P, T]:

@@ -122,7 +122,7 @@ class Reader(ShardReader):
         if self.skip:
             raise ShardChangedError(
                 f"{self.location!r} ends {self.skip:,} samples before the position in "
-                "the state; it has changed since",
+                "the state; resume with the original shards, or start again",
                 location=self.location,
             )
         return []

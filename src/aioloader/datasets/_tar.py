@@ -453,10 +453,11 @@ class _Archive:
         )
 
     def _loss(self) -> str:
-        """Return the part of a message that names the sample lost with the rest."""
+        """Return the end of a message, which names the sample lost with the rest."""
+        todo = "; write or download it again"
         if self._key is None or self._bad is not None:
-            return ""
-        return f"; sample {self._key!r} at byte {self._start:,} is lost"
+            return todo
+        return f"; sample {self._key!r} at byte {self._start:,} is lost{todo}"
 
     # -- samples ----------------------------------------------------------------------
 

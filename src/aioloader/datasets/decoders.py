@@ -133,6 +133,7 @@ class Decoder:
             place = f"{what}{owner}{where} ({len(data):,} bytes)"
             if is_own:
                 text = f"cannot decode {place}: {type(error).__name__}: {error}"
+                text += "; write it again, or skip it (on_error='skip')"
                 raise DecodeError(text, location=url) from error
             error.add_note(f"aioloader: decoding {place}")
             raise

@@ -194,7 +194,10 @@ def _singly(
             try:
                 yield from decoder.one(without_end(line))
             except ValueError as error:
-                text = f"{url!r}: the line at byte {at:,} is damaged: {error}"
+                text = (
+                    f"{url!r}: the line at byte {at:,} is damaged: {error}; correct "
+                    "it, or skip it (on_error='skip')"
+                )
                 failure = DatasetError(text, location=url)
                 failure.__cause__ = error
                 yield Bad(failure)

@@ -20,7 +20,7 @@ from aioloader.datasets._cuts import Part, nearest, read_whole, shares
 from aioloader.datasets._engine import ByteFormat, ByteReader, Feed, Kind, Steps
 from aioloader.datasets._mds_encodings import Decode, decoder_of
 from aioloader.datasets._options import StreamOptions, names_options
-from aioloader.datasets._stores.addresses import Address, sibling
+from aioloader.datasets._stores.addresses import Address, sealed, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.shards import (
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.sharded import Addresses
 
 _PIECE = 1 << 20
+_INDEX = "index.json"
 _HEAD = struct.Struct("<2I")
 # A column: its name, its encoding or what decodes it, and its bytes if that is fixed.
 Encoded: TypeAlias = tuple[str, str, int | None]
@@ -51,7 +52,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
     there are fewer shards than readers.
 
     Args:
-        addresses: Directories with an ``index.json``, as paths or URLs.
+        addresses: Directories with an ``index.json``, as paths, URLs or patterns.
         allow_unsafe_types: Whether columns of pickles are loaded, which runs their
             author's code.
         options: As for ``TarDataset``.
@@ -95,28 +96,30 @@ class MDSFormat(ByteFormat):
     def __init__(
         self, addresses: Any, places: Places, *, allow_unsafe_types: bool
     ) -> None:
-        super().__init__(addresses, places, Kind(partial(samples, (), 0, 0)))
+        indexes = [_joined(folder, _INDEX) for folder in sealed(addresses)]
+        super().__init__(indexes, places, Kind(partial(samples, (), 0, 0)))
         self._allow_unsafe_types = allow_unsafe_types
 
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Any]:
         """Return the shards, in the order of the indexes."""
-        folders = await super().shards(stack)
+        indexes = await super().shards(stack)
         found: list[MDSShard] = []
-        for folder in folders:
-            address = _joined(folder, "index.json")
+        for address in indexes:
+            folder = sibling(address, lambda path: path.removesuffix(_INDEX))
             label = self.places.label(address)
             data = await read_whole(self.places.open(address, 0, _PIECE))
             try:
                 entries = json.loads(data)["shards"]
                 found += [_shard(folder, entry) for entry in entries]
             except (ValueError, KeyError, TypeError) as error:
-                text = f"{label!r} is not an index of MDS shards: {error!r}"
+                text = f"{label!r} is no index of MDS shards: {error!r}; write it again"
                 raise DatasetError(text, location=label) from error
         if not found:
             raise ValueError(
-                f"no shards: the index of {self.places.label(folders[0])!r} lists none"
+                f"no shards: the index {self.places.label(indexes[0])!r} lists none; "
+                "pass a directory that MDSWriter has finished"
             )
         for columns in {shard.columns for shard in found}:  # an unknown one fails now
             _decoders(columns, allow_unsafe_types=self._allow_unsafe_types)
@@ -261,7 +264,7 @@ def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:
     data = yield from feed.take(length)
     if len(data) < length:
         raise TruncatedReadError(
-            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes",
+            f"{feed.url!r} has {feed.at:,} of {stop:,} bytes; write or copy it again",
             location=feed.url,
             expected=stop,
             received=feed.at,
@@ -281,7 +284,7 @@ def _decode(
     except Exception as error:  # noqa: BLE001  (of an image, for example)
         failure = DatasetError(
             f"{url!r}: the sample at byte {start:,} is damaged: column {name!r}: "
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {error}; write it again, or skip it",
             location=url,
         )
         failure.__cause__ = error
@@ -290,4 +293,6 @@ def _decode(
 
 
 def _damage(url: str, at: int, what: str) -> DatasetError:
-    return DatasetError(f"{url!r} is damaged at byte {at:,}: {what}", location=url)
+    return DatasetError(
+        f"{url!r} is damaged at byte {at:,}: {what}; write it again", location=url
+    )

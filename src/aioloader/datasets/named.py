@@ -229,6 +229,8 @@ def _labeled(
         found.append((label, folder, base, at))
     if not found:
         shown = ", ".join(sorted(wanted))
-        raise ValueError(f"none of {len(names):,} files has an extension of {shown}")
+        raise ValueError(
+            f"none of {len(names):,} files has an extension of {shown}: pass others"
+        )
     found.sort()
     return found

@@ -42,6 +42,7 @@ from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.lane import Lane
 from aioloader.datasets._streams.shards import Shard, ShardFormat, Summary
@@ -299,6 +300,8 @@ class StoredStream(ShardedStream[Sample_co]):
         requests: How requests that fail or stall are treated.
         cache: A directory that keeps the bytes read from a store.
         cache_bytes: Its size limit; the least recently used entries are evicted first.
+        unpack_bytes: Most memory, in bytes, for unpacking one zstd or xz shard: its
+            window or dictionary. Arrow has its own limit for CSV.
         order: As for ``ShardedStream``.
     """
 
@@ -314,6 +317,7 @@ class StoredStream(ShardedStream[Sample_co]):
         requests: Requests | None = None,
         cache: "str | os.PathLike[str] | None" = None,
         cache_bytes: int = CACHE_BYTES,
+        unpack_bytes: int = UNPACK_BYTES,
         **order: Unpack[OrderOptions],
     ) -> None:
         self._addresses = sealed(addresses)
@@ -333,6 +337,7 @@ class StoredStream(ShardedStream[Sample_co]):
             None if requests is None else policy_of(requests),
             kept,
             self._addresses,
+            check_at_least(unpack_bytes, 1, "unpack_bytes"),
         )
         super().__init__(made_by(self._addresses, places), **order)
 

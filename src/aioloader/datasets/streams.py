@@ -301,7 +301,7 @@ class Stream(Iterated[Sample_co]):
             TypeError: If it does not read from a store.
         """
         if not self.sources:
-            raise TypeError(f"{self!r} has no shards that could be cached")
+            raise TypeError(f"{self!r} reads no shards: cache the stream that does")
         cached = tuple(one.cache(directory, max_bytes) for one in self.sources)
         return self._clone(sources=cached)
 

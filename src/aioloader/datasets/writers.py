@@ -437,7 +437,8 @@ class ParquetWriter(ShardWriter):
         found = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(schema)))
         if self._given is not None and not self._given.equals(found):
             raise StateMismatchError(
-                f"{self!r} was started with another schema: {found}",
+                f"{self!r} was started with another schema: {found}; pass that one, "
+                "or write to another place",
                 expected=str(found),
                 found=str(self._given),
             )
@@ -480,7 +481,8 @@ async def write_parquet(
                     await writer.write(row)
         if passed:
             raise ValueError(
-                f"{first:,} rows are in {writer!r}, but there are {passed:,} fewer"
+                f"{first:,} rows are in {writer!r}, but the source has {passed:,} fewer"
+                ": write to another place"
             )
     return writer.shards
 

@@ -216,7 +216,10 @@ class Dispatcher:
             copy = slot is not None and sum(w.arena.lent for w in self.workers) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
-            text = f"a batch of worker {number} could not be unpickled: {error!r}"
+            text = (
+                f"a batch of worker {number} could not be unpickled here: {error!r}; "
+            )
+            text += "return values of classes that this process can import"
             problem = WorkerError(text, worker=number)
             problem.__cause__ = error
             result = BatchResult(error=problem)

@@ -71,7 +71,8 @@ class ForkServer:
         if not is_ready:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
-                f"within {_PATIENCE:g} s; see what it printed"
+                f"within {_PATIENCE:g} s: mend the error that it printed, or use "
+                "multiprocessing_context='fork'"
             )
 
     def fork(self) -> Channel:

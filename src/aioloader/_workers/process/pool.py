@@ -107,7 +107,9 @@ class ProcessPool(LastingPool):
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         with self._lock:
             if self._is_over:
-                over = LoaderClosedError("the worker processes have ended")
+                over = LoaderClosedError(
+                    "the worker processes have ended; iterate again"
+                )
                 error, self._error = self._error or over, None
                 pipeline.fail(error)
             elif not pipeline.is_closing:  # else it is forgotten

@@ -158,7 +158,10 @@ class RayPool(LastingPool):
         return next((one for one in tickets if one.task is task), None)
 
     def _refuse(self, pipeline: Pipeline) -> None:
-        pipeline.fail(self._error or LoaderClosedError("the Ray workers have ended"))
+        pipeline.fail(
+            self._error
+            or LoaderClosedError("the Ray workers have ended; iterate again")
+        )
 
     def _waits(self) -> str:
         """Return text that explains why no actor has a batch."""
@@ -315,7 +318,9 @@ class RayPool(LastingPool):
     def _lose(self, seat: _Seat, ticket: _Ticket, error: BaseException | None) -> None:
         """Retry a batch whose actor has died, or has been restarted since (None)."""
         if not self._ray.is_initialized():  # Ray would start a new cluster
-            self._fail(error or LoaderClosedError("the Ray workers have ended"))
+            self._fail(
+                error or LoaderClosedError("the Ray workers have ended; iterate again")
+            )
             return
         if seat.begun is ticket.begun:
             self._begin(seat)

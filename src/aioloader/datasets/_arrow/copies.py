@@ -178,6 +178,6 @@ def read_local(
 
 def _checked(data: bytes, expected: int, location: str) -> bytes:
     if len(data) != expected:
-        what = "; it was rewritten meanwhile"
+        what = ": it was rewritten; start again"
         raise truncated(location, expected, len(data), what)
     return data

@@ -222,7 +222,7 @@ class CSVFormat(TableFormat):
         packing, version = _packing(location), await self.places.version(address)
         size = version.size
         if packing and not size:
-            text = f"{location!r} is empty, and not what a compressed file begins with"
+            text = f"{location!r} is empty, as no compressed file is: write it again"
             raise TruncatedReadError(text, location=location, received=0)
         least, found = _PACKED_HEAD if packing else _LEAST_HEAD, None
         while found is None:
@@ -276,8 +276,11 @@ class CSVFormat(TableFormat):
             table = self._dialect.parse(line + b"\n")
             names = [str(name) for name in table.column_names]
         except ValueError as error:
-            text = f"{location!r} has no first line with the names of columns: {error}"
-            raise DatasetError(text, location=location) from error
+            raise DatasetError(
+                f"{location!r} has no first line with the names of columns: {error}; "
+                "pass column_names=",
+                location=location,
+            ) from error
         if table.num_rows:
             raise DatasetError(
                 f"{text}: it has carriage returns without newlines, and lines must end "
@@ -534,7 +537,9 @@ def _unpacked(
 
 
 def _damage(error: OSError, location: str) -> DatasetError:
-    text = f"{location!r} cannot be unpacked: {error}; it is damaged, or cut short"
+    text = f"{location!r} cannot be unpacked: {error}; write or download it again"
+    if "memory" in str(error):
+        text = f"{location!r}: {error}; pack it again with a smaller window"
     if "Truncated" in str(error):  # pyarrow has one type for all
         return TruncatedReadError(text, location=location)
     return DatasetError(text, location=location)

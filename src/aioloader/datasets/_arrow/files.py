@@ -23,7 +23,8 @@ from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.places import Listed, each
+from aioloader.datasets._stores.outlast import each
+from aioloader.datasets._stores.places import Listed
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Position,
@@ -304,7 +305,7 @@ class TableFormat(ShardFormat):
 
 
 def damaged_footer(place: str, location: str, error: Exception) -> DatasetError:
-    text = f"{place} has a footer that cannot be read: {error}; it is damaged"
+    text = f"{place} has a footer that cannot be read: {error}; write or copy it again"
     return DatasetError(text, location=location)
 
 
@@ -313,6 +314,6 @@ def check_footer(length: int, room: int, size: int, location: str) -> None:
     if not 0 < length <= room:
         raise DatasetError(
             f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "
-            f"has {size:,}",
+            f"has {size:,}; write or copy it again",
             location=location,
         )

@@ -122,7 +122,7 @@ class ArrowFormat(TableFormat):
         if head.startswith(_MAGIC):
             raise TruncatedReadError(
                 f"{location!r} starts as an Arrow file and does not end as one: it was "
-                f"cut short at {size:,} bytes",
+                f"cut short at {size:,} bytes; write or copy it again",
                 location=location,
                 received=size,
             )
@@ -133,9 +133,9 @@ class ArrowFormat(TableFormat):
             stop = 8 + length if first == _CONTINUED else 4 + first
             if 8 < stop <= size:
                 return (await self.places.part(address, 0, stop, version))[0]
-        text = f"{location!r} is not an Arrow file or stream"
+        text = f"{location!r} is not an Arrow file or stream; write or copy it again"
         if size < 8 or (first == _CONTINUED and stop > size):
-            text += f", or was cut short at {size:,} bytes"
+            text += f": it may be cut short at {size:,} bytes"
             raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
 
@@ -158,7 +158,7 @@ class ArrowFormat(TableFormat):
         if stop > len(batches) or bool(stop) != bool(footer):
             raise DatasetError(
                 f"{end.location!r} has {len(batches)} record batches, of which "
-                f"{first} to {stop} are wanted; it was rewritten meanwhile",
+                f"{first} to {stop} are wanted: it was rewritten; start again",
                 location=end.location,
             )
         names = wanted.present(end.schema)
@@ -198,7 +198,7 @@ def _schema_of(head: bytes, location: str) -> pa.Schema:
     try:
         return checked(pa.ipc.read_schema(pa.BufferReader(head)))
     except Exception as error:
-        text = f"{location!r} is not an Arrow stream, or is damaged: {error}"
+        text = f"{location!r} is no Arrow stream, or damaged: {error}; write it again"
         raise DatasetError(text, location=location) from error
 
 
@@ -264,5 +264,7 @@ def _streamed(
 
 
 def _cut_short(location: str, size: int, why: str) -> TruncatedReadError:
-    text = f"{location!r} was cut short at {size:,} bytes, {why}"
+    text = (
+        f"{location!r} was cut short at {size:,} bytes, {why}: write or copy it again"
+    )
     return TruncatedReadError(text, location=location, received=size)

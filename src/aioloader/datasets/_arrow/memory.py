@@ -294,5 +294,6 @@ def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:
     else:
         raise TypeError(
             f"{type(source).__name__!r} is not Arrow data: it has no "
-            "__arrow_c_stream__ and is not an iterable of such objects"
+            "__arrow_c_stream__ and is not an iterable of such objects; pass tables, "
+            "batches or readers"
         )

@@ -144,7 +144,7 @@ class ParquetFormat(TableFormat):
         if number >= metadata.num_row_groups:
             text = f"{end.location!r} has {metadata.num_row_groups} row groups"
             raise DatasetError(
-                f"{text}, number {number} is wanted; it was rewritten meanwhile",
+                f"{text}, number {number} is wanted: it was rewritten; start again",
                 location=end.location,
             )
         names = wanted.present(end.schema)
@@ -197,12 +197,12 @@ def _footer_length(tail: bytes, size: int, location: str) -> int:
     """Return how many bytes at a file's end are its footer, with length and magic."""
     end = tail[-_END:]
     if end[4:] == b"PARE":
-        text = f"{location!r} is an encrypted Parquet file, which cannot be read"
+        text = f"{location!r} is an encrypted Parquet file: decrypt it first"
         raise DatasetError(text, location=location)
     if len(end) < _END or end[4:] != _MAGIC:
         raise TruncatedReadError(
             f"{location!r} does not end like a Parquet file: it is not one, or was cut "
-            f"short at {size:,} bytes",
+            f"short at {size:,} bytes: write or copy it again",
             location=location,
             received=size,
         )
@@ -228,7 +228,10 @@ def _spans(
         ]
     if not footer.is_sound and (error := _why_unsound(end, number, names)):
         if "decrypt" in str(error):
-            text = f"{place} has encrypted columns, which cannot be read: {error}"
+            text = (
+                f"{place} has encrypted columns: {error}; leave them out (columns=), "
+                "or decrypt it first"
+            )
             raise DatasetError(text, location=end.location) from error
         raise damaged_footer(place, end.location, error) from error
     group = footer.metadata.row_group(number)
@@ -237,7 +240,10 @@ def _spans(
     for at in footer.leaves:
         chunk = group.column(at)
         if chunk.file_path:
-            text = f"{place} has columns in other files: {chunk.file_path!r}"
+            text = (
+                f"{place} has columns in other files: {chunk.file_path!r}; leave them "
+                "out (columns=), or write one file"
+            )
             raise DatasetError(text, location=end.location)
         start = chunk.data_page_offset
         if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:

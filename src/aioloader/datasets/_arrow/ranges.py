@@ -209,7 +209,7 @@ class Ranges:
         try:
             return (found.body or self._ask(found)).result()
         except CancelledError:
-            text = f"{self._location!r} was closed while being read"
+            text = f"{self._location!r} was closed while being read; read it again"
             raise DatasetError(text, location=self._location) from None
 
     def _ask_ahead(self) -> None:
@@ -225,7 +225,9 @@ class Ranges:
     def _ask(self, found: Range) -> "Future[memoryview]":
         loop = self._loop
         if loop is None or loop.is_closed():
-            raise DatasetError("the event loop is closed", location=self._location)
+            raise DatasetError(
+                "the event loop is closed; read it again", location=self._location
+            )
         self._held += found.stop - found.start
         request = self._fetch(found.start, found.stop)
         found.body = body = asyncio.run_coroutine_threadsafe(request, loop)

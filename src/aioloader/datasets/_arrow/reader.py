@@ -240,12 +240,12 @@ class TableReader(Reader):
 
     def _check_end(self, expected: int | None, read: int, row: int, start: int) -> None:
         if expected is not None and read != expected:
-            text = f"{self._place} has {read:,} of {expected:,} rows announced"
+            text = f"{self._place} has {read:,} of {expected:,} rows: write it again"
             raise DatasetError(text, location=self.location)
         if start > row:
             raise DatasetError(
                 f"{self._place} has {row:,} rows and is to be read from row {start:,} "
-                "on; it is not the file that the state was saved for",
+                "on; resume with the original shards, or start again",
                 location=self.location,
             )
 
@@ -260,8 +260,8 @@ class TableReader(Reader):
     def _error(self, where: str, cause: Exception) -> DatasetError:
         text = str(cause).strip() or type(cause).__name__
         return DatasetError(
-            f"{self._place} cannot be read, {where}: {text}; it is damaged, or was "
-            "rewritten meanwhile",
+            f"{self._place} cannot be read, {where}: {text}; write or copy it "
+            "again, and not while it is read",
             location=self.location,
         )
 

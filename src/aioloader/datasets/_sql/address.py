@@ -147,7 +147,7 @@ class Address:
         if size % page:
             raise TruncatedReadError(
                 f"{self.label!r} ends within a page of {page:,} bytes: it was cut "
-                f"short at {size:,} bytes",
+                f"short at {size:,} bytes; copy it again",
                 location=self.label,
                 received=size,
             )

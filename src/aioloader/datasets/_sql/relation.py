@@ -104,7 +104,9 @@ class Relation:
         return ".".join(map(quoted, parts))
 
     def key_error(self, what: str) -> ValueError:
-        return ValueError(f"key {self.key!r} is {what} in some rows; it must not be")
+        return ValueError(
+            f"key {self.key!r} is {what} in some rows; leave them out by a query"
+        )
 
     def select(self, what: str, *more: str) -> str:
         """Return a query of the rows, whose columns are those of ``q``."""

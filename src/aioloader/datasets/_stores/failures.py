@@ -9,8 +9,12 @@ not chained either, because a traceback would print it.
 import errno
 import os
 import re
+import time
+from datetime import UTC, datetime
 from http import HTTPStatus
+from urllib.parse import parse_qsl
 
+from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -20,7 +24,7 @@ from aioloader.errors import (
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _STATUS = re.compile(r"\bstatus: (\d{3})\b")
-_KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme|MissingContentLength)\b")
+_KIND = re.compile(r"\bkind: ([A-Z]\w*)|\b(TimedOut|BadScheme)\b")
 _OS_ERROR = re.compile(r"\bOs \{\s*code: (\d+)")
 _RETRIES = re.compile(r"\bretries: (\d+)")
 _RANGES = re.compile(
@@ -34,6 +38,7 @@ OPTION = re.compile(
     r"(\w+ must be specified|Store does not accept [a-z ]+|Missing\w+)"
 )
 
+_EPOCH = datetime.fromtimestamp(0, UTC)
 _NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 # By name, so that this module does not import obstore.
@@ -80,7 +85,7 @@ class Reason:
         self.is_unauthorised = bool(_METADATA.search(text))
         self.has_no_length = "MissingContentLength" in dump
         is_refused = self.code in _NO_CONNECTION
-        self.is_unreachable = is_unknown or is_refused or self.has_no_length
+        self.is_unreachable = is_unknown or is_refused
 
 
 def _phrase(status: int) -> str:
@@ -88,18 +93,24 @@ def _phrase(status: int) -> str:
     return f"HTTP {status} {known.get(status, '')}".rstrip()
 
 
-def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
-    """Return the DatasetError for an obstore exception."""
+def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:
+    """Return the DatasetError for an obstore exception; ``url`` may be a signed one."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
+    is_refused = reason.status in {400, 401, 403}
+    expired = _expired_at(url) if is_refused else None
     text = f"cannot {verb} {location!r}: {reason.text}"
     if reason.attempts > 1:
         text += f", after {reason.attempts} attempts"
     if reason.is_bad_key:
+        key = redact_key(str(exc).partition('Path "')[2].partition('"')[0])
         text += (
-            "; a key has no empty segment, '.', '..' or control character, and is "
-            "UTF-8: rename such objects"
+            f"; obstore cannot address the key {key!r}, because it has an empty "
+            "segment, '.', '..', a control character or bytes that are not UTF-8: copy "
+            "it to another key, or pass a file system of fsspec as store="
         )
+    elif expired is not None:
+        text += f"; the signed URL expired at {expired}; sign it again"
     elif reason.is_unauthorised:
         text += (
             "; there are no credentials: set the environment variables, or pass "
@@ -111,11 +122,39 @@ def failure_of(verb: str, location: str, exc: Exception) -> DatasetError:
         text += (
             "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
         )
+    elif kind is ObjectNotFoundError and "://" in location:
+        text += "; check the address" + (
+            ""
+            if location.startswith("http")
+            else ", or list again; if the key ends in '/', which obstore lists without "
+            "it and cannot read, copy it to another key"
+        )
     elif "Connect" in reason.text:
         text += "; check the host, the network and certificates (client_options)"
     elif reason.has_no_length:
-        text += "; the server does not send its length, which obstore needs"
+        text += (
+            "; the server sends it without its length (Content-Length), which obstore "
+            "needs: serve it as a file, or download it first"
+        )
     return kind(text, location=location, attempts=reason.attempts)
+
+
+def _expired_at(url: str) -> datetime | None:
+    """Return when a signed URL expired, as its query says; None if it did not."""
+    fields = {
+        name.lower().removeprefix("x-amz-").removeprefix("x-goog-"): value
+        for name, value in parse_qsl(url.partition("?")[2])
+    }
+    try:
+        if "se" in fields:  # of Azure
+            until = datetime.fromisoformat(fields["se"])
+        else:
+            until = datetime.fromtimestamp(int(fields["expires"]), UTC)
+            if "date" in fields:
+                until += datetime.fromisoformat(fields["date"]) - _EPOCH
+    except (ValueError, KeyError, OverflowError, TypeError):
+        return None
+    return until if until.timestamp() < time.time() else None
 
 
 def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
@@ -154,9 +193,11 @@ def file_failure(path: str, cause: Exception) -> DatasetError:
         case FileNotFoundError():
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)
         case PermissionError():
-            return ObjectPermissionError(f"may not read {path!r}", location=path)
+            return ObjectPermissionError(
+                f"may not read {path!r}: check its mode", location=path
+            )
         case IsADirectoryError():
-            text = f"{path!r} is a directory, not a file"
+            text = f"{path!r} is a directory, not a file: pass a pattern, 'dir/*'"
         case OSError():
             text = f"cannot read {path!r}: {cause.strerror or cause}"
         case _:

@@ -17,15 +17,20 @@ import numpy as np
 from anyio.from_thread import start_blocking_portal
 
 from aioloader.datasets._stores.names import NameTable
+from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.requests import USUAL, Requests, Tries
 from aioloader.datasets._stores.sources import Store
+from aioloader.errors import DatasetError, ObjectNotFoundError
+
+# Empty keys of a listing that are looked up.
+_FEW = 1000
 
 
 class Listing(Iterable[str]):
     """Hold the keys of a store, sorted, and their sizes.
 
     An empty object with keys below it is a console's folder marker, which obstore
-    cannot even read; it is left out.
+    cannot even read; it is left out, and ``list_async`` leaves out other markers.
 
     Attributes:
         keys: The keys, sorted.
@@ -109,7 +114,10 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
         stream = rest
         if not page:
             return False
-        found = dict(page)
+        # The larger of an object and of a marker beside it; none of the prefix.
+        found = dict(sorted(page))
+        if found.get(prefix) == 0:
+            del found[prefix]
         pages.append(Listing(found))
         # The missing keys are those after the largest, if keys come in order. With
         # folder markers they do not: the slash that sorts them is not in the key.
@@ -122,14 +130,37 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
     try:
         while await tries.make(add_page, store, prefix, may_hedge=False):
             pass
+        listing = await asyncio.to_thread(Listing.joined, pages)
+        listing = await _without_markers(listing, store, tries)
     finally:
         if stream is not None:
             await stream.aclose()
         await store.drain()
-    listing = await asyncio.to_thread(Listing.joined, pages)
     if not listing.keys:
         raise ValueError(
             f"no object in {store.locate(prefix)!r}; a prefix is made of whole path "
             f"segments: 'train' has 'train/a' but not 'training/a'"
         )
     return listing
+
+
+async def _without_markers(listing: Listing, store: Store, tries: Tries) -> Listing:
+    """Leave out markers of folders with nothing below: no object has their name.
+
+    Only if there are few empty keys, since each costs a request.
+    """
+    empty = [listing.keys[at] for at in np.flatnonzero(listing.sizes == 0)[: _FEW + 1]]
+    if not empty or len(empty) > _FEW:
+        return listing
+
+    async def is_there(key: str) -> bool:
+        try:
+            await tries.make(lambda: store.ask(key, store.head(key)), store, key)
+        except DatasetError as error:  # reading it may say so too
+            return not isinstance(error, ObjectNotFoundError)
+        return True
+
+    there = await each(is_there, empty)
+    markers = {key for key, is_key in zip(empty, there, strict=True) if not is_key}
+    kept = {key: size for key, size in listing.items() if key not in markers}
+    return Listing(kept) if markers else listing

@@ -1,12 +1,13 @@
-"""Waits that cancellation must not interrupt, and waits for cancelled tasks."""
+"""Waits that cancellation must not interrupt, and waits for several tasks."""
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_AT_ONCE = 32
 
 
 async def outlast(work: "asyncio.Future[Any]") -> Any:
@@ -44,3 +45,27 @@ async def in_thread(
     loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
     result: T = await outlast(loop.run_in_executor(executor, run, function, *args))
     return result
+
+
+async def each(
+    function: Callable[[Any], Awaitable[T]], addresses: Sequence[Any]
+) -> list[T]:
+    """Return ``function`` of each address, several at a time, in order.
+
+    The first failure ends the others.
+    """
+    found: dict[int, T] = {}
+    waiting = iter(enumerate(addresses))
+
+    async def work() -> None:
+        for number, address in waiting:
+            found[number] = await function(address)
+
+    workers = [
+        asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(addresses)))
+    ]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        await cancel(workers)
+    return [found[number] for number in range(len(addresses))]

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import copy
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -38,19 +38,17 @@ from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
-from aioloader.datasets._stores.outlast import cancel
+from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store
 from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
 from aioloader.datasets._stores.stores import store_of
+from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
-T = TypeVar("T")
 # A shard's bytes, in order.
 Bytes: TypeAlias = FileBytes | ObjectBytes
-# Files whose sizes or ends are read at once.
-_AT_ONCE = 32
 
 
 class Listed(list[Any]):
@@ -73,8 +71,10 @@ class Places:
         requests: Requests | None,
         cache: CacheDir | None = None,
         addresses: Sequence[Address] = (),
+        unpack_bytes: int = UNPACK_BYTES,
     ) -> None:
         self.kept_in = cache
+        self.unpack_bytes = unpack_bytes
         self._options = options
         self._requests = requests or USUAL
         self._base: Store | None = None
@@ -294,27 +294,3 @@ def _matching(listing: Listing, pattern: str, root: Address | None) -> Listed:
     every = listing.items()  # in the same order
     made.sizes = [next(size for name, size in every if name == key) for key in found]
     return made
-
-
-async def each(
-    function: Callable[[Any], Awaitable[T]], addresses: Sequence[Any]
-) -> list[T]:
-    """Return ``function`` of each address, several at a time, in order.
-
-    The first failure ends the others.
-    """
-    found: dict[int, T] = {}
-    waiting = iter(enumerate(addresses))
-
-    async def work() -> None:
-        for number, address in waiting:
-            found[number] = await function(address)
-
-    workers = [
-        asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(addresses)))
-    ]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        await cancel(workers)
-    return [found[number] for number in range(len(addresses))]

@@ -93,7 +93,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps an error of a host that is unknown, refuses, or sends no lengths.
+    """Wraps an error of a host that is unknown or refuses.
 
     It is retried, but only for seconds if the server never answered.
     """

@@ -108,6 +108,10 @@ class Store(Server, abc.ABC):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return what to raise for an exception: to be retried, or a refusal."""
 
+    async def head(self, _key: str) -> Version | None:
+        """Return the version of a listed key; fail if no object has that key."""
+        return None  # by default, all that is listed is an object
+
     async def whole(self, key: str, size: int) -> "Bytes | bytes | memoryview":
         """Return an object: a read-only buffer, owned by the caller."""
         # One byte more than listed, to notice an object that has grown.

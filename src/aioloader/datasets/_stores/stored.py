@@ -185,8 +185,8 @@ class StoredObject:
             if name not in ranged:
                 raise
             text = (
-                f"{self.location!r}: HTTP 200, without the range requested: not from "
-                "its server?"
+                f"{self.location!r}: HTTP 200, without the range requested: check "
+                "the proxy and the endpoint"
             )
             raise DatasetError(text, location=self.location) from None
         if len(ranged) == _RANGED:

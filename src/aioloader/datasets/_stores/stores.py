@@ -186,7 +186,9 @@ class ObstoreStore(Store):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle may contain."""
         if self.label == "memory://" and self._given is not None:
-            raise pickle.PicklingError("a MemoryStore lives in one process only")
+            raise pickle.PicklingError(
+                "a MemoryStore is of one process: use worker threads"
+            )
         return {**self.__dict__, "_made": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,11 +246,12 @@ class ObstoreStore(Store):
         if name == "PreconditionError" or reason.status == _CHANGED:
             text = f"{location!r} changed while being read; write new shards instead"
             return RefusedError(DatasetError(text, location=location))
-        failure = failure_of(verb, location, error)
+        failure = failure_of(verb, location, error, self._url)
         # A wrong call stays wrong at the next try.
         wrong = (ValueError, TypeError, NotImplementedError)
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
-        is_final |= isinstance(error, wrong) or reason.is_bad_key
+        is_final |= isinstance(error, wrong)
+        is_final |= reason.is_bad_key or reason.has_no_length
         # Not every HTTP server has a listing.
         has_none = verb == "list" and location.startswith("http")
         is_final |= has_none and type(failure) is DatasetError
@@ -326,7 +329,7 @@ class ObstoreStore(Store):
             return
         raise DatasetError(
             f"{location!r}: the answer is a web page ({kind}, {result.meta['size']:,} "
-            "bytes), not the object; it comes from a gateway, a proxy or a login page",
+            "bytes), not the object; check the endpoint, the proxy and the login",
             location=location,
         )
 

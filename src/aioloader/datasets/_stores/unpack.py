@@ -3,9 +3,9 @@
 Whatever the compression ratio, about two pieces at most are unpacked ahead.
 """
 
+import contextlib
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
@@ -21,20 +21,27 @@ Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 
 
 # One way of packing: what finds the maker of a decompressor of one member (gzip), frame
-# (zstandard) or stream, or raises an ImportError; packed bytes for each of its calls;
-# most bytes that a call may return, if it accepts a limit.
-_Packing: TypeAlias = tuple[Callable[[], Callable[..., Any]], int, tuple[int, ...]]
+# (zstandard) or stream by the memory it may take, or raises an ImportError; packed
+# bytes for each of its calls; most bytes that a call may return, if it accepts a limit.
+_Make: TypeAlias = Callable[[int], Any]
+_Packing: TypeAlias = tuple[Callable[[], _Make], int, tuple[int, ...]]
+# That of the largest preset of xz is 65 MB, and some more.
+UNPACK_BYTES = 1 << 27
+# Most that any format may need.
+_LARGEST = 33
 
 
-def unpacker_of(name: str) -> Callable[[str], Unpacking] | None:
+def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
     """Return what unpacks a shard of this name, or None if it is not packed.
 
     Returns:
-        A function of the shard's redacted address, for errors; it raises an
-        ImportError.
+        A function of the shard's redacted address, for errors, and of the memory, in
+        bytes, that it may take; it raises an ImportError.
     """
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
-    return packing and (lambda location: _unpack(_Members(packing), location))
+    return packing and (
+        lambda location, most: _unpack(_Members(packing, most), location)
+    )
 
 
 def _unpack(members: "_Members", location: str) -> Unpacking:
@@ -61,15 +68,12 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
         if any(parts):
             yield b"".join(parts)
         if failure is not None:
-            raise DatasetError(
-                f"{location!r} cannot be unpacked after byte {given:,} of its "
-                f"contents: {failure}; it is damaged",
-                location=location,
-            ) from failure
+            raise members.error(failure, location, given) from failure
     if not members.are_whole():
         raise TruncatedReadError(
             f"{location!r} ends within its packed data, after byte {given:,} of its "
-            f"contents: it was cut short at {received:,} bytes",
+            f"contents: it was cut short at {received:,} bytes; write or "
+            "download it again",
             location=location,
             received=received,
         )
@@ -78,10 +82,11 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
 class _Members:
     """Unpacks members, which follow each other; zeros between them are padding."""
 
-    def __init__(self, packing: _Packing) -> None:
+    def __init__(self, packing: _Packing, most: int) -> None:
         find, self._length, self._limit = packing
-        self._make = find()
+        self._make, self._most = find(), most
         self._inner: Any = None
+        self._head = b""  # of this member
 
     def are_whole(self) -> bool:
         """Return whether the bytes may end here: at least one member, all complete."""
@@ -96,35 +101,57 @@ class _Members:
                     part = part.lstrip(b"\0")
                     if not part:
                         break
-                    self._inner = self._make()
+                    self._inner, self._head = self._make(self._most), b""
+                if len(self._head) < self._length:
+                    self._head += part
                 data = self._inner.decompress(part, *self._limit)
                 is_full = len(data) >= _PIECE and not self._inner.eof
                 part = getattr(self._inner, "unconsumed_tail", b"")
                 part = part or self._inner.unused_data
                 yield data
 
+    def error(self, failure: Exception, location: str, given: int) -> DatasetError:
+        """Return the error for a failure after ``given`` unpacked bytes."""
+        # Whether it needs more memory, and a power of two that suffices: lzma does not
+        # say how much it is.
+        is_large = "memory" in str(failure).lower()
+        for bits in range(self._most.bit_length(), _LARGEST) if is_large else ():
+            with contextlib.suppress(Exception):
+                self._make(1 << bits).decompress(self._head, *self._limit)
+                return DatasetError(
+                    f"{location!r} needs up to {1 << bits:,} bytes of memory to unpack"
+                    f": pass unpack_bytes={1 << bits}",
+                    location=location,
+                )
+        return DatasetError(
+            f"{location!r} cannot be unpacked after byte {given:,} of its contents: "
+            f"{failure}; write or download it again",
+            location=location,
+        )
 
-def _gzip() -> Callable[..., Any]:
-    return partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
+
+def _gzip() -> _Make:
+    return lambda _most: zlib.decompressobj(16 + zlib.MAX_WBITS)
 
 
-def _bz2() -> Callable[..., Any]:
+def _bz2() -> _Make:
     import bz2  # noqa: PLC0415  (Python may be built without it)
 
-    return bz2.BZ2Decompressor
+    return lambda _most: bz2.BZ2Decompressor()
 
 
-def _xz() -> Callable[..., Any]:
+def _xz() -> _Make:
     import lzma  # noqa: PLC0415  (Python may be built without it)
 
-    # The memory of the largest preset, 65 MB, and some more.
-    return partial(lzma.LZMADecompressor, memlimit=1 << 27)
+    return lambda most: lzma.LZMADecompressor(memlimit=most)
 
 
-def _zstd() -> Callable[..., Any]:
+def _zstd() -> _Make:
     zstandard = imported("zstandard", "zstd", "zstandard shards need zstandard")
-    make: Callable[..., Any]
-    make = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+
+    def make(most: int) -> Any:
+        return zstandard.ZstdDecompressor(max_window_size=most).decompressobj()
+
     return make
 
 

@@ -115,7 +115,8 @@ class Lane(Replayed):
         if missing := await skip(reader.pull, self._skip):
             raise ShardChangedError(
                 f"shard {self._number} of its lane ends {missing:,} samples before the "
-                "position in the state; it has changed since"
+                "position in the state; resume with the original shards, or start "
+                "again"
             )
         self._skip, self._position = 0, reader.position()
 

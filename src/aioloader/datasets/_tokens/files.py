@@ -101,10 +101,11 @@ class Sidecar:
                 operator.index(0 if number is None else number)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{location!r} is not the sidecar of a file of tokens: {error!r}"
+                f"{location!r} is not the sidecar of a file of tokens: {error!r}; "
+                "write both again"
             ) from error
         if not is_known:
-            raise ValueError(f"{location!r} is a sidecar of another version")
+            raise ValueError(f"{location!r} is of another version: write it again")
         return found
 
     @classmethod
@@ -121,7 +122,8 @@ class Sidecar:
         if found.tokens * dtype.itemsize != version.size:
             raise ValueError(
                 f"{path!r} has {version.size:,} bytes, and its sidecar says "
-                f"{found.tokens:,} tokens of {dtype}: it is cut, or of another dataset"
+                f"{found.tokens:,} tokens of {dtype}: it is cut, or of another "
+                "dataset; copy both again"
             )
         return found
 
@@ -171,21 +173,24 @@ class Index(NamedTuple):
         head = read(address, 0, min(size, _HEAD.size)).ljust(_HEAD.size, b"\0")
         magic, number, code, sequences, entries = _HEAD.unpack(head)
         if magic != _MAGIC:
-            raise ValueError(f"{address!r} is not an index of Megatron")
+            raise ValueError(f"{address!r} is not an index of Megatron; write it again")
         if number != _VERSION:
             raise ValueError(
-                f"{address!r} is an index of version {number}; only {_VERSION} is known"
+                f"{address!r} is an index of version {number}; only {_VERSION} is "
+                "known: write it again"
             )
         names = [name for name, known in _CODES.items() if known == code]
         if not names:
-            raise ValueError(f"{address!r} has no integers, but the type code {code}")
+            raise ValueError(
+                f"{address!r} has no integers, but type {code}: pass tokens"
+            )
         made = cls(address, version, np.dtype(names[0]), sequences, entries)
         # With modes, a byte for each sequence.
         if not entries or size not in {made.end, made.end + sequences}:
             raise ValueError(
                 f"{address!r} has {size:,} bytes, and an index of {sequences:,} "
                 f"sequences and {entries:,} ends has {made.end:,}: it is cut, or was "
-                "not finished"
+                "not finished; copy or write it again"
             )
         return made
 
@@ -205,12 +210,13 @@ class Index(NamedTuple):
         if start or opens or closes != self.sequences:
             raise ValueError(
                 f"{self.address!r} is damaged: it starts at byte {start:,} with "
-                f"sequence {opens:,}, and ends with {closes:,} of {self.sequences:,}"
+                f"sequence {opens:,}, and ends with {closes:,} of {self.sequences:,}; "
+                "write it again"
             )
         if stop != size:
             raise ValueError(
                 f"{self.address!r} has sizes that make {stop:,} bytes, and the .bin "
-                f"has {size:,}: one of them is cut, or of another dataset"
+                f"has {size:,}: copy or write both again"
             )
 
     def _numbers(self, read: Read, form: str, at: int) -> tuple[int, ...]:
@@ -366,7 +372,7 @@ class TokenFile:
         if made.version.size % made.dtype.itemsize:
             raise ValueError(
                 f"{path!r} has {made.version.size:,} bytes and ends inside a token of "
-                f"{made.dtype}: it is cut, or of another type"
+                f"{made.dtype}: copy it again, or pass its dtype"
             )
         return made
 

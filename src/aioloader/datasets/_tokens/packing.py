@@ -70,7 +70,10 @@ def document_of(sample: Any) -> Document:
     mask = None
     if isinstance(sample, Mapping):
         if "input_ids" not in sample:
-            raise KeyError(f"a document has no 'input_ids', only {[*sample]}")
+            raise KeyError(
+                f"a document has no 'input_ids', only {[*sample]}: tokenize() texts "
+                "first"
+            )
         sample, mask = sample["input_ids"], sample.get("loss_mask")
     tokens = _array(sample, "iu", "a document")
     if mask is None:
@@ -78,7 +81,8 @@ def document_of(sample: Any) -> Document:
     mask = _array(mask, "biu", "a loss_mask")
     if len(mask) != len(tokens):
         raise ValueError(
-            f"a loss_mask has {len(mask):,} entries for {len(tokens):,} tokens"
+            f"a loss_mask has {len(mask):,} entries for {len(tokens):,} tokens; give "
+            "one for each"
         )
     return Document(tokens, mask.astype(bool))
 

@@ -76,7 +76,8 @@ def text_of(sample: Any, column: str | None) -> str:
             )
         if column not in sample:
             raise KeyError(
-                f"tokenize() found no column {column!r} in a sample of {[*sample]}"
+                f"tokenize() found no column {column!r} in a sample of {[*sample]}; "
+                "pass the column of the texts"
             )
         sample = sample[column]
     if isinstance(sample, str):
@@ -101,7 +102,7 @@ def encoded(encode: Encode, texts: list[str]) -> list[Array]:
     if len(found) != len(texts):
         raise ValueError(
             f"the tokenizer returned {len(found)} arrays of tokens for {len(texts)} "
-            "texts"
+            "texts; return one for each"
         )
     return [_array_of(tokens) for tokens in found]
 

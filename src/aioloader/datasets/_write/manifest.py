@@ -114,7 +114,8 @@ class Manifest:
             ) from exc
         if version != _VERSION:
             raise StateMismatchError(
-                f"{where} is of version {version}, and this is {_VERSION}",
+                f"{where} is of version {version}, and this is {_VERSION}; write to "
+                "another place",
                 expected=_VERSION,
                 found=version,
             )

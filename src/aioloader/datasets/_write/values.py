@@ -37,17 +37,24 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     members = dict(named)
     if not members or len(members) < len(named):
         what = "no members" if not members else "two members of the same name"
-        raise ValueError(f"sample {key!r} has {what}: {', '.join(sample)}")
-    is_path = isinstance(key, str) and not key.startswith("/") and ".." not in key
+        raise ValueError(
+            f"sample {key!r} has {what}: {', '.join(sample)}; give each its own"
+        )
+    if not isinstance(key, str):
+        raise ValueError(  # noqa: TRY004  (as for any other key)
+            f"a tar cannot hold the key {key!r} of type {type(key).__name__}: pass "
+            f"text, such as {str(key)!r}"
+        )
+    is_path = not key.startswith("/") and ".." not in key
     parts = []
     for name, value in members.items():
         # A reader must find the same key and field.
         file = f"{key}.{name}"
         if not is_path or "\0" in file or split_name(file) != (key, name):
             raise ValueError(
-                f"a tar cannot hold the key {key!r} with {name!r}: keys are relative "
-                f"paths without a dot in the last part, or in the whole if there is "
-                f"one part, and names have no NUL"
+                f"a tar cannot hold the key {key!r} with {name!r}: write the key as a "
+                "relative path without a dot in its last part, '..', NUL or a first "
+                "part like __this__, and the name without '/' and NUL"
             )
         try:
             data = encode(value, name)
