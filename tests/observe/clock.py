@@ -35,6 +35,7 @@ class Ticks(NamedTuple):
     collate: int = 0
     transport: int = 0
     step: int = 0
+    draw: int = 0
     uses_cpu: tuple[str, ...] = ()
 
 
@@ -149,10 +150,17 @@ class Clock:
         began, read, started, transformed, collated = times
         at = (began, read, started, transformed, collated, busy, cpu, delayed)
         size = len(job.ticks.reads)
-        self.records.append(Record(job.number, asked, taken, job.lane, size, at))
+        ticks = self._batches[len(self.records) % len(self._batches)]
+        is_first = self._setting.place == "inline"
+        drawn = ticks.draw * TICK
+        if is_first:  # before it was made; otherwise, once it was there
+            asked -= drawn
+        else:
+            taken += drawn
+        self.records.append(Record(job.number, asked, taken, job.lane, size, at, drawn))
         self._open -= 1
         self._asked = -1
-        self._step = self._batches[(len(self.records) - 1) % len(self._batches)].step
+        self._step = ticks.step + ticks.draw
         return True
 
     def _request(self) -> bool:

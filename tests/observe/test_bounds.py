@@ -133,7 +133,7 @@ def test_reads_that_wait_for_the_lock() -> None:
     stream = replace(LOOP, is_stream=True, concurrency=1)
     for cpu, reading in ((("transform",), 0.004), ((), 0.024)):
         records = Clock(stream, [Ticks((1,) * 4, 30, step=5, uses_cpu=cpu)]).run(64)
-        for number, (*_, made) in enumerate(records):
+        for number, made in enumerate([one.made for one in records]):
             late = made[1] - (30e-3 if number % 4 else 4e-3), *made[1:5], 0, *made[6:]
             records[number] = records[number]._replace(made=late)
         assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
@@ -144,7 +144,7 @@ def test_a_stream_that_waits_for_the_lock_at_each_sample() -> None:
     stream = replace(LOOP, is_stream=True, concurrency=1)
     ticks = Ticks((6,) * 4, transform=16, step=3, uses_cpu=("transform",))
     records = Clock(stream, [ticks]).run(64)
-    for number, (*_, made) in enumerate(records):
+    for number, made in enumerate([one.made for one in records]):
         late = made[0] + 0.016 * (number == 0), *made[1:5], 0, *made[6:]
         records[number] = records[number]._replace(made=late)
     found = report(records, stream)

@@ -328,6 +328,18 @@ def test_too_little_to_tell(batches: int) -> None:
     assert found.confidence == f"a guess, measured over only {batches} batches"
 
 
+@pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
+def test_drawing_indices_takes_long(setting: Setting) -> None:
+    """It runs in the consumer's thread: no argument helps, and the sampler is named."""
+    setting = replace(setting, sampler="Bucketed")
+    found = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
+    assert (found.stage, found.advice) == ("draw", None)
+    assert found.headline.startswith("Drawing indices (Bucketed) is the bottleneck: ")
+    assert "Let Bucketed draw many at a time" in found.limit
+    assert abs(found.model_error) < 0.05
+    assert found.wait_share == pytest.approx(0.9, abs=0.04)
+
+
 def test_batches_that_take_no_time() -> None:
     at = 5.0
     made = (at,) * 5 + (0.0,) * 3

@@ -42,6 +42,7 @@ class Costs:
     # From collated until the consumer, or the device stage, can take it.
     transport: Floats
     step: Floats  # from when the consumer takes it until it asks for the next
+    draw: Floats  # drawing indices, in the consumer's thread
     copy: Floats  # moving it to the device
     slowest: Floats  # the longest of its reads
     awaited: Floats  # transforming its samples by coroutines, one after another
@@ -132,7 +133,7 @@ def costs_of(
     share, delay = measured_cpu(records, setting)
     found = Costs(
         *(total, transform, collate, moved[order]),
-        *(step[-_MOST:] + hand_over(records, setting), copy[order]),
+        *(step[-_MOST:] + hand_over(records, setting), _draws(records, setting), copy[order]),
         *(slowest, awaited, reads, samples),
         is_measured=share > 0,
         delay=delay,
@@ -151,6 +152,20 @@ def costs_of(
     found = _read_unlocked(found, setting, each)
     takes_turns = setting.is_shared and setting.processors < setting.making_lanes
     return _unlocked(found, setting, each) if takes_turns else found
+
+
+def _draws(records: Sequence[Record], setting: Setting) -> Floats:
+    """Return the mean seconds to draw the indices of a batch, for each batch.
+
+    The requests of the first window are drawn while the first batch is waited for.
+    """
+    drawn = np.array([one.drawn for one in records])
+    requests = len(records)
+    if records[0].number:
+        drawn, requests = drawn[1:], requests - 1
+    elif setting.length and setting.window:
+        requests = min(setting.length, requests + setting.window)
+    return np.full(min(_MOST, len(records) - 1), drawn.sum() / requests)
 
 
 def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
@@ -300,4 +315,4 @@ def start_seconds(records: Sequence[Record], setting: Setting) -> float:
     first = records[0]
     if not starts or first.number or not is_made(first):
         return 0.0
-    return max(0.0, first.made[setting.making_starts] - first.asked)
+    return max(0.0, first.made[setting.making_starts] - first.asked - first.drawn)

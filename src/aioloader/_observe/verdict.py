@@ -39,7 +39,7 @@ _IS_OFF = 0.15
 
 # Nothing is advised about these: no step of a transport is seen, only the rest.
 _UNSEEN = {"transport", "nothing"}
-_STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
+_STAGES = ("read", "transform", "collate", "transport", "device", "draw", "consumer")
 _WORDS = {
     "nothing": "Your training step is the bottleneck",
     "read": "Your dataset's reads are the bottleneck",
@@ -47,6 +47,7 @@ _WORDS = {
     "collate": "Collating batches is the bottleneck",
     "transport": "Handing batches to your training loop is the bottleneck",
     "device": "The copy to the device is the bottleneck",
+    "draw": "Drawing indices is the bottleneck",
     "consumer": "Your training step is the bottleneck, more than any stage of the "
     "loader",
 }
@@ -98,9 +99,9 @@ class Report:
     Attributes:
         headline: What limits training, in one sentence.
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"start"`` if
-            each epoch waits for its workers; ``"nothing"`` if the consumer hardly
-            waits; ``"unknown"`` if too little is recorded.
+            ``"transport"``, ``"device"``, ``"draw"``, ``"consumer"``, ``"loop"``;
+            ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
+            consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing is 5 percent faster.
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
@@ -240,7 +241,9 @@ class _Case:
         if is_ahead and not records[0].number and len(records) == count + 1:
             # All of an epoch: batches may come in bursts for long after its start.
             first = len(records) - len(self.settled)
-            seconds = pace(taken_times(self.costs, self.setting, count + 1)[first:])
+            requests = self.setting.length or inf
+            taken = taken_times(self.costs, self.setting, count + 1, requests)
+            seconds = pace(taken[first:])
         measured = pace([one.taken for one in self.settled])
         return seconds / measured - 1 if measured else 0.0
 
@@ -262,12 +265,13 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        At best nothing is waited for, and no processor is idle; if the same slots make
-        batches, nor is the thread of the event loop. If threads make them, what this
+        At best nothing but drawing is waited for, and no processor is idle; if the same
+        slots make batches, nor is the thread of the event loop. If threads make them, what this
         process computes takes turns at the GIL.
         """
         setting, then = self.setting, change.setting
-        waits = _inverse(1 - self.wait_share)
+        drawing = float(self.costs.draw.mean()) / max(self.measured, 1e-9)
+        waits = _inverse(1 - max(0.0, self.wait_share - drawing))
         if change.start < 0:
             return 1.0  # only starts are saved
         if then == setting:
@@ -383,7 +387,10 @@ class _Case:
             return f"Starting workers is the bottleneck: it takes {took} of each epoch."
         if stage == "loop":
             return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
-        return f"{_ON_HOST if is_on_host else _WORDS[stage]}: {waits}."
+        words = _ON_HOST if is_on_host else _WORDS[stage]
+        if stage == "draw" and self.setting.sampler:
+            words = words.replace("indices", f"indices ({self.setting.sampler})")
+        return f"{words}: {waits}."
 
     def limit(self, stage: str) -> str:
         """Return what limits the speed if no change of an argument helps."""
@@ -406,10 +413,14 @@ class _Case:
         link = "The link to the device is the limit: make batches smaller in bytes."
         steps = f"{none}: move work from the stream's steps to transform=, which runs "
         steps += "in workers, or read more shards at once (interleave=)."
+        drawing = "No argument would help: all indices are drawn in the thread that "
+        drawing += f"iterates. Let {setting.sampler or 'the sampler'} draw many at a "
+        drawing += "time, or in a thread of its own."
         texts = (
             (stage == "nothing", idle),
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
+            (stage == "draw", drawing),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (is_stream, steps),
