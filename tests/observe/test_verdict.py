@@ -228,8 +228,8 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
         "Page-locking batches, or Device.transform, is the bottleneck: "
     )
     assert found.limit == (
-        "No argument would bring 5% or more steps per second: this stage must do less "
-        "work."
+        "No argument would bring 1.05 times the steps per second: this stage must do "
+        "less work."
     )
 
 
@@ -354,8 +354,8 @@ def test_a_report_for_people() -> None:
     assert str(report(records, setting, stats)) == (
         "Your dataset's reads are the bottleneck: training waits for batches 29% of "
         "the time.\n"
-        "Change num_workers from 0 to 2, for about 39% more steps per second: more "
-        "batches are made at the same time.\n"
+        "Change num_workers from 0 to 2, for about 1.39 times the steps per second: "
+        "more batches are made at the same time.\n"
         "Accelerator utilisation: 71% now, 36% with steps 2x as fast, 18% with steps "
         "4x as fast.\n"
         "2 worker processes died.\n"
@@ -375,7 +375,7 @@ def test_confidence_in_words() -> None:
     advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
     assert str(Report("It waits.", "read", advice, batches=90)) == (
         "It waits.\n"
-        "Change concurrency from 8 to 16, for about 100% more steps per second: "
+        "Change concurrency from 8 to 16, for about 2.0 times the steps per second: "
         "samples wait.\n"
         "Measured over the latest 90 batches."
     )

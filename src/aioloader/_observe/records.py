@@ -161,6 +161,7 @@ class Setting:
     on_device: int = 0
     stays_on_host: bool = False  # whether there is such a stage without a device
     is_persistent: bool = False  # whether workers are kept between epochs
+    start_method: str = "fork"  # how worker processes start, or would start
     sampler: str = ""  # class of the sampler, or batch sampler, that draws indices
     cores: int = 1  # how many cores this process may use; filled in when needed
     # How many of them it has used meanwhile, worker processes not included; 0 if not

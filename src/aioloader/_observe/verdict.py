@@ -18,7 +18,7 @@ from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.words import seconds_text
+from aioloader._observe.words import seconds_text, times_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
@@ -28,7 +28,7 @@ _LEAST_GAIN = 5.0
 _AS_GOOD = 0.95
 # An argument is preferred to new code if it achieves this share of its speed.
 _AS_FAST = 0.75
-# With fewer batches, the verdict is a guess.
+# With fewer batches, the verdict is a guess, and nothing is advised.
 _ENOUGH = 16
 # The loop is the verdict only if it is blocked for this share of the time.
 _LAGS = 0.1
@@ -76,7 +76,7 @@ class Advice:
     def __str__(self) -> str:
         return (
             f"Change {self.argument} from {self.old} to {self.new}, for about "
-            f"{self.gain:.0f}% more steps per second: {self.why}."
+            f"{times_text(self.gain)} the steps per second: {self.why}."
         )
 
 
@@ -248,6 +248,11 @@ class _Case:
         return seconds / measured - 1 if measured else 0.0
 
     @property
+    def is_guess(self) -> bool:
+        """Whether too few batches are measured to advise anything."""
+        return len(self.costs.step) < _ENOUGH
+
+    @property
     def is_doubtful(self) -> bool:
         """Whether the computed pace is too far from the measured one to conclude."""
         return abs(self.error) > _IS_OFF
@@ -297,11 +302,13 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its speed-up in percent, or None.
 
-        None: no change is worth it. Otherwise the cheapest change within 5 percent of
+        None: no change is worth it, or too few batches are measured. Otherwise the cheapest change within 5 percent of
         the best speed, or within a quarter if that needs new code; among equal ones the
         first, which changes least. The starts of workers are measured, not computed:
         to keep workers is advised whatever the error of the computed pace.
         """
+        if self.is_guess:
+            return None
         found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
         kept = (pair for pair in tried if pair[0].start < 0 and pair[1] >= _LEAST_GAIN)
@@ -353,7 +360,7 @@ class _Case:
 
         It is None if the loop is not the cause.
         """
-        if not lag.culprit or lag.share < _LAGS:
+        if not lag.culprit or lag.share < _LAGS or self.is_guess:
             return None
         # As many calls at a time as asyncio.to_thread or a process pool makes.
         cores = self.setting.cores
@@ -395,7 +402,7 @@ class _Case:
     def limit(self, stage: str) -> str:
         """Return what limits the speed if no change of an argument helps."""
         setting = self.setting
-        none = f"No argument would bring {self.enough:.0f}% or more steps per second"
+        none = f"No argument would bring {times_text(self.enough)} the steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
         is_store = stage == "read" and waits_for_store(self.costs, setting)
         is_stream = stage == "read" and setting.is_stream and not setting.is_replicated
@@ -410,6 +417,8 @@ class _Case:
             f"the measured ones by {self.error:+.0%}."
         )
         idle = "No argument would make training faster."
+        few = f"No advice yet: {len(self.costs.step)} batches are too few to measure a "
+        few += f"speed-up. Call report() after more than {_ENOUGH} of one epoch."
         link = "The link to the device is the limit: make batches smaller in bytes."
         steps = f"{none}: move work from the stream's steps to transform=, which runs "
         steps += "in workers, or read more shards at once (interleave=)."
@@ -418,6 +427,7 @@ class _Case:
         drawing += "time, or in a thread of its own."
         texts = (
             (stage == "nothing", idle),
+            (self.is_guess, few),
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
             (stage == "draw", drawing),
