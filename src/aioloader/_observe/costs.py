@@ -133,7 +133,11 @@ def costs_of(
     share, delay = measured_cpu(records, setting)
     found = Costs(
         *(total, transform, collate, moved[order]),
-        *(step[-_MOST:] + hand_over(records, setting), _draws(records, setting), copy[order]),
+        *(
+            step[-_MOST:] + hand_over(records, setting),
+            _draws(records, setting),
+            copy[order],
+        ),
         *(slowest, awaited, reads, samples),
         is_measured=share > 0,
         delay=delay,
