@@ -1,11 +1,13 @@
 """What the verdict may advise, in the settings of real loaders: nothing impossible."""
 
+import asyncio
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,34 @@ def test_a_transform_without_a_device() -> None:
     moved = replace(setting, stays_on_host=False)
     assert "copied ahead" in offered(moved)["Device.ahead"]
     assert not set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)).stays_on_host
+
+
+class Pooled:
+    """Samples from a client that has a pool of two connections."""
+
+    def __len__(self) -> int:
+        return 320
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        async with self.pool:
+            await asyncio.sleep(0.01)
+        return torch.tensor(index)
+
+    @cached_property
+    def pool(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(2)
+
+
+@pytest.mark.slow
+def test_reads_that_queue_in_their_client() -> None:
+    """No more of them are advised, but a larger pool."""
+    with DataLoader(Pooled(), batch_size=8) as loader:
+        assert len(list(loader)) == 40
+        found = loader.report()
+    assert (found.stage, found.advice) == ("read", None), str(found)
+    served = re.search(r"serve reads about (\d+) at a time", found.limit)
+    assert served is not None, str(found)
+    assert 1 <= int(served[1]) <= 8
 
 
 class SlowSampler:

@@ -328,6 +328,35 @@ def test_too_little_to_tell(batches: int) -> None:
     assert found.confidence == f"a guess, measured over only {batches} batches"
 
 
+@pytest.mark.parametrize("served", [1, 3, 8, 20])
+def test_a_client_that_serves_a_few_reads_at_a_time(served: int) -> None:
+    """More reads would only wait there: it is said how many it serves."""
+    setting = replace(LOOP, concurrency=64, window=40, cores=1)
+    clock = Clock(setting, [Ticks((20,) * 4, step=1)], client=served)
+    records, none = clock.run(160), LoaderStats(0, 160, 0.0, 0, failures=0)
+    blind = report(records, setting, none).advice
+    assert blind is not None
+    assert blind.argument == "concurrency"
+    stats = replace(none, _alone=clock.alone)
+    found = report(records, setting, stats)
+    assert (found.stage, found.advice) == ("read", None)
+    assert f"serve reads about {served} at a time" in found.limit
+    busy = replace(stats, loop_lag=LoopLag(0.0, 0.0, "", busy=0.9))
+    assert "at a time" not in report(records, setting, busy).limit
+
+
+def test_a_store_of_any_latency_serves_more_reads() -> None:
+    """Reads that vary, and take as long alone as together."""
+    setting = replace(LOOP, concurrency=64, window=40)
+    reads = [Ticks((15, 20, 20, 20 + at % 9), step=1) for at in range(0, 160, 7)]
+    clock = Clock(setting, reads)
+    records = clock.run(160)
+    stats = LoaderStats(0, 160, 0.0, 0, failures=0, _alone=clock.alone)
+    advice = report(records, setting, stats).advice
+    assert advice is not None
+    assert advice.argument in {"concurrency", "prefetch_factor"}
+
+
 @pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
 def test_drawing_indices_takes_long(setting: Setting) -> None:
     """It runs in the consumer's thread: no argument helps, and the sampler is named."""

@@ -7,7 +7,8 @@ analysis of queueing network models", 1978): no slot, reader, processor or copy 
 more than a second of work per second, and batches in flight are the rate times the
 seconds that each takes (Little). Assumptions:
 
-- A store is as fast when more samples are read at a time, and a batch takes as long in
+- A store is as fast when more samples are read at a time, unless they queue there
+  (``costs``), and a batch takes as long in
   a worker as in the consumer's process. Transport is as recorded, and keeps no worker
   busy; for batches made without workers, ``changes`` adds that of a small batch.
 - As many slots compute at a time as there are cores; of worker threads one, because of
@@ -106,6 +107,7 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
         readers, others = setting.reading_lanes, setting.transforming_lanes
         read = costs.read + costs.held * setting.is_shared
         flow = np.maximum(read / readers, costs.awaited / others)
+        flow = np.maximum(flow, costs.least * costs.reads)
         alone = read / np.minimum(costs.reads, readers)
         front = np.maximum(costs.slowest, alone)
         front = front + costs.awaited / np.minimum(costs.samples, others)

@@ -7,7 +7,7 @@ a machine share; times of workers on other machines are converted (``remote_task
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -268,6 +268,8 @@ class Counters:
     )
     listed_shards: int = 0  # of a stream, before the first was read, if listed here
     listed_seconds: float = 0.0  # how long it took
+    # Seconds of reads that coroutines began while few others ran.
+    alone: Sequence[float] = ()
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None

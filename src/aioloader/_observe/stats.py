@@ -103,6 +103,7 @@ class LoaderStats:
     _records: Sequence[Record] = field(default=(), repr=False, compare=False)
     _setting: Setting = field(default=Setting("inline"), repr=False, compare=False)
     _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
+    _alone: Sequence[float] = field(default=(), repr=False, compare=False)
 
     @property
     def recent(self) -> int:

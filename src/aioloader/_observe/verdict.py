@@ -34,6 +34,8 @@ _ENOUGH = 16
 _LAGS = 0.1
 # Processors are the limit if they allow no greater speed-up.
 _BUSY = 1.25
+# A loop that computes for this share of the time is why its reads take longer.
+_COMPUTES = 0.5
 # Nothing is advised if the pace of the recorded setting is off by more than this.
 _IS_OFF = 0.15
 
@@ -164,11 +166,14 @@ def report(
     stages that it slows down.
     """
     remarks = _remarks(stats)
-    costs = costs_of(records, setting, copies)
+    lag = None if stats is None else stats.loop_lag
+    is_blocked = lag is not None and lag.share >= _LAGS and lag.culprit != ""
+    is_free = lag is None or (lag.busy < _COMPUTES and not is_blocked)
+    alone = stats._alone if stats is not None and is_free else ()  # noqa: SLF001
+    costs = costs_of(records, setting, copies, alone)
     if costs is None:
         headline = f"Too few batches to name the bottleneck: {len(records)}."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    lag = None if stats is None else stats.loop_lag
     case = _Case(costs, setting, records, start_seconds(records, setting), lag)
     stage, advice = case.found()
     return Report(
@@ -271,8 +276,8 @@ class _Case:
         """Return the greatest speed-up that the measurements allow for a change.
 
         At best nothing but drawing is waited for, and no processor is idle; if the same
-        slots make batches, nor is the thread of the event loop. If threads make them, what this
-        process computes takes turns at the GIL.
+        slots make batches, nor is the thread of the event loop. If threads make them,
+        what this process computes takes turns at the GIL.
         """
         setting, then = self.setting, change.setting
         drawing = float(self.costs.draw.mean()) / max(self.measured, 1e-9)
@@ -302,10 +307,11 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its speed-up in percent, or None.
 
-        None: no change is worth it, or too few batches are measured. Otherwise the cheapest change within 5 percent of
-        the best speed, or within a quarter if that needs new code; among equal ones the
-        first, which changes least. The starts of workers are measured, not computed:
-        to keep workers is advised whatever the error of the computed pace.
+        None: no change is worth it, or too few batches are measured. Otherwise the
+        cheapest change within 5 percent of the best speed, or within a quarter if that
+        needs new code; among equal ones the first, which changes least. The starts of
+        workers are measured, not computed: to keep workers is advised whatever the
+        error of the computed pace.
         """
         if self.is_guess:
             return None
@@ -425,9 +431,18 @@ class _Case:
         drawing = "No argument would help: all indices are drawn in the thread that "
         drawing += f"iterates. Let {setting.sampler or 'the sampler'} draw many at a "
         drawing += "time, or in a thread of its own."
+        alone = float(self.costs.least * self.costs.served)
+        queued = "No argument would help: your client or store seems to serve reads "
+        queued += f"about {self.costs.served:.0f} at a time. One takes "
+        queued += (
+            f"{seconds_text(alone)} alone, and longer among {setting.concurrency}. "
+        )
+        queued += "Raise the limit there: the size of a connection pool, a semaphore, "
+        queued += "threads."
         texts = (
             (stage == "nothing", idle),
             (self.is_guess, few),
+            (stage == "read" and self.costs.served > 0, queued),
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
             (stage == "draw", drawing),
