@@ -21,7 +21,7 @@ import aioloader
 from aioloader.datasets import ObjectDataset, TarDataset
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 FILE_BYTES = 4_000
 
@@ -128,6 +128,41 @@ class Awaited:
             await asyncio.to_thread(time.sleep, self.held)
         else:
             time.sleep(self.held)  # noqa: ASYNC251  (that is the plant)
+
+
+class Threaded(Awaited):
+    """Samples from a client that blocks, each in a thread."""
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        await asyncio.to_thread(time.sleep, self.pause)
+        return torch.tensor(index)
+
+
+class Pooled(Awaited):
+    """Samples from a client that has so many connections."""
+
+    def __init__(self, length: int, pause: float, *, size: int) -> None:
+        super().__init__(length, pause)
+        self.pool = asyncio.Semaphore(size)
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        async with self.pool:
+            return await super().__getitem__(index)
+
+
+class Drawn:
+    """Batches of indices, each of which takes a while to draw."""
+
+    def __init__(self, batches: int, size: int, pause: float) -> None:
+        self.batches, self.size, self.pause = batches, size, pause
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.batches):
+            time.sleep(self.pause)
+            yield [*range(number * self.size, (number + 1) * self.size)]
 
 
 class Compute:

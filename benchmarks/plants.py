@@ -1,8 +1,11 @@
 """Plants: is the verdict right about bottlenecks that were planted on purpose?
 
-For each of 18: a real loader and a training step run, ``loader.report()`` is called,
-and the change that it advises is made. The second run gives the gain, to compare with
-the first one's prediction. Each run is a separate process.
+For each: a real loader and a training step run, ``loader.report()`` is called, and the
+change that it advises is made. The second run gives the gain, to compare with the first
+one's prediction. Each run is a separate process.
+
+``--follow`` does what the report says, and asks again, until it advises nothing; the
+end must be within 15 % of the best of some other settings.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ from meter import uncharged
 from plant_data import (
     Awaited,
     Compute,
+    Drawn,
     FileServer,
     Pinned,
     Plain,
+    Pooled,
+    Threaded,
     as_numbers,
     keep_busy,
 )
@@ -47,6 +53,7 @@ NO_GAIN = 5.0  # percent: less is none
 # Cores that other processes may use during a run; else it is made again, some times.
 QUIET, TRIES = 0.5, 5
 CORES = 2  # that a plant may use
+MOST_CHANGES, NEAR = 5, 0.15  # how often advice is followed; how near it must lead
 Settings = dict[str, Any]
 
 
@@ -65,6 +72,7 @@ class Plant:
         value: The value that must be advised, if only one is right.
         busy: Seconds for which the step also keeps two cores busy, before it waits.
         epochs: How many short epochs are iterated; the first one is not measured.
+        is_whole: Whether all of the run is measured, from its first start.
     """
 
     make: Callable[[ExitStack], Any]
@@ -77,6 +85,7 @@ class Plant:
     value: Any = None
     busy: float = 0.0
     epochs: int = 1
+    is_whole: bool = False
 
     def take_step(self) -> None:
         """Compute, and wait."""
@@ -92,6 +101,10 @@ def plain(batch_size: int, **taking: Any) -> Callable[[ExitStack], Any]:
 
 def awaited(batch_size: int, *taking: float, **also: Any) -> Callable[[ExitStack], Any]:
     return lambda _: Awaited(BATCHES * batch_size, *taking, **also)
+
+
+def pooled(batch_size: int, *taking: float, **also: Any) -> Callable[[ExitStack], Any]:
+    return lambda _: Pooled(BATCHES * batch_size, *taking, **also)
 
 
 def files(stack: ExitStack) -> Any:
@@ -250,6 +263,47 @@ PLANTS = {
         (),
         tries={"num_workers": 4},
     ),
+    "reads in threads": Plant(
+        lambda _: Threaded(BATCHES * 8, 0.020),
+        {"batch_size": 8, "concurrency": 16},
+        0.004,
+        "read",
+        ("concurrency",),
+    ),
+    "a client's pool": Plant(
+        pooled(8, 0.010, size=8),
+        {"batch_size": 8},
+        0.004,
+        "read",
+        (),
+        cured=pooled(8, 0.010, size=64),
+    ),
+    "slow sampler": Plant(
+        plain(8),
+        {"batch_sampler": Drawn(BATCHES, 8, 0.012)},
+        0.004,
+        "draw",
+        (),
+        tries={"num_workers": 2},
+    ),
+    "a few batches": Plant(
+        lambda _: Awaited(8 * 64, 0.002),
+        {"batch_size": 64, "transform": Compute(0.001), "concurrency": 256},
+        0.0,
+        "transform",
+        (),
+        tries={"num_workers": 2},
+        is_whole=True,
+    ),
+    "one short epoch": Plant(
+        lambda _: Awaited(32 * 16, 0.002),
+        {"batch_size": 16, "transform": Compute(0.001)},
+        0.002,
+        "transform",
+        (),
+        tries={"num_workers": 2},
+        is_whole=True,
+    ),
 }
 
 
@@ -271,7 +325,7 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
                 plant.take_step()
                 if len(times) in {BATCHES // 2, BATCHES}:  # near the end of all
                     workers = uncharged()
-        if plant.epochs > 1:
+        if plant.epochs > 1 or plant.is_whole:
             return (time.perf_counter() - began) / len(times), loader.report(), workers
         times = times[WARM:-TAIL]
         pace = (times[-1] - times[0]) / (len(times) - 1)
@@ -285,20 +339,20 @@ def is_one_of(named: str, arguments: tuple[str, ...]) -> bool:
     )
 
 
-def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
-    """Return the advised dataset and arguments; None if they are not ours.
-
-    Without an advice: those that must gain nothing.
-    """
-    advice, settings = report.advice, plant.settings
-    if advice is None:
-        return (plant.make, settings | plant.tries) if plant.tries else None
+def changed(plant: Plant, report: Report, make: Any, settings: Settings) -> Any:
+    """Return the advised dataset and arguments; None if they are not ours."""
+    advice = report.advice
+    if advice is None:  # a client's limit is no argument
+        is_limited = plant.cured and make is plant.make and "at a time" in report.limit
+        return (plant.cured, settings) if is_limited else None
     if advice.argument == "Device.ahead":
-        ahead = Device(settings["device"], ahead=int(str(advice.new)))
-        return plant.make, settings | {"device": ahead}
+        device = settings["device"]
+        name = device if isinstance(device, str) else "cuda"
+        ahead = Device(name, ahead=int(str(advice.new)))
+        return make, settings | {"device": ahead}
     known = DataLoader.__init__.__annotations__
     if advice.argument != "dataset" and advice.argument in known:
-        return plant.make, settings | {advice.argument: advice.new}
+        return make, settings | {advice.argument: advice.new}
     if plant.cured is None:
         return None
     if "async" in str(advice.new):
@@ -306,15 +360,66 @@ def changed(plant: Plant, report: Report) -> tuple[Any, Settings] | None:
     return plant.cured, settings
 
 
+def others(plant: Plant) -> list[tuple[Any, Settings]]:
+    """Return other settings, of which the best is what the advice may lead to."""
+    given = plant.settings
+    tried: list[Settings] = [
+        {"num_workers": 2},
+        {"num_workers": 2, "prefetch_factor": 8},
+        {"prefetch_factor": 8},
+        {"concurrency": 256},
+    ]
+    if "num_workers" in given:
+        tried += [{"in_order": False}, {"workers": "process", "in_order": False}]
+    found = [(plant.make, given | one) for one in tried]
+    if plant.cured is not None:
+        cured = given | ({"concurrency": 64} if "dataset" in plant.advice else {})
+        found += [(plant.cured, cured), (plant.cured, cured | {"num_workers": 2})]
+    if plant.stage == "read" and not plant.advice:  # each worker would have a pool
+        found = [one for one in found if "num_workers" not in one[1]]
+    return found
+
+
+def followed(name: str, *, says: bool) -> Settings:
+    """Do what the report says until it says nothing more; compare with the best."""
+    plant, trail = PLANTS[name], list[str]()
+    start = now = plant.make, plant.settings
+    for _ in range(MOST_CHANGES + 1):
+        seconds, report, _ = run(plant, *now)
+        if says:
+            print(report, file=sys.stderr)
+        change = changed(plant, report, *now)
+        if change is None or len(trail) == MOST_CHANGES:
+            break
+        advice, now = report.advice, change
+        trail.append(f"{advice.argument}={advice.new}" if advice else "the client")
+    paces = [(run(plant, *one)[0], one) for one in (start, *others(plant))]
+    best = min(paces, key=lambda pair: pair[0])[1]
+    # The best of many was lucky: both once more, in turns.
+    turns = [(run(plant, *now)[0], run(plant, *best)[0]) for _ in range(2)]
+    ended, aimed = (min(each) for each in zip(*turns, strict=True))
+    ended = min(ended, seconds)
+    differs = {k: v for k, v in best[1].items() if plant.settings.get(k) != v}
+    if best[0] is not plant.make:
+        differs["dataset"] = "changed"
+    return {
+        "trail": trail or ["nothing"],
+        "speedup": paces[0][0] / ended,
+        "best": differs,
+        "share": aimed / ended,
+        "is_right": ended <= aimed * (1 + NEAR),
+    }
+
+
 def one_run(name: str, *, says: bool) -> Settings:
     """Plant a bottleneck, get the report, make the change, and compare."""
     plant = PLANTS[name]
-    if hasattr(os, "sched_setaffinity"):  # as many on any machine
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     before, report, workers = run(plant, plant.make, plant.settings)
     advice = report.advice
     predicted = 0.0 if advice is None else advice.gain
-    change = changed(plant, report)
+    change = changed(plant, report, plant.make, plant.settings)
+    if advice is None and plant.tries:  # that must gain nothing
+        change = plant.make, plant.settings | plant.tries
     measured = None
     if change is not None:
         after, _, more = run(plant, *change)
@@ -346,7 +451,7 @@ def quiet_run(name: str, options: Options) -> Settings:
     """Run a plant in a process of its own, while the machine does little else."""
     tries = 1
     while (figures := run_fresh(Path(__file__), name, options))["others"] > QUIET:
-        if tries == TRIES:
+        if tries == TRIES or "follow" in options.url:  # also with busy neighbours
             break
         tries += 1
     return {**figures, "tries": tries}
@@ -374,6 +479,19 @@ def line(name: str, runs: list[Settings]) -> list[str]:
     return cells
 
 
+def row(name: str, runs: list[Settings]) -> list[str]:
+    """Return a row of the table of ``--follow``: of the run in the middle."""
+    runs = sorted(runs, key=lambda one: one["share"])
+    middle = runs[len(runs) // 2]
+    best = ", ".join(f"{key}={value}" for key, value in middle["best"].items())
+    return [
+        *(name, ", ".join(middle["trail"]), f"{middle['speedup']:.2f}"),
+        *(best or "as given", f"{middle['share']:.2f}"),
+        f"{sum(one['is_right'] for one in runs)} of {len(runs)}",
+    ]
+
+
+FOLLOW_HEAD = ["plant", "advice, followed", "times", "best setting", "of it", "right"]
 HEAD = [
     "plant",
     "stage",
@@ -395,6 +513,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one run")
     parser.add_argument("--all", action="store_true", help="no more than without")
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--follow", action="store_true", help="advice, to its end")
     parser.add_argument("--log", action="store_true", help="print each report")
     return parser.parse_args()
 
@@ -403,7 +522,12 @@ def main() -> None:
     """Run all plants in turns; print the table, store the figures."""
     args = parse()
     if args.contender:
-        print(json.dumps(one_run(args.contender, says=bool(args.url))), flush=True)
+        if hasattr(os, "sched_setaffinity"):  # as many on any machine
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+        follows = "follow" in args.url
+        judge = followed if follows else one_run
+        figures = judge(args.contender, says="log" in args.url)
+        print(json.dumps(figures, default=str), flush=True)
         return
     names = args.only.split(",") if args.only else list(PLANTS)
     if not torch.cuda.is_available() and "slow copy" in names:
@@ -412,20 +536,21 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds or args.runs
     started = time.perf_counter()
     runs: dict[str, list[Any]] = {name: [] for name in names}
-    options = Options(url="log" if args.log else "")
+    options = Options(url="log " * args.log + "follow" * args.follow)
     for number in range(rounds):
         for name in names:
             show(f"run {number + 1}: {name}")
             runs[name].append(quiet_run(name, options))
     show("")
-    print(render([HEAD, *(line(name, each) for name, each in runs.items())]))
+    head, cells = (FOLLOW_HEAD, row) if args.follow else (HEAD, line)
+    print(render([head, *(cells(name, each) for name, each in runs.items())]))
     wrong = [
         name
         for name, each in runs.items()
         if sum(one["is_right"] for one in each) < 0.9 * rounds
     ]
     print("MISSED: " + ", ".join(wrong) if wrong else "met: 9 of 10 right everywhere")
-    if not args.quick and not args.only:
+    if not (args.quick or args.only or args.follow):
         seconds = time.perf_counter() - started
         kept = {"environment": describe(), "seconds": seconds, "plants": runs}
         (RESULTS / "plants.json").write_text(json.dumps(kept, indent=1) + "\n")

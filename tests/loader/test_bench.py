@@ -107,6 +107,20 @@ def test_beside_torch(module: str) -> None:
     assert "<h2>Timeline</h2>" in Path("page.html").read_text()
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_steps_and_waits_are_all_of_the_time(
+    step: int, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More batches per second have a smaller share of waiting, and none a larger."""
+    name = f"{module}:Parts.inline"
+    assert main(["bench", name, "--rounds", "1", "--step", str(step)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rates, waits = lines[4].split()[1:3], lines[6].split()[2:4]
+    for rate, wait in zip(rates, waits, strict=True):
+        worked = float(rate.replace(",", "")) * step / 1000
+        assert float(wait.rstrip("%")) / 100 == pytest.approx(1 - worked, abs=0.001)
+
+
 @pytest.mark.slow
 def test_an_interruption_leaves_no_process(module: str) -> None:
     process = bench(f"{module}:speaking", "--step", "60000")

@@ -7,7 +7,7 @@ at them, tick by tick.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -35,6 +35,7 @@ class Ticks(NamedTuple):
     collate: int = 0
     transport: int = 0
     step: int = 0
+    draw: int = 0
     uses_cpu: tuple[str, ...] = ()
 
 
@@ -60,7 +61,9 @@ class _Job:
         self.reads = deque(
             (ticks.transform,) * len(ticks.reads) if awaits else ticks.reads
         )
-        self.reading: list[list[int]] = []
+        # Whether few others ran when it began; then; and the ticks left.
+        self.reading: list[tuple[bool, int, list[int]]] = []
+        self.busy = 0  # ticks of its reads
         self.stage, self.left, self.lane = "read", sum(ticks.reads), 0
         self.at: dict[str, int] = {}
         self.cpu = self.delayed = 0
@@ -73,6 +76,7 @@ class Clock:
         setting: The loader.
         batches: What batches take; from the first again after the last.
         slow: How many times longer the first worker takes.
+        client: How many reads are served at a time; the others wait.
         locks: Whether threads that compute hold the interpreter's lock: the consumer
             gets on when they let it go, or after 5 ticks.
     """
@@ -83,6 +87,7 @@ class Clock:
         batches: Sequence[Ticks],
         slow: int = 1,
         *,
+        client: int = 1 << 30,
         locks: bool = False,
     ) -> None:
         self._setting, self._batches, self._slow = setting, batches, slow
@@ -109,6 +114,8 @@ class Clock:
         self._wants = 0  # ticks that it waits for the lock, at most
         self._turn = 0
         self._is_waiting = False
+        self._client = client
+        self.alone: list[float] = []  # seconds of reads that began while few ran
         self.records: list[Record] = []
         self.copies: list[Copy] = []
         self._room = -1  # since when there is room on the device
@@ -136,7 +143,7 @@ class Clock:
             return True
         job = self._ready.popleft()
         made = [job.at[name] for name in ("read", "there", "transform", "collate")]
-        busy = 0 if self._is_coupled else sum(job.ticks.reads) * TICK
+        busy = 0 if self._is_coupled else job.busy * TICK
         if self._setting.transforms_async:
             made[1:3] = made[0], made[0]
             busy = job.ticks.transform * len(job.ticks.reads) * TICK
@@ -149,10 +156,17 @@ class Clock:
         began, read, started, transformed, collated = times
         at = (began, read, started, transformed, collated, busy, cpu, delayed)
         size = len(job.ticks.reads)
-        self.records.append(Record(job.number, asked, taken, job.lane, size, at))
+        ticks = self._batches[len(self.records) % len(self._batches)]
+        is_first = self._setting.place == "inline"
+        drawn = ticks.draw * TICK
+        if is_first:  # before it was made; otherwise, once it was there
+            asked -= drawn
+        else:
+            taken += drawn
+        self.records.append(Record(job.number, asked, taken, job.lane, size, at, drawn))
         self._open -= 1
         self._asked = -1
-        self._step = self._batches[(len(self.records) - 1) % len(self._batches)].step
+        self._step = ticks.step + ticks.draw
         return True
 
     def _request(self) -> bool:
@@ -179,14 +193,19 @@ class Clock:
         if job not in self._reading:
             job.at["read"] = self._now
             self._reading.append(job)
-        job.reading.append([job.reads.popleft()])
+        is_few = busy < setting.concurrency // 8
+        job.reading.append((is_few, self._now, [job.reads.popleft()]))
         if not job.reads:
             self._queue.popleft()
         return True
 
     def _end_reads(self) -> bool:
         for job in self._reading:
-            job.reading = [left for left in job.reading if left[0]]
+            for is_few, began, left in job.reading:
+                if not left[0]:
+                    job.busy += self._now - began
+                    self.alone += [(self._now - began) * TICK] if is_few else []
+            job.reading = [read for read in job.reading if read[-1][0]]
             if not job.reads and not job.reading:
                 self._reading.remove(job)
                 job.at["there"] = self._now
@@ -272,9 +291,9 @@ class Clock:
         if self._step:
             self._step -= 1
             self._wants = 0 if self._step or not self._locks else 5
-        for job in self._reading:
-            for left in job.reading:
-                left[0] -= 1
+        reads = (left for job in self._reading for *_, left in job.reading)
+        for left in islice(reads, self._client):
+            left[0] -= 1
         moving = [*self._moving, *list(self._to_copy)[:1]]
         for job in moving:
             job.left -= job.left > 0

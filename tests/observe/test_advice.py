@@ -1,7 +1,14 @@
 """What the verdict may advise, in the settings of real loaders: nothing impossible."""
 
+import asyncio
+import hashlib
 import os
+import re
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +21,7 @@ from aioloader._observe.costs import costs_of
 from aioloader._observe.records import Setting
 from aioloader._observe.verdict import report
 from aioloader.datasets import FileDataset, from_iterable
+from beside import beside
 from observe.clock import Clock, Ticks
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
 
@@ -107,7 +115,7 @@ def test_what_the_loader_chooses() -> None:
     loader: DataLoader[Any] = DataLoader(AsyncMap(40), 4, concurrency="auto")
     assert "concurrency" not in offered(set_up(loader))
     loader._live.tuning.controllers["concurrency"].value = 100
-    assert loader._live.setting().concurrency == loader.stats().stages[0].lanes == 100
+    assert loader._live.setting().concurrency == loader.stats().stages[1].lanes == 100
     loader.concurrency = 8
     assert set_up(loader).concurrency == 8
     assert "concurrency" in offered(set_up(loader))
@@ -140,3 +148,75 @@ def test_a_transform_without_a_device() -> None:
     moved = replace(setting, stays_on_host=False)
     assert "copied ahead" in offered(moved)["Device.ahead"]
     assert not set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)).stays_on_host
+
+
+class Pooled:
+    """Samples from a client that has a pool of two connections."""
+
+    def __len__(self) -> int:
+        return 320
+
+    async def __getitem__(self, index: int) -> torch.Tensor:
+        async with self.pool:
+            await asyncio.sleep(0.01)
+        return torch.tensor(index)
+
+    @cached_property
+    def pool(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(2)
+
+
+@pytest.mark.slow
+def test_reads_that_queue_in_their_client() -> None:
+    """No more of them are advised, but a larger pool."""
+    with DataLoader(Pooled(), batch_size=8) as loader:
+        assert len(list(loader)) == 40
+        found = loader.report()
+    assert (found.stage, found.advice) == ("read", None), str(found)
+    served = re.search(r"serve reads about (\d+) at a time", found.limit)
+    assert served is not None, str(found)
+    assert 1 <= int(served[1]) <= 8
+
+
+class SlowSampler:
+    """Batches of indices that take long to draw."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(40):
+            end = time.perf_counter() + 0.02
+            while time.perf_counter() < end:  # a sleep would block the loop
+                hashlib.sha256(bytes(1 << 18))
+            yield [number]
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (SyncMap(40), {}),
+        (SyncMap(40), {"prefetch_factor": 4}),
+        (SyncMap(40), {"num_workers": 2}),
+        (AsyncMap(40), {"concurrency": 4}),
+    ],
+)
+@pytest.mark.parametrize("way", ["for", "async for"])
+async def test_a_slow_sampler_is_named(
+    dataset: Any, options: dict[str, Any], way: str, tmp_path: Path
+) -> None:
+    """In the verdict, the statistics and the trace; and training waits for it."""
+    loader = DataLoader(dataset, batch_sampler=SlowSampler(), **options)
+    async with loader, loader.trace(tmp_path / "trace.json"):
+        if way == "for":
+            await beside(partial(list, loader))
+        else:
+            assert len([batch async for batch in loader]) == 40
+        report, stats = loader.report(), loader.stats()
+    assert report.stage == "draw", str(report)
+    assert "Drawing indices (SlowSampler) is the bottleneck" in report.headline
+    (draw,) = (stage for stage in stats.stages if stage.name == "draw")
+    assert draw.busy > 40 * 0.02
+    assert stats.waited >= draw.busy
+    assert '"name": "draw"' in (tmp_path / "trace.json").read_text()

@@ -133,7 +133,7 @@ def test_reads_that_wait_for_the_lock() -> None:
     stream = replace(LOOP, is_stream=True, concurrency=1)
     for cpu, reading in ((("transform",), 0.004), ((), 0.024)):
         records = Clock(stream, [Ticks((1,) * 4, 30, step=5, uses_cpu=cpu)]).run(64)
-        for number, (*_, made) in enumerate(records):
+        for number, made in enumerate([one.made for one in records]):
             late = made[1] - (30e-3 if number % 4 else 4e-3), *made[1:5], 0, *made[6:]
             records[number] = records[number]._replace(made=late)
         assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
@@ -144,7 +144,7 @@ def test_a_stream_that_waits_for_the_lock_at_each_sample() -> None:
     stream = replace(LOOP, is_stream=True, concurrency=1)
     ticks = Ticks((6,) * 4, transform=16, step=3, uses_cpu=("transform",))
     records = Clock(stream, [ticks]).run(64)
-    for number, (*_, made) in enumerate(records):
+    for number, made in enumerate([one.made for one in records]):
         late = made[0] + 0.016 * (number == 0), *made[1:5], 0, *made[6:]
         records[number] = records[number]._replace(made=late)
     found = report(records, stream)
@@ -229,6 +229,46 @@ def test_new_workers_start_in_each_epoch(length: int) -> None:
     else:
         assert found.advice is not None
         assert found.advice.argument == "num_workers"
+
+
+@pytest.mark.parametrize("cores", [2, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_never_more_workers_than_cores(cores: int, workers: int) -> None:
+    """Whatever waits for the store would be faster with more of them."""
+    setting = replace(PROCESSES, cores=cores) if workers else INLINE
+    setting = replace(setting, cores=cores)
+    records = Clock(setting, [Ticks((20,) * 4, collate=1)]).run(64)
+    numbers = [int(str(one.new)) for one in tried(records, setting, "num_workers")]
+    assert max([workers, *numbers]) == cores
+
+
+@pytest.mark.parametrize("epochs_before", [0, 40])
+@pytest.mark.parametrize("length", [64, 6400])
+def test_the_first_start_of_workers_counts(length: int, epochs_before: int) -> None:
+    """A fork server imports torch first: seconds, once in a program."""
+    setting = replace(LOOP, cores=2, length=length, start_method="forkserver")
+    setting = replace(setting, epochs_before=epochs_before)
+    ticks = Ticks((4,) * 4, transform=30, step=5, uses_cpu=("transform",))
+    advice = report(Clock(setting, [ticks]).run(64), setting).advice
+    if length == 64 and not epochs_before:
+        assert advice is None
+        return
+    assert advice is not None
+    assert (advice.argument, advice.new) == ("num_workers", 2)
+
+
+@pytest.mark.parametrize(("batches", "is_advised"), [(16, False), (17, True)])
+def test_a_few_batches_give_no_advice(batches: int, *, is_advised: bool) -> None:
+    """Some 16 are needed; before, it is said what is lacking."""
+    records = Clock(INLINE, [Ticks((10,) * 4, step=30)]).run(batches)
+    found = report(records, INLINE)
+    assert (found.advice is not None) == is_advised
+    if not is_advised:
+        assert found.stage == "read"
+        assert found.limit == (
+            "No advice yet: 15 batches are too few to measure a speed-up. Call "
+            "report() after more than 16 of one epoch."
+        )
 
 
 # -- what was not seen -----------------------------------------------------------------

@@ -34,7 +34,7 @@ from samples import AsyncMap
 def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
     """Return a batch that took 2 s to read, 1 to wait, 3 to transform, 1 to collate."""
     made = (at, at + 2, at + 3, at + 6, at + 7, 5.0, 0.5, 0.1)
-    return number, at + 5, at + 8, lane, size, made
+    return number, at + 5, at + 8, lane, size, made, 0.0
 
 
 def traced(setting: Setting, count: int = 6) -> Traced:
@@ -80,7 +80,7 @@ def test_any_times(drawn: list[Any], setting: Setting) -> None:
             at.append(at[-1] + seconds)
         asked = at[-1] - wait
         made = (*at, 0.0, 0.0, 0.0)
-        one.records.append((number, asked, at[-1] + 1, lane, 1, made))
+        one.records.append((number, asked, at[-1] + 1, lane, 1, made, 0.0))
     events = list(trace_events([one], 0, 1))
     check_trace({"traceEvents": events})
     for index, stage in enumerate(("read", "queued", "transform", "collate")):
@@ -133,7 +133,7 @@ def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
 
 def test_a_step_is_from_a_batch_to_the_next_question() -> None:
     """Of the last one nobody knows."""
-    records = [(n, 10.0 * n, 10.0 * n + 2, 0, 1, NOT_MADE) for n in range(3)]
+    records = [(n, 10.0 * n, 10.0 * n + 2, 0, 1, NOT_MADE, 0.0) for n in range(3)]
     events = list(trace_events([Traced(Counters(0), Setting("thread"), records)], 0, 1))
     steps = of_kind(events, "step")
     assert [(one["ts"] / 1e6, one["dur"] / 1e6) for one in steps] == [(2, 8), (12, 8)]
@@ -284,7 +284,7 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
     trace.follow(Counters(0, records=records), Setting("thread"))
     with trace:
         began, ended = profiled(theirs)
-        records.append((0, began, ended, 0, 1, NOT_MADE))
+        records.append((0, began, ended, 0, 1, NOT_MADE, 0.0))
     merge_traces(ours, theirs, tmp_path / "both.json")
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     (block,) = of_kind(events, "block")

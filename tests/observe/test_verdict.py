@@ -228,8 +228,8 @@ def test_a_slow_copy_has_no_remedy_here() -> None:
         "Page-locking batches, or Device.transform, is the bottleneck: "
     )
     assert found.limit == (
-        "No argument would bring 5% or more steps per second: this stage must do less "
-        "work."
+        "No argument would bring 1.05 times the steps per second: this stage must do "
+        "less work."
     )
 
 
@@ -328,6 +328,47 @@ def test_too_little_to_tell(batches: int) -> None:
     assert found.confidence == f"a guess, measured over only {batches} batches"
 
 
+@pytest.mark.parametrize("served", [1, 3, 8, 20])
+def test_a_client_that_serves_a_few_reads_at_a_time(served: int) -> None:
+    """More reads would only wait there: it is said how many it serves."""
+    setting = replace(LOOP, concurrency=64, window=40, cores=1)
+    clock = Clock(setting, [Ticks((20,) * 4, step=1)], client=served)
+    records, none = clock.run(160), LoaderStats(0, 160, 0.0, 0, failures=0)
+    blind = report(records, setting, none).advice
+    assert blind is not None
+    assert blind.argument == "concurrency"
+    stats = replace(none, _alone=clock.alone)
+    found = report(records, setting, stats)
+    assert (found.stage, found.advice) == ("read", None)
+    assert f"serve reads about {served} at a time" in found.limit
+    busy = replace(stats, loop_lag=LoopLag(0.0, 0.0, "", busy=0.9))
+    assert "at a time" not in report(records, setting, busy).limit
+
+
+def test_a_store_of_any_latency_serves_more_reads() -> None:
+    """Reads that vary, and take as long alone as together."""
+    setting = replace(LOOP, concurrency=64, window=40)
+    reads = [Ticks((15, 20, 20, 20 + at % 9), step=1) for at in range(0, 160, 7)]
+    clock = Clock(setting, reads)
+    records = clock.run(160)
+    stats = LoaderStats(0, 160, 0.0, 0, failures=0, _alone=clock.alone)
+    advice = report(records, setting, stats).advice
+    assert advice is not None
+    assert advice.argument in {"concurrency", "prefetch_factor"}
+
+
+@pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
+def test_drawing_indices_takes_long(setting: Setting) -> None:
+    """It runs in the consumer's thread: no argument helps, and the sampler is named."""
+    setting = replace(setting, sampler="Bucketed")
+    found = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
+    assert (found.stage, found.advice) == ("draw", None)
+    assert found.headline.startswith("Drawing indices (Bucketed) is the bottleneck: ")
+    assert "Let Bucketed draw many at a time" in found.limit
+    assert abs(found.model_error) < 0.05
+    assert found.wait_share == pytest.approx(0.9, abs=0.04)
+
+
 def test_batches_that_take_no_time() -> None:
     at = 5.0
     made = (at,) * 5 + (0.0,) * 3
@@ -342,8 +383,8 @@ def test_a_report_for_people() -> None:
     assert str(report(records, setting, stats)) == (
         "Your dataset's reads are the bottleneck: training waits for batches 29% of "
         "the time.\n"
-        "Change num_workers from 0 to 2, for about 39% more steps per second: more "
-        "batches are made at the same time.\n"
+        "Change num_workers from 0 to 2, for about 1.39 times the steps per second: "
+        "more batches are made at the same time.\n"
         "Accelerator utilisation: 71% now, 36% with steps 2x as fast, 18% with steps "
         "4x as fast.\n"
         "2 worker processes died.\n"
@@ -363,7 +404,7 @@ def test_confidence_in_words() -> None:
     advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
     assert str(Report("It waits.", "read", advice, batches=90)) == (
         "It waits.\n"
-        "Change concurrency from 8 to 16, for about 100% more steps per second: "
+        "Change concurrency from 8 to 16, for about 2.0 times the steps per second: "
         "samples wait.\n"
         "Measured over the latest 90 batches."
     )

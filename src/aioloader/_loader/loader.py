@@ -503,6 +503,7 @@ class DataLoader(TorchLoader[Batch]):
             _records=counters.recorded(),
             _setting=self._live.setting(),
             _copies=list(counters.copies.latest),
+            _alone=[*counters.alone],
         )
 
     def report(self, *, ranks: str | None = None) -> "Report":

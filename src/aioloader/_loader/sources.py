@@ -223,6 +223,8 @@ def _setting(
         on_device=on_device,
         stays_on_host=on_device > 0 and options.target.name is None,
         is_persistent=options.persistent_workers,
+        start_method=options.start_method,
+        sampler="" if is_stream else type(options.index_sampler).__name__,
         fixed=_fixed_arguments(options),
     )
 

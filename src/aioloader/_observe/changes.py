@@ -11,7 +11,6 @@ from aioloader._observe.pace import window_of
 from aioloader._observe.records import Setting
 from aioloader._observe.words import seconds_text
 
-_MOST_WORKERS = 32
 _MOST_READS = 1024
 # From this many concurrent reads on, fewer and larger reads are the better advice.
 _MANY_READS = 256
@@ -25,6 +24,9 @@ _WAITS, _LEAST_WAIT = 0.3, 100e-6
 # Seconds of each epoch in which workers start: in all, and for each of them
 # (benchmarks/startup.py).
 _START, _START_EACH = 0.1, 0.02
+# Seconds in which a process that was not forked imports torch: 1.3 on a quiet machine,
+# 5 on a busy one. A fork server does it once in a program.
+_IMPORT = 2.0
 # Seconds that the consumer needs for a small batch from another process: 7,000 batches
 # per second (benchmarks/transport.py, pairs).
 _SENT = 0.00014
@@ -140,24 +142,33 @@ def _workers(costs: Costs, setting: Setting) -> Iterator[Change]:
     if setting.place == "workers" and setting.is_shared:
         why = "threads take turns at the interpreter's lock, processes do not"
         apart = replace(setting, worker_kind="process")
-        yield Change("workers", kind, "process", why, 3, apart, costs)
+        starts = _first_start(setting) + _START_EACH * old
+        yield Change("workers", kind, "process", why, 3, apart, costs, starts)
     why = "more batches are made at the same time"
     if setting.is_replicated:
         why += ", if __iter__ yields each worker its own part (get_worker_info())"
-    most = min(_MOST_WORKERS, max(4 * setting.cores, 2 * old))
     numbers = {2, 4, 8, 16, 32, setting.cores, 2 * old}
     is_kept = old and (setting.is_persistent or kind != "process")
-    start, each = 0.0 if old else _START, 0.0 if is_kept else _START_EACH
+    start, each = 0.0 if old else _first_start(setting), 0.0 if is_kept else _START_EACH
     if not old:
         costs = replace(costs, step=costs.step + _SENT)
         if setting.epochs_before:
             why += "; persistent_workers=True starts them once, not in each epoch"
-    for new in sorted(n for n in numbers if max(1, old) < n <= most):
+    for new in sorted(n for n in numbers if max(1, old) < n <= setting.cores):
         wider = _with_workers(setting, new)
         if wider.reading_lanes > _MOST_READS:
             return
         starts = start + each * (new - old)
         yield Change("num_workers", old, new, why, 3, wider, costs, starts)
+
+
+def _first_start(setting: Setting) -> float:
+    """Return the seconds of each epoch in which the first worker process starts.
+
+    A program is expected to have as many more epochs as it had so far.
+    """
+    epochs = setting.epochs_before + 1 if setting.start_method == "forkserver" else 1
+    return _START + (setting.start_method != "fork") * _IMPORT / epochs
 
 
 def _with_workers(setting: Setting, number: int) -> Setting:

@@ -28,6 +28,8 @@ _LATE = 1e-3
 _SHARE, _TIMES = 0.2, 4
 # within this many seconds after a batch is made, which releases it.
 _AT_ONCE = 3e-4
+# So many reads must have begun while few others ran, to tell whether they queue.
+_ALONE = 6
 # This share of uneven steps did not wait; others waited for at most this many turns.
 _QUICKEST, _TURNS = 0.05, 3
 
@@ -42,6 +44,7 @@ class Costs:
     # From collated until the consumer, or the device stage, can take it.
     transport: Floats
     step: Floats  # from when the consumer takes it until it asks for the next
+    draw: Floats  # drawing indices, in the consumer's thread
     copy: Floats  # moving it to the device
     slowest: Floats  # the longest of its reads
     awaited: Floats  # transforming its samples by coroutines, one after another
@@ -57,6 +60,10 @@ class Costs:
     held: float = 0.0  # the same for a batch of a stream, besides ``read``
     nbytes: float = 0.0  # mean bytes copied to the device
     slow: tuple[float, ...] = ()  # how many times longer each worker takes
+    # How many reads the client, or the store, serves at a time, and the seconds in
+    # which it serves one more; zeros if it shows no limit.
+    served: float = 0.0
+    least: float = 0.0
 
     @property
     def make(self) -> Floats:
@@ -72,7 +79,7 @@ class Costs:
     def scaled(self, stage: str, factor: float) -> "Costs":
         """Return the costs with the seconds of one stage multiplied."""
         fields = {
-            "read": ("read", "slowest"),
+            "read": ("read", "slowest", "least"),
             "transform": ("transform", "awaited"),
             "device": ("copy",),
             "consumer": ("step",),
@@ -86,9 +93,14 @@ class Costs:
 
 
 def costs_of(
-    records: Sequence[Record], setting: Setting, copies: Sequence[Copy] = ()
+    records: Sequence[Record],
+    setting: Setting,
+    copies: Sequence[Copy] = (),
+    alone: Sequence[float] = (),
 ) -> Costs | None:
     """Return the costs of the latest batches; None for fewer than two records.
+
+    ``alone`` are the seconds of reads that began while few others ran.
 
     Some are estimated: the transport of batches that the consumer did not wait for
     (``transports``); processor time and waits for a processor, which are measured for
@@ -132,8 +144,8 @@ def costs_of(
     share, delay = measured_cpu(records, setting)
     found = Costs(
         *(total, transform, collate, moved[order]),
-        *(step[-_MOST:] + hand_over(records, setting), copy[order]),
-        *(slowest, awaited, reads, samples),
+        *(step[-_MOST:] + hand_over(records, setting), _draws(records, setting)),
+        *(copy[order], slowest, awaited, reads, samples),
         is_measured=share > 0,
         delay=delay,
         locked=float(waits[-_MOST:].mean()),
@@ -148,9 +160,23 @@ def costs_of(
             read_cpu=max(0.0, cpu - make) / reading if reading else 0.0,
             make_cpu=min(1.0, cpu / make) if make else 0.0,
         )
-    found = _read_unlocked(found, setting, each)
+    found = _limited(_read_unlocked(found, setting, each), setting, each, alone)
     takes_turns = setting.is_shared and setting.processors < setting.making_lanes
     return _unlocked(found, setting, each) if takes_turns else found
+
+
+def _draws(records: Sequence[Record], setting: Setting) -> Floats:
+    """Return the mean seconds to draw the indices of a batch, for each batch.
+
+    The requests of the first window are drawn while the first batch is waited for.
+    """
+    drawn = np.array([one.drawn for one in records])
+    requests = len(records)
+    if records[0].number:
+        drawn, requests = drawn[1:], requests - 1
+    elif setting.length and setting.window:
+        requests = min(setting.length, requests + setting.window)
+    return np.full(min(_MOST, len(records) - 1), drawn.sum() / requests)
 
 
 def lock_waits(records: Sequence[Record], setting: Setting) -> Floats:
@@ -236,6 +262,28 @@ def _read_unlocked(costs: Costs, setting: Setting, each: float) -> Costs:
     return replace(costs, read=read, slowest=np.minimum(costs.slowest, read), held=held)
 
 
+def _limited(
+    costs: Costs, setting: Setting, each: float, alone: Sequence[float]
+) -> Costs:
+    """Return the costs with the limit of the client, or of the store, if it shows one.
+
+    Reads that queue there take longer the more of them run: most that began while few
+    ran took less than half as long. How many are served at a time follows from their
+    rate and that time (Little).
+    """
+    is_read_here = setting.reads_async and not setting.reads_in_workers
+    if not is_read_here or setting.is_stream or setting.transforms_async:
+        return costs
+    reads, few = float(costs.reads.mean()), max(1, setting.concurrency // 8)
+    is_known = len(alone) >= _ALONE
+    if not is_known or 2 * np.quantile(alone, 0.9) > costs.read.mean() / reads:
+        return costs
+    served, least = float(np.mean(alone)) * reads / each, each / reads
+    if served < few:  # they queued, but for the first ones
+        served = max(1.0, min(alone) / least)
+    return replace(costs, served=served, least=least)
+
+
 def _copied(
     records: Sequence[Record], setting: Setting, copies: Sequence[Copy], moved: Floats
 ) -> tuple[Floats, float]:
@@ -300,4 +348,4 @@ def start_seconds(records: Sequence[Record], setting: Setting) -> float:
     first = records[0]
     if not starts or first.number or not is_made(first):
         return 0.0
-    return max(0.0, first.made[setting.making_starts] - first.asked)
+    return max(0.0, first.made[setting.making_starts] - first.asked - first.drawn)

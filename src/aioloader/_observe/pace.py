@@ -7,7 +7,8 @@ analysis of queueing network models", 1978): no slot, reader, processor or copy 
 more than a second of work per second, and batches in flight are the rate times the
 seconds that each takes (Little). Assumptions:
 
-- A store is as fast when more samples are read at a time, and a batch takes as long in
+- A store is as fast when more samples are read at a time, unless they queue there
+  (``costs``), and a batch takes as long in
   a worker as in the consumer's process. Transport is as recorded, and keeps no worker
   busy; for batches made without workers, ``changes`` adds that of a small batch.
 - As many slots compute at a time as there are cores; of worker threads one, because of
@@ -52,10 +53,13 @@ def seconds_per_batch(costs: Costs, setting: Setting) -> float:
     return max((taken[-1] - taken[ahead]) / counted, costs.cpu / setting.processors)
 
 
-def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
+def taken_times(
+    costs: Costs, setting: Setting, batches: int, requests: float = math.inf
+) -> list[float]:
     """Return when the consumer takes each of so many batches of an epoch.
 
-    Batches after the last recorded one are as the first ones.
+    Batches after the last recorded one are as the first ones. The indices of so many
+    requests are drawn.
     """
     parts: list[list[float]] = _parts(costs, setting).tolist()
     window, lanes = window_of(setting, costs), setting.making_lanes
@@ -65,7 +69,10 @@ def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
     taken: list[float] = []
     now = asked = copied = flowed = 0.0
     for number in range(batches + window - 1):
-        flow, front, lane, back, *_ = parts[number % len(parts)]
+        flow, front, lane, back, *_, draw = parts[number % len(parts)]
+        if number < requests:
+            now, asked = now + draw, asked + draw
+            taken[-1:] = [now] if taken else []
         flowed = max(flowed, now) + flow
         since, factor = heappop(free)
         lane *= factor
@@ -76,7 +83,7 @@ def taken_times(costs: Costs, setting: Setting, batches: int) -> list[float]:
         if len(in_flight) < window:
             continue
         _, ready = heappop(in_flight)
-        *_, copy, step = parts[len(taken) % len(parts)]
+        *_, copy, step, _ = parts[len(taken) % len(parts)]
         if setting.on_device:
             room = taken[-setting.on_device] if len(taken) >= setting.on_device else 0.0
             copied = ready = max(ready, copied, room) + copy
@@ -90,7 +97,7 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
     """Return what each batch takes, in a row.
 
     These are the seconds of all readers; until its samples are there; in its slot;
-    until it can be taken; to copy it; and of the step.
+    until it can be taken; to copy it; of the step; and to draw indices.
     """
     lane, back = costs.make, costs.transport
     flow = front = np.zeros(len(lane))
@@ -100,11 +107,12 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
         readers, others = setting.reading_lanes, setting.transforming_lanes
         read = costs.read + costs.held * setting.is_shared
         flow = np.maximum(read / readers, costs.awaited / others)
+        flow = np.maximum(flow, costs.least * costs.reads)
         alone = read / np.minimum(costs.reads, readers)
         front = np.maximum(costs.slowest, alone)
         front = front + costs.awaited / np.minimum(costs.samples, others)
     step = costs.step + costs.locked * setting.is_shared
-    return np.stack([flow, front, lane, back, costs.copy, step], 1)
+    return np.stack([flow, front, lane, back, costs.copy, step, costs.draw], 1)
 
 
 def pace(taken: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ a machine share; times of workers on other machines are converted (``remote_task
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,7 @@ Made: TypeAlias = tuple[
     # with the processor time, where the system tells.
     float,
 ]
-RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made]
+RecordTuple: TypeAlias = tuple[int, float, float, int, int, Made, float]
 NOT_MADE: Made = (0.0,) * 8
 
 
@@ -81,6 +81,8 @@ class Record(NamedTuple):
     lane: int  # number of the worker that made it; 0 without workers
     samples: int  # how many samples it has
     made: Made
+    # Seconds of these in which indices were drawn, of this batch or later ones.
+    drawn: float = 0.0
 
 
 class Copy(NamedTuple):
@@ -159,6 +161,8 @@ class Setting:
     on_device: int = 0
     stays_on_host: bool = False  # whether there is such a stage without a device
     is_persistent: bool = False  # whether workers are kept between epochs
+    start_method: str = "fork"  # how worker processes start, or would start
+    sampler: str = ""  # class of the sampler, or batch sampler, that draws indices
     cores: int = 1  # how many cores this process may use; filled in when needed
     # How many of them it has used meanwhile, worker processes not included; 0 if not
     # known. Filled in when needed, as is the rest.
@@ -252,6 +256,7 @@ class Counters:
     epoch: int = -1  # epoch number, from 0; -1 before the first
     batches: int = 0  # batches delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready
+    drawn: float = 0.0  # seconds of these in which indices were drawn
     in_flight: int = 0  # batches requested and not yet delivered
     records: Records = field(default_factory=Latest)  # of the latest batches
     setting: Setting | None = None  # how the loader is set up, once it was asked for
@@ -264,6 +269,8 @@ class Counters:
     )
     listed_shards: int = 0  # of a stream, before the first was read, if listed here
     listed_seconds: float = 0.0  # how long it took
+    # Seconds of reads that coroutines began while few others ran.
+    alone: Sequence[float] = ()
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None
@@ -281,7 +288,7 @@ class Counters:
         self.clocks.append((time.perf_counter(), time.process_time()))
 
     def recorded(self) -> list[Record]:
-        return [Record._make(one) for one in list(self.records.latest)]
+        return [Record(*one) for one in list(self.records.latest)]
 
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""

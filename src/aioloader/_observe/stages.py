@@ -23,7 +23,8 @@ _Step: TypeAlias = tuple[str, Floats, Floats, Any]
 
 # Limit on the seconds in which the consumer takes a batch that is ready.
 _HAND_OVER = 200e-6
-# A consumer waited for a batch if it did for more than this share of its transport.
+# A consumer waited for a batch if it did for more than this share of its transport, and
+# for longer than it drew indices.
 _WAITED = 0.02
 
 
@@ -36,7 +37,8 @@ class StageStats:
     finished batches wait for their consumer (or for an earlier batch).
 
     Attributes:
-        name: ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
+        name: ``"draw"`` (the sampler, or batch sampler, draws indices in the consumer's
+            thread), ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
             collated until the consumer, or the device stage, could take it; estimated
             if that did not wait), ``"device"`` (moving it there) or ``"consumer"``
             (busy from taking a batch to asking for the next).
@@ -87,7 +89,8 @@ def stage_stats(
         return ()
     span = _Span(records, setting, copies)
     device = [span.device(copies)] if copies else []
-    return (*span.making(), span.transport(), *device, span.consumer())
+    draw = [] if setting.is_stream else [span.draw()]
+    return (*draw, *span.making(), span.transport(), *device, span.consumer())
 
 
 def until_copied(
@@ -146,7 +149,7 @@ def hand_over(records: Sequence[Record], setting: Setting) -> float:
     """
     if setting.on_device or setting.place == "inline":
         return 0.0
-    least = min(one.taken - max(one.asked, one.made[4]) for one in records)
+    least = min(one.taken - one.drawn - max(one.asked, one.made[4]) for one in records)
     return min(max(0.0, least), _HAND_OVER)
 
 
@@ -158,7 +161,7 @@ def transports(records: Sequence[Record], setting: Setting) -> tuple[Floats, Flo
     and assumed to be the median, limited by the available time. Inline, it is the rest
     of the time from request to delivery.
     """
-    ends = np.array([one.taken for one in records])
+    ends = np.array([one.taken - one.drawn for one in records])
     if setting.place == "inline":
         rest = [_waited(one) - one.made[4] + one.made[0] for one in records]
         return np.maximum(0.0, rest), ends
@@ -183,14 +186,16 @@ def seen_transports(records: Sequence[Record], setting: Setting) -> dict[int, fl
         collated = one.made[4]
         before = max(collated, free) if setting.on_device else collated
         free = one.taken
-        seconds, waited = one.taken - before, _waited(one) - least
-        if is_made(one) and (one.asked <= collated or waited > _WAITED * seconds):
+        seconds, waited = one.taken - one.drawn - before, _waited(one) - least
+        has_waited = waited > max(_WAITED * seconds, one.drawn)
+        if is_made(one) and (one.asked <= collated or has_waited):
             known[at] = max(0.0, seconds - least)
     return known
 
 
 def _waited(record: Record) -> float:
-    return record.taken - record.asked
+    """Return how long the consumer waited for a batch, besides drawing indices."""
+    return record.taken - record.asked - record.drawn
 
 
 def held_back(records: Sequence[Record], setting: Setting) -> float:
@@ -230,11 +235,20 @@ class _Span:
         self._begin, self._end = records[0].asked, records[-1].taken
         self._asked = np.array([one.asked for one in records])
         self._taken = np.array([one.taken for one in records])
+        self._drawn = np.array([one.drawn for one in records])
         moved, reduced = until_copied(records, setting, copies)
         self._moved, self._ready = transports(moved, reduced)
         self._left = np.array([one.taken for one in moved])
         self._is_made = np.array([is_made(one) for one in records])
         self._made = np.array([one.made for one in records if is_made(one)]).T
+
+    def draw(self) -> StageStats:
+        """Return the stage that draws indices; what else is done blocks it."""
+        busy, seconds = float(self._drawn.sum()), self._end - self._begin
+        return StageStats(
+            *("draw", 1, self._items, busy, 0.0, max(0.0, seconds - busy)),
+            *percentiles(self._drawn),
+        )
 
     def making(self) -> list[StageStats]:
         """Return the stages that make batches; none if their times are not known."""

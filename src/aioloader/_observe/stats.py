@@ -47,7 +47,8 @@ class SourceStats(NamedTuple):
 
     Attributes:
         samples: The samples that the mixture has taken from it.
-        passes: How many times its ``repeat`` has read all of it: the mean of readers.
+        passes: Which pass over it is under way, as its ``repeat`` counts them from 1; 0
+            before its first sample. The mean of readers.
     """
 
     samples: int
@@ -102,6 +103,7 @@ class LoaderStats:
     _records: Sequence[Record] = field(default=(), repr=False, compare=False)
     _setting: Setting = field(default=Setting("inline"), repr=False, compare=False)
     _copies: Sequence[Copy] = field(default=(), repr=False, compare=False)
+    _alone: Sequence[float] = field(default=(), repr=False, compare=False)
 
     @property
     def recent(self) -> int:
@@ -161,7 +163,7 @@ class LoaderStats:
             took = seconds_text(self.listed.seconds)
             lines.append(f"listed {self.listed.shards:,} shards in {took}")
         lines += [
-            f"source {name!r}: {one.samples:,} samples, {one.passes:.4g} passes"
+            f"source {name!r}: {one.samples:,} samples, in pass {one.passes:.4g}"
             for name, one in self.sources.items()
         ]
         if (lag := self.loop_lag) is not None and lag.share >= _SHOWN:

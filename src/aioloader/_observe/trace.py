@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -267,13 +267,17 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
     epoch = {"epoch": traced.counters.epoch}
     wait = "make" if traced.setting.place == "inline" else "wait"
     before: Record | None = None
-    for record in map(Record._make, traced.records):
+    for record in starmap(Record, traced.records):
         if before is not None:
             args = epoch | {"batch": before.number, "samples": before.samples}
             yield _Job(_CONSUMER, ["step"], [before.taken, record.asked], args)
         before = record
         args = epoch | {"batch": record.number, "samples": record.samples}
-        yield _Job(_CONSUMER, [wait], [record.asked, record.taken], args)
+        # Indices of this batch are drawn before it is made; of later ones, afterwards.
+        is_first = traced.setting.place == "inline"
+        drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
+        names = ["draw", wait] if is_first else [wait, "draw"]
+        yield _Job(_CONSUMER, names, [record.asked, drawn, record.taken], args)
         if is_made(record):
             yield from _making(traced.setting, record, args)
     free = 0.0  # when the copy before had ended
@@ -305,7 +309,7 @@ def _making(setting: Setting, record: Record, args: dict[str, Any]) -> Iterator[
 def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
     """Yield the changes of the number of batches that wait for the consumer."""
     if traced.setting.place != "inline":
-        for record in filter(is_made, map(Record._make, traced.records)):
+        for record in filter(is_made, starmap(Record, traced.records)):
             yield record.made[4], 1
             yield record.taken, -1
 

@@ -18,7 +18,7 @@ from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
 from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.words import seconds_text
+from aioloader._observe.words import seconds_text, times_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02
@@ -28,18 +28,20 @@ _LEAST_GAIN = 5.0
 _AS_GOOD = 0.95
 # An argument is preferred to new code if it achieves this share of its speed.
 _AS_FAST = 0.75
-# With fewer batches, the verdict is a guess.
+# With fewer batches, the verdict is a guess, and nothing is advised.
 _ENOUGH = 16
 # The loop is the verdict only if it is blocked for this share of the time.
 _LAGS = 0.1
 # Processors are the limit if they allow no greater speed-up.
 _BUSY = 1.25
+# A loop that computes for this share of the time is why its reads take longer.
+_COMPUTES = 0.5
 # Nothing is advised if the pace of the recorded setting is off by more than this.
 _IS_OFF = 0.15
 
 # Nothing is advised about these: no step of a transport is seen, only the rest.
 _UNSEEN = {"transport", "nothing"}
-_STAGES = ("read", "transform", "collate", "transport", "device", "consumer")
+_STAGES = ("read", "transform", "collate", "transport", "device", "draw", "consumer")
 _WORDS = {
     "nothing": "Your training step is the bottleneck",
     "read": "Your dataset's reads are the bottleneck",
@@ -47,6 +49,7 @@ _WORDS = {
     "collate": "Collating batches is the bottleneck",
     "transport": "Handing batches to your training loop is the bottleneck",
     "device": "The copy to the device is the bottleneck",
+    "draw": "Drawing indices is the bottleneck",
     "consumer": "Your training step is the bottleneck, more than any stage of the "
     "loader",
 }
@@ -75,7 +78,7 @@ class Advice:
     def __str__(self) -> str:
         return (
             f"Change {self.argument} from {self.old} to {self.new}, for about "
-            f"{self.gain:.0f}% more steps per second: {self.why}."
+            f"{times_text(self.gain)} the steps per second: {self.why}."
         )
 
 
@@ -98,9 +101,9 @@ class Report:
     Attributes:
         headline: What limits training, in one sentence.
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"device"``, ``"consumer"``, ``"loop"``; ``"start"`` if
-            each epoch waits for its workers; ``"nothing"`` if the consumer hardly
-            waits; ``"unknown"`` if too little is recorded.
+            ``"transport"``, ``"device"``, ``"draw"``, ``"consumer"``, ``"loop"``;
+            ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
+            consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing is 5 percent faster.
         limit: Without advice: what sets the pace.
         wait_share: Share of the time that the consumer waits, from 0 to 1, including
@@ -163,11 +166,14 @@ def report(
     stages that it slows down.
     """
     remarks = _remarks(stats)
-    costs = costs_of(records, setting, copies)
+    lag = None if stats is None else stats.loop_lag
+    is_blocked = lag is not None and lag.share >= _LAGS and lag.culprit != ""
+    is_free = lag is None or (lag.busy < _COMPUTES and not is_blocked)
+    alone = stats._alone if stats is not None and is_free else ()  # noqa: SLF001
+    costs = costs_of(records, setting, copies, alone)
     if costs is None:
         headline = f"Too few batches to name the bottleneck: {len(records)}."
         return Report(headline, "unknown", batches=len(records), remarks=remarks)
-    lag = None if stats is None else stats.loop_lag
     case = _Case(costs, setting, records, start_seconds(records, setting), lag)
     stage, advice = case.found()
     return Report(
@@ -240,9 +246,16 @@ class _Case:
         if is_ahead and not records[0].number and len(records) == count + 1:
             # All of an epoch: batches may come in bursts for long after its start.
             first = len(records) - len(self.settled)
-            seconds = pace(taken_times(self.costs, self.setting, count + 1)[first:])
+            requests = self.setting.length or inf
+            taken = taken_times(self.costs, self.setting, count + 1, requests)
+            seconds = pace(taken[first:])
         measured = pace([one.taken for one in self.settled])
         return seconds / measured - 1 if measured else 0.0
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether too few batches are measured to advise anything."""
+        return len(self.costs.step) < _ENOUGH
 
     @property
     def is_doubtful(self) -> bool:
@@ -262,12 +275,13 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        At best nothing is waited for, and no processor is idle; if the same slots make
-        batches, nor is the thread of the event loop. If threads make them, what this
-        process computes takes turns at the GIL.
+        At best nothing but drawing is waited for, and no processor is idle; if the same
+        slots make batches, nor is the thread of the event loop. If threads make them,
+        what this process computes takes turns at the GIL.
         """
         setting, then = self.setting, change.setting
-        waits = _inverse(1 - self.wait_share)
+        drawing = float(self.costs.draw.mean()) / max(self.measured, 1e-9)
+        waits = _inverse(1 - max(0.0, self.wait_share - drawing))
         if change.start < 0:
             return 1.0  # only starts are saved
         if then == setting:
@@ -293,11 +307,14 @@ class _Case:
     def best(self) -> tuple[Change, float] | None:
         """Return the change to make and its speed-up in percent, or None.
 
-        None: no change is worth it. Otherwise the cheapest change within 5 percent of
-        the best speed, or within a quarter if that needs new code; among equal ones the
-        first, which changes least. The starts of workers are measured, not computed:
-        to keep workers is advised whatever the error of the computed pace.
+        None: no change is worth it, or too few batches are measured. Otherwise the
+        cheapest change within 5 percent of the best speed, or within a quarter if that
+        needs new code; among equal ones the first, which changes least. The starts of
+        workers are measured, not computed: to keep workers is advised whatever the
+        error of the computed pace.
         """
+        if self.is_guess:
+            return None
         found = changes(self.costs, self.setting, self.start)
         tried = [(one, self.gain(one)) for one in found]
         kept = (pair for pair in tried if pair[0].start < 0 and pair[1] >= _LEAST_GAIN)
@@ -349,7 +366,7 @@ class _Case:
 
         It is None if the loop is not the cause.
         """
-        if not lag.culprit or lag.share < _LAGS:
+        if not lag.culprit or lag.share < _LAGS or self.is_guess:
             return None
         # As many calls at a time as a process pool or asyncio.to_thread makes.
         setting = self.setting
@@ -384,12 +401,15 @@ class _Case:
             return f"Starting workers is the bottleneck: it takes {took} of each epoch."
         if stage == "loop":
             return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
-        return f"{_ON_HOST if is_on_host else _WORDS[stage]}: {waits}."
+        words = _ON_HOST if is_on_host else _WORDS[stage]
+        if stage == "draw" and self.setting.sampler:
+            words = words.replace("indices", f"indices ({self.setting.sampler})")
+        return f"{words}: {waits}."
 
     def limit(self, stage: str) -> str:
         """Return what limits the speed if no change of an argument helps."""
         setting = self.setting
-        none = f"No argument would bring {self.enough:.0f}% or more steps per second"
+        none = f"No argument would bring {times_text(self.enough)} the steps per second"
         is_handed = stage == "transport" and setting.place in {"thread", "workers"}
         is_store = stage == "read" and waits_for_store(self.costs, setting)
         is_stream = stage == "read" and setting.is_stream and not setting.is_replicated
@@ -404,13 +424,29 @@ class _Case:
             f"the measured ones by {self.error:+.0%}."
         )
         idle = "No argument would make training faster."
+        few = f"No advice yet: {len(self.costs.step)} batches are too few to measure a "
+        few += f"speed-up. Call report() after more than {_ENOUGH} of one epoch."
         link = "The link to the device is the limit: make batches smaller in bytes."
         steps = f"{none}: move work from the stream's steps to transform=, which runs "
         steps += "in workers, or read more shards at once (interleave=)."
+        drawing = "No argument would help: all indices are drawn in the thread that "
+        drawing += f"iterates. Let {setting.sampler or 'the sampler'} draw many at a "
+        drawing += "time, or in a thread of its own."
+        alone = float(self.costs.least * self.costs.served)
+        queued = "No argument would help: your client or store seems to serve reads "
+        queued += f"about {self.costs.served:.0f} at a time. One takes "
+        queued += (
+            f"{seconds_text(alone)} alone, and longer among {setting.concurrency}. "
+        )
+        queued += "Raise the limit there: the size of a connection pool, a semaphore, "
+        queued += "threads."
         texts = (
             (stage == "nothing", idle),
+            (self.is_guess, few),
+            (stage == "read" and self.costs.served > 0, queued),
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
+            (stage == "draw", drawing),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (is_stream, steps),

@@ -14,6 +14,13 @@ def seconds_text(seconds: float) -> str:
     return f"{_three_digits(seconds)} s"
 
 
+def times_text(gain: float) -> str:
+    """Return a speed-up in percent as a factor: ``"1.39 times"``, ``"3.0 times"``."""
+    factor = 1 + gain / 100
+    decimals = 2 if factor < 1.995 else 1 if factor < 9.95 else 0
+    return f"{factor:,.{decimals}f} times"
+
+
 def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{decimals}f}"

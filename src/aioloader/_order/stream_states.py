@@ -287,8 +287,8 @@ def mixed(states: Iterable[State]) -> dict[str, tuple[int, float]]:
     """Return of each source of mixtures, by name, how often it was read.
 
     The names of a mixture within another one follow that one's, after a slash. Of each:
-    the samples that it gave in total, and how many times readers have read all of it,
-    on average.
+    the samples that it gave in total, and in which pass over it its readers are, on
+    average.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for state in states:
@@ -317,8 +317,8 @@ def _count(
     counts, ups = (state.get(name) or blank for name in ("counts", "up"))
     for name, source, count, up in zip(*each, counts, ups, strict=True):
         last, where = _step(source, up or {}, {"repeat", "mix"})
-        passes = where.get("pass", 0) if last["kind"] == "repeat" else 0
-        found.setdefault(f"{prefix}{name}", []).append((count, passes))
+        passes = where.get("pass", 0) + 1 if last["kind"] == "repeat" else 1
+        found.setdefault(f"{prefix}{name}", []).append((count, passes if count else 0))
         _count(source, up or {}, f"{prefix}{name}/", found)
 
 

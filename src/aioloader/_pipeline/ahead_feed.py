@@ -214,6 +214,7 @@ class AheadFeed(Feed):
 
     def _send(self) -> None:
         try:
+            began = perf_counter()
             try:
                 request = next(self._requests, None)
             except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
@@ -223,6 +224,10 @@ class AheadFeed(Feed):
                 self._in_flight[self._next] = 0
                 self.pipeline.ready.put(self._next, BatchResult(error=error))
                 return
+            seconds = perf_counter() - began
+            self._drawn += seconds
+            self.counters.drawn += seconds
+            self.counters.waited += seconds
             if request is None:
                 self._is_exhausted = True
                 return
@@ -290,7 +295,7 @@ class AheadFeed(Feed):
         """Count a delivered result and issue new requests in its place."""
         self._samples -= self._in_flight.pop(number)
         if self._tuner is not None:
-            waited = self.counters.waited
+            waited = self.counters.waited - self.counters.drawn
             self._window = self._tuner.note_batch(result.batch, self._window, waited)
         if result.attempted or result.failures:
             self.pipeline.count(result)

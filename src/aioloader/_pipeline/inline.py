@@ -53,6 +53,7 @@ class InlineFeed(Feed):
             result = self._maker.make(task, self._read)
             result.state, result.size, result.made = task.state, task.size, task.made()
             taken = perf_counter()
+            self._drawn += max(0.0, task.began - began)
             self.counters.waited += taken - began
             began = taken
             if result.is_end:
@@ -89,6 +90,7 @@ class GatherFeed(Feed):
     def next(self) -> list[torch.Tensor]:
         asked = perf_counter()
         number, _, chunk, _, _ = self._draw()
+        began = perf_counter()
         self._next = number + 1
         try:
             if type(chunk) is range:
@@ -102,10 +104,11 @@ class GatherFeed(Feed):
             raise
         taken = perf_counter()
         self.counters.waited += taken - asked
-        cpu = taken - asked if is_clocked(number) else 0.0  # copying never waits
-        made = asked, taken, taken, taken, taken, 0.0, cpu, 0.0
+        cpu = taken - began if is_clocked(number) else 0.0  # copying never waits
+        made = began, taken, taken, taken, taken, 0.0, cpu, 0.0
         size = len(chunk) if type(chunk) is range else chunk.numel()
-        self._deliver(batch, None, (number, asked, taken, 0, size, made))
+        record = number, asked, taken, 0, size, made, began - asked
+        self._deliver(batch, None, record)
         return batch
 
     async def next_async(self) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ from aioloader._pipeline.waiting import resolve
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8
+# Jobs that start while at most this share of them runs are timed, so many at most.
+_FEW, _MOST_ALONE = 8, 64
 RESERVE = 64  # idle lanes that are kept: fewer would soon be started again
 Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 # Takes when a job began, and whether more jobs wait; returns how many may run.
@@ -54,6 +56,9 @@ class Lanes:
         self._context = contextvars.copy_context()
         self._size = size
         self._tune = tune
+        self.alone: list[float] = []  # seconds of jobs that began while few ran
+        self._few = max(1, size // _FEW)  # how many that is; 0: enough were timed
+        self._running = 0
         self._turns = itertools.count(1)
         self._queue: list[tuple[int, Jobs]] = []  # sorted
         self._idle: list[asyncio.Future[None]] = []
@@ -136,23 +141,38 @@ class Lanes:
             jobs.taken += 1
             if jobs.taken == jobs.count:
                 del queue[0]
-            is_timed = not position % _TIMED_EVERY
+            self._running += 1
+            is_alone = self._running <= self._few
+            is_timed = is_alone or not position % _TIMED_EVERY
             began = time.perf_counter() if is_timed or tune else 0.0
             jobs.began = jobs.began or began
             try:
                 jobs.found = await jobs.job(jobs.task, position)
             except BaseException as error:  # raised by ``run``
+                self._running -= 1
                 self._fail(jobs, error)
             else:
+                self._running -= 1
                 jobs.left -= 1
-                if is_timed:  # it counts for the untimed jobs after it too
-                    timed = min(_TIMED_EVERY, jobs.count - position)
-                    jobs.busy += (time.perf_counter() - began) * timed
+                if is_timed:
+                    seconds = time.perf_counter() - began
+                    self._note(jobs, position, seconds, is_alone=is_alone)
                 if not jobs.left:
                     resolve(jobs.over)
             if tune is not None:
                 self._resize(tune(began, bool(queue) and self._lanes >= self._size))
         self._lanes -= 1
+
+    def _note(
+        self, jobs: Jobs, position: int, seconds: float, *, is_alone: bool
+    ) -> None:
+        """Note how long a job took, some for the untimed ones after it too."""
+        if not position % _TIMED_EVERY:
+            jobs.busy += seconds * min(_TIMED_EVERY, jobs.count - position)
+        if is_alone:
+            self.alone.append(seconds)
+            if len(self.alone) == _MOST_ALONE:
+                self._few = 0
 
     async def _rest(self) -> bool:
         """Wait to be woken; return False at once if enough lanes do."""

@@ -185,6 +185,7 @@ class Pipeline:
             lanes = Lanes(self.maker.concurrency, tune)
             with contextlib.ExitStack() as watching:
                 if counters is not None:
+                    counters.alone = lanes.alone
                     begun = time.monotonic(), watching
                     timer = loop.call_later(_UNWATCHED, self._watch, *begun)
                     watching.callback(timer.cancel)

@@ -48,6 +48,7 @@ class Feed(abc.ABC):
     def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
         self.counters: Counters = epoch.counters
         self.is_finished: bool = False  # there are no more batches
+        self._drawn = 0.0  # seconds of drawing since a batch was last delivered
         self._was_interrupted = False  # before the end: later steps raise
         self.epoch = epoch
         self._records = epoch.counters.records
@@ -112,7 +113,8 @@ class Feed(abc.ABC):
             progress.take(number, state)
         else:
             record = number, asked, taken, result.lane, result.size, result.made
-            self._deliver(result.batch, state, record)
+            drawn, self._drawn = self._drawn, 0.0
+            self._deliver(result.batch, state, (*record, drawn))
             return True
         if self._turns is not None and result.has_ended:
             progress.end_reader(number)
@@ -172,6 +174,7 @@ class PlainFeed(Feed):
     def next(self) -> Any:
         asked = perf_counter()
         number, _, indices, _, state = self._draw()
+        began = perf_counter()
         clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
         stage, outer = "fetch", UNDER_WAY.get()
@@ -194,10 +197,11 @@ class PlainFeed(Feed):
             UNDER_WAY.set(outer)
         cpu, delayed = (0.0, 0.0) if clocks is None else spent(clocks)
         taken = perf_counter()
-        self._took = taken - asked
-        self.counters.waited += self._took
-        made = asked, read, read, read, taken, 0.0, cpu, delayed
-        self._deliver(batch, state, (number, asked, taken, 0, len(indices), made))
+        self._took = taken - began
+        self.counters.waited += taken - asked
+        made = began, read, read, read, taken, 0.0, cpu, delayed
+        record = number, asked, taken, 0, len(indices), made, began - asked
+        self._deliver(batch, state, record)
         return batch
 
     def _noted(

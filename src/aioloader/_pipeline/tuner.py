@@ -71,7 +71,7 @@ class Tuning:
             return
         seconds = records[-1].taken - records[0].taken
         if seconds >= _SECONDS_OF_BATCHES:
-            waited = sum(one.taken - one.asked for one in records[1:])
+            waited = sum(one.taken - one.asked - one.drawn for one in records[1:])
             rate = (len(records) - 1) / seconds
             failures = min(1.0, died / controller.value)
             controller.observe(Observation(rate, waited / seconds, failures=failures))
