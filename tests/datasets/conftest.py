@@ -100,9 +100,10 @@ class Loopback(Server):
     """An HTTP server whose paths begin with what happens to the request.
 
     ``/ok/`` answers; ``/norange/`` ignores ranges; ``/star/`` sends them without the
-    total size; ``/cut/`` breaks every body off at half; ``/short/`` breaks it off and then sends less of the rest than it announces;
-    ``/heal/`` breaks off the first body only; ``/hang/`` waits for the end;
-    ``/redirect/`` goes to ``/ok/``, ``/loop/`` to itself; ``/503/`` and other numbers are that status.
+    total size; ``/cut/`` breaks every body off at half; ``/short/`` breaks it off and
+    then sends less of the rest than it announces; ``/heal/`` breaks off the first body
+    only; ``/hang/`` waits for the end; ``/redirect/`` goes to ``/ok/``, ``/loop/`` to
+    itself; ``/503/`` and other numbers are that status.
     """
 
     handler = Prefixed

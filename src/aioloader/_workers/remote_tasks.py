@@ -161,10 +161,10 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
 class RemoteError:
     """The user's exception, sent from a worker to the loader with its traceback.
 
-    It keeps its type and its text. One that does not survive pickling is rebuilt without
-    its constructor and without attributes that cannot be pickled; if its class cannot be
-    pickled, or its text needs such an attribute, it becomes a ``WorkerError`` with the
-    remote text.
+    It keeps its type and its text. One that does not survive pickling is rebuilt
+    without its constructor and without attributes that cannot be pickled; if its class
+    cannot be pickled, or its text needs such an attribute, it becomes a ``WorkerError``
+    with the remote text.
     """
 
     # The exception, header and buffers; None if it cannot be pickled.
