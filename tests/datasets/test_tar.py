@@ -365,7 +365,8 @@ def test_what_is_no_tar_archive() -> None:
     text = str(the_error(b"\x1f\x8b\x08" + b"packed" * 100))
     assert "damaged at byte 0" in text
     assert "is it a tar archive, and not compressed?" in text
-    assert isinstance(the_error(b"short"), TruncatedReadError)
+    assert isinstance(short := the_error(b"short"), TruncatedReadError)
+    assert "its first header (is it a tar archive, and not compressed?)" in str(short)
     # Nothing after it is read, be it sound.
     data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
     assert [len(walk(data, [size])) for size in (1 << 20, 600)] == [1, 1]

@@ -439,10 +439,13 @@ class _Archive:
         )
 
     def _cut_header(self, received: int) -> TruncatedReadError:
-        begin = self._feed.at - received
-        return self._cut(
-            f"the header after member {self._name!r}", begin, _BLOCK, received
+        begin, what = (
+            self._feed.at - received,
+            f"the header after member {self._name!r}",
         )
+        if not self._name:
+            what = "its first header (is it a tar archive, and not compressed?)"
+        return self._cut(what, begin, _BLOCK, received)
 
     def _cut(
         self, what: str, begin: int, expected: int, received: int
