@@ -226,24 +226,31 @@ _ONCE = (
 )
 
 
-def refuse_again(dataset: object, *, is_begun: bool) -> None:
-    """Refuse another epoch of a generator or of an iterator such as ``map``.
+def refuse_again(dataset: object, *, is_begun: bool, readers: int = 1) -> None:
+    """Refuse to read a generator, or an iterator such as ``map``, more than once.
 
     Args:
         dataset: The dataset.
         is_begun: Whether an epoch of it has begun.
+        readers: How many workers would each read a copy of it.
 
     Raises:
-        TypeError: If it can be read once only; the epoch would lack samples.
+        TypeError: If it is one; samples would be missing, or come from each worker.
     """
     is_once = isinstance(dataset, (Iterator, AsyncIterator))
     if not is_once or type(dataset).__module__ not in {"builtins", "itertools"}:
         return  # a user's own may start again
     frame = getattr(dataset, "gi_frame", getattr(dataset, "ag_frame", dataset))
+    name = type(dataset).__name__
     if is_begun or frame is None:
         raise TypeError(
-            f"the dataset is an iterator ({type(dataset).__name__}) that was read "
-            f"before, and this epoch would lack its samples: {_ONCE}"
+            f"the dataset is an iterator ({name}) that was read before, and this epoch "
+            f"would lack its samples: {_ONCE}"
+        )
+    if readers > 1:
+        raise TypeError(
+            f"the dataset is an iterator ({name}), and each of {readers} workers would "
+            f"read a copy of it: {_ONCE}"
         )
 
 

@@ -65,6 +65,8 @@ class Prefixed(Handler):
         elif what == "redirect":
             to = quote(f"/ok/{key}") + f"?sig={SECRET}"
             self.answer(302, b"", {"Location": to})
+        elif what == "loop":
+            self.answer(302, b"", {"Location": self.path})
         elif key not in CONTENTS:
             self.answer(404, b"none")
         else:
@@ -81,7 +83,8 @@ class Prefixed(Handler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked and what != "norange":
             start, stop = int(asked[1]), min(int(asked[2] or stop) + 1, stop)
-            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+            total = "*" if what == "star" else len(body)
+            fields["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
             status = 206
         stop -= what == "short" and start > 0
         fields["Content-Length"], sent = stop - start, stop
@@ -96,10 +99,11 @@ class Prefixed(Handler):
 class Loopback(Server):
     """An HTTP server whose paths begin with what happens to the request.
 
-    ``/ok/`` answers; ``/norange/`` ignores ranges; ``/cut/`` breaks every body off at
-    half; ``/short/`` breaks it off and then sends less of the rest than it announces;
-    ``/heal/`` breaks off the first body only; ``/hang/`` waits for the end;
-    ``/redirect/`` goes to ``/ok/``; ``/503/`` and other numbers are that status.
+    ``/ok/`` answers; ``/norange/`` ignores ranges; ``/star/`` sends them without the
+    total size; ``/cut/`` breaks every body off at half; ``/short/`` breaks it off and
+    then sends less of the rest than it announces; ``/heal/`` breaks off the first body
+    only; ``/hang/`` waits for the end; ``/redirect/`` goes to ``/ok/``, ``/loop/`` to
+    itself; ``/503/`` and other numbers are that status.
     """
 
     handler = Prefixed

@@ -12,7 +12,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import ObjectDataset, Requests
+from aioloader.datasets import ObjectDataset, Requests, TextDataset
 from aioloader.datasets._stores.flights import Flights
 from aioloader.datasets._stores.requests import Server, Tries, UnreachableError
 from aioloader.datasets._stores.stored import Client, StoredObject
@@ -68,6 +68,19 @@ async def test_forbidden_local_object(forbidden: Path) -> None:
 
 async def test_redirects_are_followed(serve: Serve) -> None:
     assert memoryview(await serve("redirect", "cats/z.bin")[0]) == b"cats-z" * 5
+
+
+async def test_redirects_in_a_circle_end_at_once(loopback: Any) -> None:
+    """They would be the same after any time."""
+    stream = TextDataset(f"{loopback.at('loop')}/cats/z.bin")
+    with pytest.raises(DatasetError, match="redirects in a circle; check the address"):
+        _ = [line async for line in stream]
+
+
+async def test_ranges_without_a_total_size(loopback: Any) -> None:
+    """HTTP allows them; obstore does not: the shard is read as a whole."""
+    stream = TextDataset(f"{loopback.at('star')}/cats/z.bin")
+    assert [line async for line in stream] == ["cats-z" * 5]
 
 
 # With a tag the rest is asked for once, and half of it comes, or a byte less.
@@ -197,7 +210,7 @@ async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) 
 def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
     script = f"""
 import asyncio, os
-from aioloader.datasets import ObjectDataset, Requests
+from aioloader.datasets import ObjectDataset, Requests, TextDataset
 
 async def read(): return len(memoryview(await dataset[0]))
 
@@ -219,7 +232,7 @@ for expected in 1, 2:
 async def test_exit_after_cancelled_requests(loopback: Any) -> None:
     script = f"""
 import asyncio
-from aioloader.datasets import ObjectDataset, Requests
+from aioloader.datasets import ObjectDataset, Requests, TextDataset
 
 async def main():
     async with ObjectDataset({loopback.at("ok")!r}, ["cats/big.bin"] * 100) as dataset:

@@ -249,6 +249,22 @@ def test_unknown_members_and_links_are_passed_over(
     assert "tar --dereference" in said
 
 
+def test_a_sample_in_two_places_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All images, then all labels: each sample lacks a field. Equal ones lack none."""
+    monkeypatch.setattr(_tar, "_MENTIONED", [])
+    twice = member(b"a.x", b"1") + member(b"b.x", b"2") + member(b"a.x", b"3")
+    assert len(walk(twice + ZEROS)) == 3
+    assert not caplog.messages
+    apart = twice + member(b"b.y", b"4") + ZEROS
+    assert walk(apart)[1::2] == [sample("b", x=b"2"), sample("b", y=b"4")]
+    assert len(walk(apart)) == 4
+    (said,) = caplog.messages
+    assert "sample 'b' at byte 3,072" in said
+    assert "tar --sort=name" in said
+
+
 def test_only_the_last_byte_ends_an_archive() -> None:
     """Until then other bytes may follow the zeros; the sample need not wait."""
     data = member(b"a.x", b"1") + ZEROS
@@ -349,7 +365,8 @@ def test_what_is_no_tar_archive() -> None:
     text = str(the_error(b"\x1f\x8b\x08" + b"packed" * 100))
     assert "damaged at byte 0" in text
     assert "is it a tar archive, and not compressed?" in text
-    assert isinstance(the_error(b"short"), TruncatedReadError)
+    assert isinstance(short := the_error(b"short"), TruncatedReadError)
+    assert "its first header (is it a tar archive, and not compressed?)" in str(short)
     # Nothing after it is read, be it sound.
     data = b"\xff" * 512 + member(b"a.x", b"1") + ZEROS
     assert [len(walk(data, [size])) for size in (1 << 20, 600)] == [1, 1]

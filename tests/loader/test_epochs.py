@@ -287,6 +287,21 @@ def test_a_generator_that_has_ended_has_no_epoch() -> None:
         iter(DataLoader(generator, 2))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda: (n for n in range(4)), lambda: map(int, "01")],
+    ids=["generator", "map"],
+)
+def test_a_generator_is_read_by_one_worker(make: Any) -> None:
+    """Each of several would have a copy, and the epoch every sample several times."""
+    with pytest.raises(
+        TypeError, match=r"each of 2 workers would read a copy.*" + ONCE
+    ):
+        iter(DataLoader(make(), 2, num_workers=2))
+    loader: Any = DataLoader(make(), 2, num_workers=1)
+    assert next(iter(loader)).tolist() == [0, 1]
+
+
 def test_a_generator_function_is_no_dataset() -> None:
     """It has to be called for each epoch."""
     with pytest.raises(TypeError, match=ONCE):

@@ -104,6 +104,39 @@ async def test_exceptions_of_any_make(error: Any, kind: Any) -> None:
     assert found[1:] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+class PrefixedError(Exception):
+    """Says more than it is given, so that a copy by its arguments says it twice."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"bad sample: {message}")
+
+
+class KeywordError(Exception):
+    """Its text is of its attributes, and a lock is one of them."""
+
+    def __init__(self, *, name: str) -> None:
+        self.name, self.lock = name, threading.Lock()
+
+    def __str__(self) -> str:
+        return f"bad {self.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PrefixedError, "bad sample: at 1"),
+        (lambda message: KeywordError(name=message), "bad at 1"),
+    ],
+    ids=["prefixed", "keyword"],
+)
+async def test_exceptions_say_what_they_said(error: Any, text: str) -> None:
+    """Whatever the constructor does to its arguments."""
+    caught, *_ = await drain("for", make(Bad(1, error=error)))
+    assert str(caught) == text
+    assert type(caught).__name__ in {"PrefixedError", "KeywordError"}
+
+
 class Stubborn(int):
     """An index that cannot be pickled."""
 

@@ -32,6 +32,37 @@ def is_mapped(_array: Any) -> bool:
     return "/numbers" in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
+class Opened:
+    """Reads a file that was opened before the fork, in two workers in step."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb", buffering=0)
+        self.file.seek(1)
+        self.both = multiprocessing.Barrier(2)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, bytes]:
+        begun = self.file.tell()
+        self.both.wait()
+        self.file.seek(10 + 10 * index)
+        self.both.wait()
+        return begun, self.file.read(2)
+
+
+def test_workers_have_positions_in_open_files(tmp_path: Path) -> None:
+    """A seek of one moves no other; the file may have been removed."""
+    path = tmp_path / "letters"
+    path.write_bytes(bytes(range(100)))
+    dataset = Opened(path)
+    path.unlink()
+    with dataset.file:
+        loader: Any = DataLoader(dataset, None, num_workers=2)
+        assert list(loader) == [[1, b"\n\x0b"], [1, b"\x14\x15"]]
+        assert dataset.file.tell() == 1
+
+
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "whole": lambda mapped: mapped,
     "part": lambda mapped: mapped[1000:20_000],

@@ -421,6 +421,7 @@ class DataLoader(TorchLoader[Batch]):
         if options.chooses:
             auto.settle(self)
             options = self._options()
+        refuse_again(options.dataset, is_begun=False, readers=options.readers)
         if options.is_own_stream:
             end_together(options)  # or refuse
             check_batches(options)

@@ -1,5 +1,7 @@
 """Clean-up in forked children: locks that other threads held, inherited descriptors.
 
+An open file has one position, which a child would share with its parent and siblings.
+
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
 loader has ended. This code sends nothing and takes no lock. The garbage collector is
@@ -10,10 +12,12 @@ import contextlib
 import gc
 import importlib
 import os
+import stat
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -102,3 +106,27 @@ def _renew() -> None:
 
 with contextlib.suppress(AttributeError):  # Windows has no forks
     os.register_at_fork(after_in_child=_renew)
+
+
+def reopen_files() -> None:
+    """Open each file that is open for reading again, at the same position.
+
+    Otherwise a seek of one process would move the others' reads. Files that can be
+    written, such as logs, stay shared: what is written must follow what others wrote.
+    """
+    try:
+        numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    except OSError:  # only Linux has it
+        return
+    import fcntl  # noqa: PLC0415  (Windows has none)
+
+    for number in numbers:
+        with contextlib.suppress(OSError):  # such as the listing's own, closed by now
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            is_read = flags & (os.O_ACCMODE | os.O_PATH) == os.O_RDONLY
+            if is_read and stat.S_ISREG(os.fstat(number).st_mode):
+                position = os.lseek(number, 0, os.SEEK_CUR)
+                again = os.open(f"/proc/self/fd/{number}", flags)
+                os.lseek(again, position, os.SEEK_SET)
+                os.dup2(again, number, inheritable=os.get_inheritable(number))
+                os.close(again)

@@ -173,9 +173,10 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
 class RemoteError:
     """The user's exception, sent from a worker to the loader with its traceback.
 
-    It keeps its type. One that does not survive pickling is rebuilt without its
-    constructor and without attributes that cannot be pickled; only if its class cannot
-    be pickled, it becomes a ``WorkerError`` with the remote text.
+    It keeps its type and its text. One that does not survive pickling is rebuilt
+    without its constructor and without attributes that cannot be pickled; if its class
+    cannot be pickled, or its text needs such an attribute, it becomes a ``WorkerError``
+    with the remote text.
     """
 
     # The exception, header and buffers; None if it cannot be pickled.
@@ -216,22 +217,42 @@ class RemoteError:
 
 
 def _pickled(error: BaseException) -> tuple[bytes, list[bytearray]] | None:
-    """Return a pickle that was checked to restore the same type."""
-    cls = type(error)
-    for form in (
-        lambda: error,
-        lambda: (cls, error.args, error.__dict__),
-        lambda: (cls, (str(error),), {}),
-    ):
+    """Return a pickle that was checked to restore the same type and text.
+
+    The text may be another one, such as an address, but not if it cannot be formed.
+    """
+    cls, said, best = type(error), _said(error), None
+    attributes = {k: v for k, v in vars(error).items() if _is_picklable(v)}
+    for form in (error, (cls, error.args, attributes), (cls, (said,), attributes)):
         try:
-            header, buffers = encode(form(), REDUCERS)
+            header, buffers = encode(form, REDUCERS)
             raws = [bytearray(buffer.raw()) for buffer in buffers]
             back = _restored(header, raws)
         except Exception:  # noqa: S112  (of the user's class; the next form keeps less)
             continue
-        if type(back).__name__ == cls.__name__:
+        if type(back).__name__ != cls.__name__:
+            continue
+        if (text := _said(back)) == said:
             return header, raws
-    return None
+        if best is None and text is not None:
+            best = header, raws
+    return best
+
+
+def _said(error: BaseException) -> str | None:
+    """Return the text of an exception; None if its class fails to form one."""
+    try:
+        return str(error)
+    except Exception:  # of the user's class
+        return None
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        encode(value, REDUCERS)
+    except Exception:  # of the user's class
+        return False
+    return True
 
 
 def _restored(header: bytes, buffers: list[bytearray]) -> Any:

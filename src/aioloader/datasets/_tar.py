@@ -40,8 +40,9 @@ _BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size
 # the same type and owner share.
 _FIELDS = Struct("100s24x12s12x8s356s")
 _TAIL = 156
-# Most endings of names that are cached.
+# Most endings of names that are cached, and samples that are remembered.
 _ENDINGS = 64
+_REMEMBERED = 1000
 _SLASH, _LOW_LINE = ord("/"), ord("_")
 # The last character of a key whose base name is empty: that of a hidden file. Of
 # those in folders WebDataset makes samples named "folder/", which nobody wants.
@@ -225,6 +226,8 @@ class _Archive:
         self._tail, self._tail_sum = b"", 0
         self._stem: bytes | None = None
         self._endings: dict[bytes, str] = {}
+        # What the first samples have, by their keys.
+        self._known: dict[str, frozenset[str]] = {}
 
     def read(self) -> Steps:
         error: DatasetError | None = None
@@ -340,7 +343,7 @@ class _Archive:
         name, size = extras.get("path") or _read_name(block), _read_size(block, extras)
         self._name, field = _read_text(name), None
         if kind in _LINKS:
-            _mention_links(self._url, self._name)
+            _mention(_LINKED, self._url, self._name)
         elif kind in _REGULAR:
             field = self._place(name, size, start)
         if field is not None and (kind == _SPARSE or "sparse" in extras):
@@ -436,10 +439,13 @@ class _Archive:
         )
 
     def _cut_header(self, received: int) -> TruncatedReadError:
-        begin = self._feed.at - received
-        return self._cut(
-            f"the header after member {self._name!r}", begin, _BLOCK, received
+        begin, what = (
+            self._feed.at - received,
+            f"the header after member {self._name!r}",
         )
+        if not self._name:
+            what = "its first header (is it a tar archive, and not compressed?)"
+        return self._cut(what, begin, _BLOCK, received)
 
     def _cut(
         self, what: str, begin: int, expected: int, received: int
@@ -504,7 +510,17 @@ class _Archive:
     def _end_sample(self) -> None:
         if self._key is not None:
             self._ready.append(self._bad or self._fields)
+            self._compare(self._key)
             self._key = self._bad = self._stem = None
+
+    def _compare(self, key: str) -> None:
+        """Log a sample with other fields than an earlier one of the same key."""
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) < _REMEMBERED:
+                self._known[key] = frozenset(self._fields)
+        elif len(known & self._fields.keys()) == 2:  # __key__ and __url__
+            _mention(_APART, self._url, key, f"{self._start:,}")
 
     def _spoil(self, name: bytes, what: str) -> None:
         """Replace the sample with an error, and skip the rest of it."""
@@ -514,16 +530,23 @@ class _Archive:
         self._fields = {}
 
 
-def _mention_links(url: str, name: str) -> None:
-    """Log the first link of the process: a sample may lack a field because of it."""
-    if not _MENTIONED:
-        _MENTIONED.append(name)
-        _LOG.warning(
-            "%r: member %r is a link, and links are skipped: the archive does not hold "
-            "what they lead to; pack with `tar --dereference --hard-dereference`",
-            url,
-            name,
-        )
+# A sample may lack a field because of these.
+_LINKED = (
+    "%r: member %r is a link, and links are skipped: the archive does not hold what "
+    "they lead to; pack with `tar --dereference --hard-dereference`"
+)
+_APART = (
+    "%r: sample %r at byte %s has other fields than an earlier sample of that key, and "
+    "both are incomplete if they are one: its members must be next to each other; pack "
+    "with `tar --sort=name`"
+)
+
+
+def _mention(text: str, url: str, *about: object) -> None:
+    """Log what is the matter with an archive, for the first one of the process."""
+    if text not in _MENTIONED:
+        _MENTIONED.append(text)
+        _LOG.warning(text, url, *about)
 
 
 _MENTIONED: list[str] = []

@@ -67,10 +67,10 @@ class TarDataset(ByteStream[dict[str, Any]]):
 
     Consecutive members with the same key (the path up to the first dot of the name)
     make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
-    with bytes owned by the caller. Links are skipped, and the first is logged. Plain,
-    gzip, zstandard, bzip2, xz; a plain tar can resume at any sample, reading at most
-    8 MB of earlier data again. If there are fewer shards than readers, ``a.tar`` is
-    split by its index ``a.tar.idx``.
+    with bytes owned by the caller. Links are skipped, and the first is logged; so is a
+    sample whose members are not next to each other. Plain, gzip, zstandard, bzip2, xz;
+    a plain tar can resume at any sample, reading at most 8 MB of earlier data again. If
+    there are fewer shards than readers, ``a.tar`` is split by its index ``a.tar.idx``.
 
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from aioloader._order.forks import reopen_files
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers import sharing
@@ -271,6 +272,7 @@ def be_forked(
     """
     gc.disable()
     gc.freeze()
+    reopen_files()
     signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
     life.live()
     user = os.getppid()

@@ -23,6 +23,7 @@ import torch
 
 from aioloader._observe.records import NOT_MADE, Made
 from aioloader._order.epoch import Bookmark
+from aioloader._order.forks import reopen_files
 from aioloader._order.raising import usable
 from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_maker import BatchMaker
@@ -200,6 +201,7 @@ def _end_process(error: BaseException) -> NoReturn:
 def settle(worker: int, ends: Ends, supervisor: int) -> None:
     """Make this process a worker: signals, process group, name, threads."""
     os.setpgid(0, 0)  # its children end with it
+    reopen_files()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

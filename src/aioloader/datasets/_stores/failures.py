@@ -84,6 +84,9 @@ class Reason:
         # There are no credentials: the machine's own were requested, as in a cloud.
         self.is_unauthorised = bool(_METADATA.search(text))
         self.has_no_length = "MissingContentLength" in dump
+        self.is_circular = "TooManyRedirects" in dump
+        # "bytes 0-9/*" is right, but obstore needs the size.
+        self.has_no_total = "ParseContentRange" in dump
         is_refused = self.code in _NO_CONNECTION
         self.is_unreachable = is_unknown or is_refused
 
@@ -129,6 +132,8 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
             else ", or list again; if the key ends in '/', which obstore lists without "
             "it and cannot read, copy it to another key"
         )
+    elif reason.is_circular:
+        text += "; the server redirects in a circle; check the address"
     elif "Connect" in reason.text:
         text += "; check the host, the network and certificates (client_options)"
     elif reason.has_no_length:

@@ -241,7 +241,7 @@ class ObstoreStore(Store):
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
         name, reason, location = type(error).__name__, Reason(error), self.locate(key)
-        if name == "NotSupportedError":
+        if name == "NotSupportedError" or reason.has_no_total:
             return NoRangesError()
         if name == "PreconditionError" or reason.status == _CHANGED:
             text = f"{location!r} changed while being read; write new shards instead"
@@ -250,8 +250,8 @@ class ObstoreStore(Store):
         # A wrong call stays wrong at the next try.
         wrong = (ValueError, TypeError, NotImplementedError)
         is_final = isinstance(failure, (FileNotFoundError, PermissionError))
-        is_final |= isinstance(error, wrong)
-        is_final |= reason.is_bad_key or reason.has_no_length
+        is_final |= isinstance(error, wrong) or reason.is_bad_key
+        is_final |= reason.has_no_length or reason.is_circular
         # Not every HTTP server has a listing.
         has_none = verb == "list" and location.startswith("http")
         is_final |= has_none and type(failure) is DatasetError
