@@ -195,8 +195,10 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 def settle(worker: int, ends: Ends, supervisor: int) -> None:
-    """Make this process a worker: signals, process group, name, threads."""
-    os.setpgid(0, 0)  # its children end with it
+    """Make this process a worker: signals, session, name, threads."""
+    # Its children end with it. On a busy machine the kernel shares cores between
+    # sessions first: workers of one session starve.
+    os.setsid()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
