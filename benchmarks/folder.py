@@ -2,7 +2,8 @@
 
 What most scripts do: 1,024 files in the page cache, 500 x 375, decoded by Pillow, cut
 at random, resized to 224, shuffled, in batches of 64; two worker processes, and
-defaults for all else. Three epochs from the making of the loader on, workers started for each.
+defaults for all else. Three epochs from the making of the loader on, workers started
+for each.
 ``quiet``: the machine has nothing else to do. ``busy``: four other processes compute
 without a pause, each in a session of its own, as the jobs of other users are.
 """

@@ -427,6 +427,11 @@ async def test_missing_zstandard(
         await first(TextDataset(str(tmp_path / "a.txt.zst")))
 
 
+def with_option(name: str) -> Any:
+    options: Any = {name: 1}
+    return lambda _: TarDataset("a.tar", **options)
+
+
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
@@ -437,9 +442,9 @@ async def test_missing_zstandard(
         (lambda stream: stream.map(len).with_epoch(20), ".epoch_length(count)"),
         (lambda stream: stream.shuffle(buffer_size=100), ".shuffle(1000)"),
         (lambda stream: stream.map(len, batched=True), ".batch(size).map("),
-        (lambda _: TarDataset("a.tar", shardshuffle=100), "shuffle=True"),
-        (lambda _: TarDataset("a.tar", resampled=True), ".repeat()"),
-        (lambda _: TarDataset("a.tar", nodesplitter=len), "rank='auto'"),
+        (with_option("shardshuffle"), "shuffle=True"),
+        (with_option("resampled"), ".repeat()"),
+        (with_option("nodesplitter"), "rank='auto'"),
         (lambda _: TarDataset("pipe:curl http://a/b.tar"), "https://"),
     ],
 )

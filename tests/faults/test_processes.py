@@ -182,7 +182,7 @@ class Sessions(Dataset[tuple[int, int]]):
 
 @pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
 def test_each_worker_leads_a_session(way: str) -> None:
-    """A busy machine gives each its own share; it may read the terminal (pdb)."""
+    """The kernel of a busy machine then gives each its own share of the cores."""
     loader = DataLoader(Sessions(), 2, num_workers=2, multiprocessing_context=way)
     for processes, sessions in loader:
         assert processes.tolist() == sessions.tolist()
