@@ -250,7 +250,8 @@ def glance(results: list[Result]) -> Iterator[str]:
     yield from ("", "## At a glance", "")
     yield (
         f"aioloader at its best beside the best peer: as good or better in "
-        f"{len(cases) - lost} of {len(cases)} cases, worse in {lost} (in bold)."
+        f"{len(cases) - lost} of {len(cases)} cases, worse in {lost} (in bold). "
+        f"The lowest ratio of each kind: {readme.named_losses(results)}."
     )
     yield ""
     yield from table(head, lines)

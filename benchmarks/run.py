@@ -29,6 +29,7 @@ ROUNDS = {
     "plants": 10,
     "transport": 5,
     "cpu": 1,
+    "folder": 5,
     "skew": 1,
     "startup": 1,
     "memory": 1,

@@ -1,6 +1,7 @@
 """Wrong arguments, misconfigured stores and missing extras: what to do is said."""
 
 import asyncio
+import copy
 import inspect
 import re
 import sys
@@ -427,3 +428,33 @@ async def test_missing_zstandard(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\] @ git'):
         await first(TextDataset(str(tmp_path / "a.txt.zst")))
+
+
+def with_option(name: str) -> Any:
+    options: Any = {name: 1}
+    return lambda _: TarDataset("a.tar", **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (lambda stream: stream.to_tuple("jpg", "cls"), ".map(lambda sample"),
+        (lambda stream: stream.map_tuple(bytes, int), "use .map()"),
+        (lambda stream: stream.batched(20), ".batch(size)"),
+        (lambda stream: stream.with_format("torch"), "the DataLoader makes tensors"),
+        (lambda stream: stream.map(len).with_epoch(20), ".epoch_length(count)"),
+        (lambda stream: stream.shuffle(buffer_size=100), ".shuffle(1000)"),
+        (lambda stream: stream.map(len, batched=True), ".batch(size).map("),
+        (with_option("shardshuffle"), "shuffle=True"),
+        (with_option("resampled"), ".repeat()"),
+        (with_option("nodesplitter"), "rank='auto'"),
+        (lambda _: TarDataset("pipe:curl http://a/b.tar"), "https://"),
+    ],
+)
+def test_names_of_other_loaders_are_answered_with_ours(wrong: Any, hint: str) -> None:
+    """WebDataset's and Hugging Face's; `hasattr` and copies work as ever."""
+    stream = TarDataset("a.tar")
+    with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
+        wrong(stream)
+    assert hint in str(caught.value)
+    assert not hasattr(copy.copy(stream), "to_tuple")

@@ -78,13 +78,24 @@ def test_losses_are_counted_as_they_are_shown() -> None:
 
 
 def test_losses_are_named() -> None:
-    """Each question in which a peer is better, by words of its own or by its name."""
+    """Each kind in which a peer is better, by words of its own or by its name."""
     losses = set(re.findall(r"^\| \[(\w+)\].*\| \*\*", RESULTS, re.MULTILINE))
     readme = importlib.import_module("readme")
-    text = " ".join(TEXT.split())
     assert losses
-    assert not [name for name in losses if readme.LOSSES.get(name, name) not in text]
-    assert "Objects of 8 MB" in text
+    assert not [one for one in losses if readme.LOSSES.get(one, one) not in RESULTS]
+
+
+def test_one_figure_for_the_reads_of_objects() -> None:
+    """The README, its picture and the guide name the same."""
+    assert "6,478" in TEXT
+    assert "aioloader reads 6,478" in " ".join(IDEAS).replace("\n", " ")
+
+
+def test_figures_of_peers_say_what_they_are() -> None:
+    """Two of one peer in a cell: each with the setting that it is of."""
+    for _, _, cells in FIGURES:
+        for pair in re.findall(r"torch [\d.,]+(.*), and [\d.,]+ (\w+)", cells):
+            assert all(pair), cells
 
 
 def test_the_section_is_that_of_the_results() -> None:

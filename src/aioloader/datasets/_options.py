@@ -29,6 +29,40 @@ _OF_STORES = (
     "google_", "region", "retry_config", "s3_", "sas_", "secret_", "session_token",
     "skip_signature", "storage_options", "token", "virtual_hosted",
 )  # fmt: skip
+# Methods and arguments of WebDataset and of Hugging Face's streams, in our words.
+# docs/coming-from-webdataset.md explains them.
+METHODS = {
+    "to_tuple": "use .map(lambda sample: (sample['jpg'], sample['cls']))",
+    "map_tuple": "use .map() with a function of the whole sample",
+    "map_dict": "use .map() with a function of the whole sample",
+    "rename": "use .map() with a function that makes a dict of the new names",
+    "select": "use .filter(function)",
+    "slice": "use .take(count) and .skip(count)",
+    "batched": "pass batch_size= to the DataLoader, or use .batch(size)",
+    "unbatched": "use .unbatch()",
+    "with_epoch": "use .epoch_length(count)",
+    "with_length": "use .epoch_length(count)",
+    "compose": "use .map(), .filter() or .flat_map()",
+    "with_format": "the DataLoader makes tensors; use .map() for other types",
+    "set_format": "the DataLoader makes tensors; use .map() for other types",
+    "select_columns": "pass columns= to the dataset of a table, or use .map()",
+    "remove_columns": "pass columns= to the dataset of a table, or use .map()",
+    "rename_column": "use .map() with a function that makes a dict of the new names",
+    "rename_columns": "use .map() with a function that makes a dict of the new names",
+}
+ARGUMENTS = {
+    "buffer_size": "pass the size first, .shuffle(1000); it is that of a window",
+    "initial": "leave it out: a window is always read whole",
+    "shardshuffle": "pass shuffle=True, which permutes all shards",
+    "resampled": "use .repeat(), or .epoch_length(count) for equal epochs of all ranks",
+    "nodesplitter": "pass rank='auto' to the DataLoader",
+    "workersplitter": "leave it out: workers share the stream",
+    "handler": "pass on_error='skip' or Skip(at_most=0.01) to the DataLoader",
+    "cache_dir": "pass cache=, the directory",
+    "batched": "use .batch(size).map(function).unbatch()",
+    "with_indices": "use .map() with a function of the sample",
+    "remove_columns": "return a sample without them from the function",
+}
 
 
 class OrderOptions(TypedDict, total=False):
@@ -78,7 +112,9 @@ def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeErro
         functions = [vars(kind).get("__init__", kind) for kind in type(first).__mro__]
     known = sorted(set().union(*map(_options_of, functions)))
     nearest = difflib.get_close_matches(name, known, 1)
-    if "store_options" in known and name.lower().startswith(_OF_STORES):
+    if name in ARGUMENTS:
+        hint = ARGUMENTS[name]
+    elif "store_options" in known and name.lower().startswith(_OF_STORES):
         hint = f"options of the store belong in store_options={{{name!r}: ...}}"
     elif nearest:
         hint = f"did you mean {nearest[0]!r}?"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._checks import check_at_least, check_is, check_token, check_word
+from aioloader.datasets._options import METHODS, names_options
 from aioloader.datasets._streams.cursors import Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated
@@ -60,8 +61,18 @@ class Stream(Iterated[Sample_co]):
 
     sources: "tuple[Stream[Any], ...]" = ()
 
+    if not TYPE_CHECKING:  # for checkers, any attribute would be right
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the method for one that WebDataset or Hugging Face has."""
+            if name in METHODS:
+                kind = type(self).__name__
+                raise AttributeError(f"{kind} has no {name!r}: {METHODS[name]}")
+            return object.__getattribute__(self, name)
+
     # -- steps --------------------------------------------------------------------
 
+    @names_options
     def map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
     ) -> "Stream[Any]":
@@ -101,6 +112,7 @@ class Stream(Iterated[Sample_co]):
         is_async = is_async_function(function)
         return _Step(self, Filtered, described, function=function, is_async=is_async)
 
+    @names_options
     def shuffle(self, size: int, *, seed: int = 0) -> "Stream[Sample_co]":
         """Return the stream with each window of ``size`` samples permuted.
 

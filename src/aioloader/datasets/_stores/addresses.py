@@ -59,6 +59,11 @@ def sealed(addresses: Any) -> list[Address]:
                 f"{type(address).__name__}"
             )
         plain = os.fsdecode(address)
+        if plain.startswith("pipe:"):
+            raise ValueError(
+                "no commands are run for addresses: give the URL that the command of "
+                f"number {number} reads (s3://, gs://, https://, hf://), or a path"
+            )
         made.append(private(plain) if "://" in plain else plain)
     return made
 
