@@ -45,6 +45,10 @@ _NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
+# Statuses of refused requests.
+_REFUSING = frozenset({400, 401, 403})
+
+
 class NoRangesError(Exception):
     """Internal: a server gives objects only as a whole."""
 
@@ -100,8 +104,6 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
     """Return the DatasetError for an obstore exception; ``url`` may be a signed one."""
     reason = Reason(exc)
     kind = _kind_of(exc, reason)
-    is_refused = reason.status in {400, 401, 403}
-    expired = _expired_at(url) if is_refused else None
     text = f"cannot {verb} {location!r}: {reason.text}"
     if reason.attempts > 1:
         text += f", after {reason.attempts} attempts"
@@ -112,7 +114,7 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
             "segment, '.', '..', a control character or bytes that are not UTF-8: copy "
             "it to another key, or pass a file system of fsspec as store="
         )
-    elif expired is not None:
+    elif reason.status in _REFUSING and (expired := _expired_at(url)):
         text += f"; the signed URL expired at {expired}; sign it again"
     elif reason.is_unauthorised:
         text += (
@@ -121,27 +123,33 @@ def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> Datas
         )
     elif kind is ObjectPermissionError and not reason.code:
         text += "; check the credentials (environment, credential_provider) and grants"
-    elif kind is DatasetError and verb == "list" and location.startswith("http"):
-        text += (
-            "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
-        )
-    elif kind is ObjectNotFoundError and "://" in location:
-        text += "; check the address" + (
+    else:
+        text += _advice(verb, location, kind, reason)
+    return kind(text, location=location, attempts=reason.attempts)
+
+
+def _advice(verb: str, location: str, kind: type[DatasetError], reason: Reason) -> str:
+    """Return what to do about a request that was understood, and not refused."""
+    is_http = location.startswith("http")
+    if kind is DatasetError and verb == "list" and is_http:
+        return "; plain HTTP has no listing (except WebDAV), so pass keys= or list URLs"
+    if kind is ObjectNotFoundError and "://" in location:
+        return "; check the address" + (
             ""
-            if location.startswith("http")
+            if is_http
             else ", or list again; if the key ends in '/', which obstore lists without "
             "it and cannot read, copy it to another key"
         )
-    elif reason.is_circular:
-        text += "; the server redirects in a circle; check the address"
-    elif "Connect" in reason.text:
-        text += "; check the host, the network and certificates (client_options)"
-    elif reason.has_no_length:
-        text += (
+    if reason.is_circular:
+        return "; the server redirects in a circle; check the address"
+    if "Connect" in reason.text:
+        return "; check the host, the network and certificates (client_options)"
+    if reason.has_no_length:
+        return (
             "; the server sends it without its length (Content-Length), which obstore "
             "needs: serve it as a file, or download it first"
         )
-    return kind(text, location=location, attempts=reason.attempts)
+    return ""
 
 
 def _expired_at(url: str) -> datetime | None:
