@@ -329,13 +329,21 @@ def workers_by(kind: str) -> dict[str, Any]:
 
 
 def session(leader: int) -> list[int]:
-    """Return the processes of a session."""
-    found = []
+    """Return the processes of a session, and of those that its workers lead.
+
+    A worker without a parent counts too: its supervisor was of some session.
+    """
+    stats = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             text = (entry / "stat").read_text("ascii", "replace")
-        except OSError:
-            continue
-        if int(text.rpartition(")")[2].split()[3]) == leader:
-            found.append(int(entry.name))
-    return found
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            _, parent, _, session_id = rest.split()[:4]
+            stats[int(entry.name)] = name, int(parent), int(session_id)
+    led = {leader} | {
+        pid
+        for pid, (name, parent, _) in stats.items()
+        if name.startswith("aioloader-")
+        and (parent == 1 or parent in stats and stats[parent][2] == leader)
+    }
+    return [pid for pid, (_, _, session_id) in stats.items() if session_id in led]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from aioloader import DataLoader
 from aioloader.testing import Resources
@@ -204,6 +205,24 @@ if __name__ == "__main__":
             os.killpg(0, signal.SIGTERM)
     assert found == [*range(40)]
 """
+
+
+class Sessions(Dataset[tuple[int, int]]):
+    """The process that reads a sample, and the session that it is of."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.getpid(), os.getsid(0)
+
+
+@pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
+def test_each_worker_leads_a_session(way: str) -> None:
+    """A busy machine gives each its own share; it may read the terminal (pdb)."""
+    loader = DataLoader(Sessions(), 2, num_workers=2, multiprocessing_context=way)
+    for processes, sessions in loader:
+        assert processes.tolist() == sessions.tolist()
 
 
 @pytest.mark.slow

@@ -199,8 +199,10 @@ def _end_process(error: BaseException) -> NoReturn:
 
 
 def settle(worker: int, ends: Ends, supervisor: int) -> None:
-    """Make this process a worker: signals, process group, name, threads."""
-    os.setpgid(0, 0)  # its children end with it
+    """Make this process a worker: signals, session, name, threads."""
+    # Its children end with it, and debuggers may read the terminal. Where Linux groups
+    # tasks by session (sched_autogroup), a worker beside busy sessions gets its share.
+    os.setsid()
     reopen_files()
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
