@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import Sampler
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
@@ -440,3 +443,46 @@ def test_the_number_is_as_it_was_given(timeout: Any) -> None:
         next(iterator)
     dataset.let_through.set()
     iterator.close()
+
+
+class Doubled(Numbers):
+    """Takes an index, or several at once."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return 2 * torch.as_tensor(index)
+
+
+class DoubledAsync(Doubled):
+    async def __getitem__(self, index: Any) -> Any:
+        await asyncio.sleep(0)
+        return super().__getitem__(index)
+
+
+class Reusing(Sampler[Any]):
+    """Yields one object, which has other indices each time."""
+
+    def __init__(self, make: Callable[[list[int]], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self.make([0, 0])
+        for first in range(0, 12, 2):
+            batch[:] = self.make([first, first + 1])
+            yield batch
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("kind", [Doubled, DoubledAsync])
+async def test_indices_that_the_sampler_overwrites(make: Any, kind: Any) -> None:
+    """They are copied when they are drawn: a batch may be read later."""
+    sampler = Reusing(make)
+    for options in (
+        {"batch_sampler": sampler},
+        {"sampler": sampler, "batch_size": None},
+    ):
+        loader: Any = DataLoader(kind(), **options)
+        found = [batch.tolist() for batch in await collect(loader)]
+        assert found == [[2 * first, 2 * first + 2] for first in range(0, 12, 2)]

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, merge_states
 from aioloader.testing._frozen import frozen
 from loader.states import REPEATED, listed, loaded, saved, seeded
+from samples import collect
 from stateful import Plain, mine
 from working import Drawing, Numbers
 
@@ -417,3 +418,33 @@ def test_merged_ranks_with_different_seeds_keep_them() -> None:
         states.append(loader.state_dict())
     assert merge_states(states)["generators"] == ()
     assert merge_states(states[:1] * 2)["generators"] == states[0]["generators"]
+
+
+class Rolled(Numbers):
+    """Draws from torch's global generator, which it keeps in its state."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 30, (1,))) + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}], ids=str)
+async def test_a_dataset_that_keeps_the_global_generator(options: Any) -> None:
+    """Its state counts, and not what was drawn for batches that were read ahead."""
+    async with DataLoader(Rolled(), 2, **options) as loader:
+        begin = loader.state_dict()
+        whole = listed(await collect(loader))
+        loader.load_state_dict(begin)
+        iterator = aiter(loader)
+        found = [await anext(iterator) for _ in range(2)]
+        del iterator
+        loader.load_state_dict(loader.state_dict())
+        found += await collect(loader)
+        assert listed(found) == whole
+        loader.load_state_dict(begin)
+        assert listed(await collect(loader)) == whole

@@ -90,6 +90,21 @@ def test_threads_and_processes() -> None:
     )
 
 
+def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
+    """Once, in mid-epoch; not with seeds for each batch, nor between epochs."""
+    loader = drawing(num_workers=1, rng="worker")
+    with loader:
+        iterator, state = begun(loader)
+        list(iterator)
+        with pytest.warns(UserWarning, match="draws other random numbers") as said:
+            loader.load_state_dict(state)
+            list(loader)
+        assert len(said) == 1
+        loader.load_state_dict(loader.state_dict())
+    with drawing(num_workers=1) as loader:
+        loader.load_state_dict(state)
+
+
 def test_a_state_is_loaded_between_epochs_of_persistent_workers() -> None:
     """The epoch that it resumes, and the next one, are the same again."""
     loader = drawing(num_workers=2, persistent_workers=True)

@@ -340,6 +340,12 @@ class Runtime:
         state = fitted(options, state, strict=strict)
         if any(iterator.is_under_way() for iterator in self.iterators()):
             warn("an iteration is under way: the state takes effect with the next one")
+        if options.rng == "worker" and options.num_workers and state.done:
+            warn(
+                'rng="worker": what the generators of workers have drawn is no part of '
+                "a state, so the rest of the epoch draws other random numbers; "
+                'leave out rng=, or pass rng="batch", to resume exactly'
+            )
         self._moved(options)
         restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)

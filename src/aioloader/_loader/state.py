@@ -475,7 +475,9 @@ def resume(options: Options, epoch: Epoch) -> None:
     if state.seed is None and options.kind is Kind.MAP:
         states = {}  # ``restore_sampler`` has used them
     copies: States = {}  # workers are started with the loader's
-    if options.has_copies and _LOADER not in state.datasets:
+    if not options.has_copies:  # between epochs, more was drawn since the load
+        copies = {0: _latest_of(state)} if state.datasets and state.done else {}
+    elif _LOADER not in state.datasets:
         # Each gets the state of its predecessor; of another number of workers, that of
         # the worker that made the last delivered batch.
         copies = {int(worker): one for worker, one in state.datasets.items()}

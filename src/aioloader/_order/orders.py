@@ -8,7 +8,7 @@ other sampler is iterated again up to the position.
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -211,6 +211,8 @@ class IteratedOrder(Order):
         """Yield the units of each global batch; its end counts as pulled, too."""
         # ``islice`` would call ``iter``, which may restart it.
         steps: Iterator[Any] = map(next, itertools.repeat(iterator))
+        if not is_repeatable(self.sampler):  # torch's samplers make new objects
+            steps = map(_own, steps)
         if not self.size:
             steps = map(_as_sequence, steps)
         while True:
@@ -275,6 +277,16 @@ def _seeds_itself(sampler: Any) -> bool:
 
 def _noted(error: BaseException, where: str) -> BaseException:
     return noted(raisable(error, "the sampler"), where)
+
+
+def _own(indices: Any) -> Any:
+    """Return indices that the sampler will not overwrite."""
+    if type(indices) is int:
+        return indices
+    if isinstance(indices, torch.Tensor):
+        return indices.clone()
+    is_mutable = isinstance(indices, (MutableSequence, np.ndarray))
+    return copy.copy(indices) if is_mutable else indices
 
 
 def _as_sequence(indices: Any) -> Any:

@@ -30,7 +30,7 @@ from aioloader._order.blocks import Bad
 from aioloader._order.epoch import UNDER_WAY, under_way
 from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.raising import STOPS, ends_task, raisable, saved_state
+from aioloader._order.raising import STOPS, ends_task, raisable, saved_state, usable
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
@@ -155,6 +155,9 @@ class BatchMaker(Recipe):
     # What an iterable dataset does with a loaded state.
     loads: Loads = field(default_factory=Loads)
     side_loop: SideLoop = field(default_factory=SideLoop, init=False)
+    # The state that the dataset loads before the first read, if there is one: batches
+    # that were read ahead for an iteration before may have changed it since the load.
+    begins: list[Any] = field(default_factory=list, init=False)
     # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
@@ -271,6 +274,8 @@ class BatchMaker(Recipe):
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
+        if self.begins:
+            self._begin(task)
         try:
             if self.get_batch is not None:
                 task.samples = run_now(self._again(task, -1, pause))
@@ -287,6 +292,14 @@ class BatchMaker(Recipe):
             close_coroutines(task.samples)
             raise
         task.read = perf_counter()
+
+    def _begin(self, task: BatchTask) -> None:
+        try:
+            self.dataset.load_state_dict(usable(self.begins.pop()))
+        except BaseException as error:
+            raise self._batch_error("fetch", task, error)  # noqa: B904
+        if self.reseed is not None:
+            self.reseed(task)
 
     def _read_each(self, task: BatchTask, pause: Pause) -> None:
         get, samples = self.get, list[Any]()
@@ -433,6 +446,8 @@ class BatchMaker(Recipe):
     async def _aread(self, task: BatchTask, lanes: "Lanes") -> bool:
         """Read the samples of ``task``; tell whether one by one."""
         self.policy.begin(len(task.indices))
+        if self.begins:
+            self._begin(task)
         if self.get_batch is not None:
             jobs = await lanes.run(task, lambda task, _: self._again(task, -1, None), 1)
             task.began, task.read = jobs.began, perf_counter()
