@@ -344,6 +344,6 @@ def session(leader: int) -> list[int]:
         pid
         for pid, (name, parent, _) in stats.items()
         if name.startswith("aioloader-")
-        and (parent == 1 or parent in stats and stats[parent][2] == leader)
+        and (parent == 1 or (parent in stats and stats[parent][2] == leader))
     }
     return [pid for pid, (_, _, session_id) in stats.items() if session_id in led]

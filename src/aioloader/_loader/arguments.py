@@ -280,21 +280,16 @@ def _check_workers(options: Options) -> None:
                 f"worker processes need {lack}; use num_workers=0, 'auto', or "
                 "workers='thread'"
             )
-        _warn_of_many(num_workers)
-
-
-def _warn_of_many(num_workers: int) -> None:
-    """Warn, in torch's words, if there are more workers than processors."""
-    available = len(os.sched_getaffinity(0))
-    if num_workers > available:
-        warn(
-            f"This DataLoader will create {num_workers} worker processes in total. Our "
-            f"suggested max number of worker in current system is {available}, which "
-            "is smaller than what this DataLoader is going to create. Please be aware "
-            "that excessive worker creation might get DataLoader running slow or even "
-            "freeze, lower the worker number to avoid potential slowness/freeze if "
-            "necessary."
-        )
+        available = len(os.sched_getaffinity(0))
+        if num_workers > available:  # in torch's words
+            warn(
+                f"This DataLoader will create {num_workers} worker processes in total. "
+                "Our suggested max number of worker in current system is "
+                f"{available}, which is smaller than what this DataLoader is going to "
+                "create. Please be aware that excessive worker creation might get "
+                "DataLoader running slow or even freeze, lower the worker number to "
+                "avoid potential slowness/freeze if necessary."
+            )
 
 
 def _check_places(options: Options) -> None:

@@ -17,7 +17,7 @@ from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
-from aioloader._observe.machine import allows_processes
+from aioloader._observe.machine import lack_of_processes
 from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
 from aioloader._order.failures import parts_of
@@ -239,7 +239,7 @@ def _fixed_arguments(options: Options) -> tuple[str, ...]:
         names.append("num_workers")  # everything runs on the loop
     if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
         names.append("concurrency")
-    if not allows_processes():
+    if lack_of_processes():
         names.append("num_workers" if options.workers == "process" else "workers")
     return tuple(names)
 

@@ -33,11 +33,6 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
-def allows_processes() -> bool:
-    """Tell whether this system has what worker processes need."""
-    return not lack_of_processes()
-
-
 def lack_of_processes() -> str:
     """Return what worker processes need and is not here, or an empty text."""
     if not sys.platform.startswith("linux"):

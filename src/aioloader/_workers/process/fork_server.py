@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NoReturn
 
-from aioloader._order.forks import close_in_children, fork_safe
+from aioloader._order.forks import close_in_children, fork_safe, watch_this
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
 from aioloader._workers.process.supervisor import Supervisor, number_of_threads
-from aioloader._workers.process.watch import watch_this
 from aioloader._workers.rng import seed_worker
 from aioloader._workers.worker_spec import QUIET, Surroundings, WorkerSpec, ship
 from aioloader.errors import WorkerStartError

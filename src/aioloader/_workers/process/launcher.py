@@ -20,7 +20,7 @@ from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
-from aioloader._order.forks import without_collector
+from aioloader._order.forks import has_pidfds, watch_this, without_collector
 from aioloader._transport.channel import Channel
 from aioloader._workers.process.supervisor import (
     ASKED,
@@ -29,7 +29,6 @@ from aioloader._workers.process.supervisor import (
     Note,
     be_forked,
 )
-from aioloader._workers.process.watch import Life, watch_this
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
 
@@ -228,10 +227,9 @@ class ForkLauncher(Launcher):
             loader = watch_this()
             stack.callback(os.close, loader)
             with _quiet_fork() as collects:
-                life = Life()
                 process: Any = multiprocessing.get_context("fork").Process(
                     target=be_forked,
-                    args=(theirs, loader, life, self._spec, copies),
+                    args=(theirs, loader, self._spec, copies),
                     kwargs={"collects": collects},
                     name="aioloader-supervisor",
                     daemon=True,  # at exit, ``multiprocessing`` ends it
@@ -242,9 +240,10 @@ class ForkLauncher(Launcher):
                 # open until it is reaped, and every process forked meanwhile would
                 # inherit one.
                 popen = process._popen  # noqa: SLF001  (there is no public way)
-                popen.finalizer()
-                popen.sentinel = process._sentinel = life.watch(process)  # noqa: SLF001
-                popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
+                if has_pidfds():
+                    popen.finalizer()
+                    popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+                    popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:
         """Raise: this process is not forked again in mid-epoch."""

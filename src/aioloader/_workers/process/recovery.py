@@ -14,12 +14,12 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
+from aioloader._order.forks import has_pidfds
 from aioloader._pipeline.batch_task import BatchResult, shorten
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES
 from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.process.supervisor import UNKNOWN, kill_group
-from aioloader._workers.process.watch import has_pidfds
 from aioloader._workers.process.worker_main import STACK_SIGNAL
 from aioloader.errors import WorkerDiedError
 

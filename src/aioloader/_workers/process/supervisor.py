@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from aioloader._order.forks import reopen_files
+from aioloader._order.forks import Life, has_pidfds, reopen_files
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers import sharing
 from aioloader._workers.process import worker_main
-from aioloader._workers.process.watch import Life
 from aioloader._workers.remote_tasks import RemoteError
 from aioloader._workers.worker_spec import Surroundings, WorkerSpec, receive
 
@@ -179,7 +178,7 @@ class Supervisor:
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         ends = worker_main.Ends(*descriptors, *self.ends)
-        life = Life(is_forked=not self._spawns)
+        life = None if has_pidfds() or self._spawns else Life()
         args = worker, ends, life
         process: Any = multiprocessing.get_context("fork").Process(
             target=self._be_worker, args=args, name=f"aioloader-{worker}"
@@ -191,7 +190,11 @@ class Supervisor:
         try:
             process.start()
             assert process.pid is not None
-            self._workers[life.watch(process)] = worker, process
+            if has_pidfds():
+                watched = os.pidfd_open(process.pid)
+            else:
+                watched = life.watch() if life else os.dup(process.sentinel)
+            self._workers[watched] = worker, process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
@@ -210,9 +213,12 @@ class Supervisor:
             name=f"aioloader-{worker}",
         )
 
-    def _be_worker(self, worker: int, ends: worker_main.Ends, life: Life) -> None:
+    def _be_worker(
+        self, worker: int, ends: worker_main.Ends, life: Life | None
+    ) -> None:
         supervisor = os.getppid()
-        life.live()
+        if life is not None:
+            life.live()
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
@@ -259,7 +265,6 @@ class Supervisor:
 def be_forked(
     control: Channel,
     loader: int,
-    life: Life,
     spec: WorkerSpec,
     ends: list[int],
     *,
@@ -274,7 +279,6 @@ def be_forked(
     gc.freeze()
     reopen_files()
     signal.set_wakeup_fd(-1)  # the parent's event loop reads the other end
-    life.live()
     user = os.getppid()
     supervisor = Supervisor(control, loader, user, spec, ends, collects=collects)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
