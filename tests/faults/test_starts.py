@@ -33,6 +33,7 @@ from faults.planted import (  # noqa: F401  (fixtures too)
     refuse,
 )
 from faulty import Act, await_gone, kill_itself, leave, sleep_forever
+from python_process import python
 
 
 def skip_unless_unpickled(way: Any, place: str) -> None:
@@ -226,3 +227,39 @@ def test_close_ends_a_worker_stuck_at_its_start(way: Any, marks: Marks) -> None:
     loader.close()
     assert await_gone(marks.pids()) == []
     del iterator
+
+
+PATCHED = """
+from gevent import monkey
+monkey.patch_all()
+from aioloader import DataLoader
+from aioloader.datasets import from_iterable
+
+class Async:
+    __len__ = list(range(4)).__len__
+
+    async def __getitem__(self, index):
+        return index
+
+print([batch.tolist() for batch in DataLoader([1, 2], 2)])
+for dataset, options in (
+    (Async(), {}),
+    (from_iterable(range(4)), {}),
+    ([1], {"num_workers": 1}),
+    ([1], {"num_workers": 1, "multiprocessing_context": "forkserver"}),
+):
+    try:
+        list(DataLoader(dataset, **options))
+    except RuntimeError as error:
+        print(str(error)[:28])
+"""
+
+
+@pytest.mark.slow
+def test_what_would_hang_in_a_program_of_gevents_raises() -> None:
+    """A plain ``for`` works there; for anything else an error names gevent."""
+    run = python("-c", PATCHED, timeout=60)
+    assert run.stdout.splitlines() == [
+        "[[1, 2]]",
+        *["gevent has patched threading"] * 4,
+    ]

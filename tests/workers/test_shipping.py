@@ -149,6 +149,53 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     torch.set_default_dtype(torch.float32)
 
 
+def has_file(_dataset: Any) -> bool:
+    """Tell whether a relative path is found here."""
+    return Path("kept.txt").exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_start_in_a_directory_that_was_deleted(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As jobs have whose folder a cleaner removes: a relative path is not found."""
+    (tmp_path / "kept.txt").write_text("", encoding="utf-8")
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path)
+    question: Any = {"transform": has_file, "multiprocessing_context": method}
+    found = []
+    for directory in (tmp_path, tmp_path / "job"):
+        os.chdir(directory)
+        if directory != tmp_path:
+            directory.rmdir()
+        found += next(iter(DataLoader(Numbers(1), num_workers=1, **question))).tolist()
+    assert found == [True, False]
+
+
+DELETED = """
+import os, tempfile
+from aioloader import DataLoader
+os.chdir(folder := tempfile.mkdtemp())
+os.rmdir(folder)
+
+class Dataset:
+    async def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return 4
+
+print([batch.tolist() for batch in DataLoader(Dataset(), 2, num_workers=1)])
+"""
+
+
+@pytest.mark.slow
+def test_the_fork_server_starts_in_a_directory_that_was_deleted() -> None:
+    """Also for async datasets, which need it."""
+    run = python("-c", DELETED)
+    assert (run.stdout, run.stderr) == ("[[0, 1], [2, 3]]\n", "")
+
+
 def test_surroundings_arrive(elsewhere: Path) -> None:
     """Directory, path, arguments, environment, filters, default type."""
 

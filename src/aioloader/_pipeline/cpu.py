@@ -21,6 +21,7 @@ from aioloader._order.forks import fork_safe
 from aioloader._pipeline.waiting import Latch, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
+_WAITING = ("threading", "queue", "select", "socket", "os")
 T = TypeVar("T")
 
 Job: TypeAlias = Callable[[], object]
@@ -297,8 +298,28 @@ def _daemon(run: Callable[[], object], name: str) -> threading.Thread:
     return threading.Thread(target=run, name=name, daemon=True)
 
 
+def refuse_gevent(*, unless: str = "") -> None:
+    """Raise if gevent has replaced modules that threads and processes wait with.
+
+    Not if the module ``unless`` is among them.
+
+    Raises:
+        RuntimeError: If it has; the program would hang.
+    """
+    gevent = sys.modules.get("gevent.monkey")
+    patched = [] if gevent is None else [*filter(gevent.is_module_patched, _WAITING)]
+    if patched and unless not in patched:
+        raise RuntimeError(
+            f"gevent has patched {', '.join(patched)}, so that worker processes and "
+            "the loader's event loop would hang: iterate in a process where "
+            "gevent.monkey.patch_all() is not called, or here with a plain `for` over "
+            "a plain map-style dataset, without workers"
+        )
+
+
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread for whose end the interpreter's exit waits, a while."""
+    refuse_gevent(unless="threading")  # its own threads work
     thread.start()
     for one in list(_THREADS):
         if not one.is_alive():

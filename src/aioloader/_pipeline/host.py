@@ -24,6 +24,7 @@ from aioloader._pipeline.cpu import (
     SharedThread,
     in_new_thread,
     is_shared_thread,
+    refuse_gevent,
     start_thread,
 )
 from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
@@ -274,6 +275,8 @@ class LoopHost(Host):
         *,
         shares_threads: bool = False,
     ) -> None:
+        if caller is None:
+            refuse_gevent()
         super().__init__(lifespan, shares_threads=shares_threads)
         self._waiting: list[Pipeline] = []  # for the lifespan
         self._tasks: set[asyncio.Task[None]] = set()

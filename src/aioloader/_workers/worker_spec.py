@@ -124,11 +124,19 @@ def _logging_levels() -> dict[str, int]:
     return {"": root.level, **found}
 
 
+def _directory() -> str:
+    """Return the working directory, or a link to it if it was deleted."""
+    try:
+        return os.getcwd()  # noqa: PTH109  (as it is in the user's process)
+    except FileNotFoundError:
+        return f"/proc/{os.getpid()}/cwd"
+
+
 @dataclass
 class Surroundings:
     """The state of the user's process, for workers that are not forked from it."""
 
-    directory: str = field(default_factory=os.getcwd)
+    directory: str = field(default_factory=_directory)
     path: list[str] = field(
         default_factory=lambda: [part for part in sys.path if isinstance(part, str)]
     )

@@ -187,7 +187,11 @@ def _command(call: str) -> tuple[str, list[str], dict[str, str]]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
     path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
     code = (
-        f"import sys; sys.path[:] = {path!r}; "
+        "import os, sys\n"
+        "try: os.getcwd()\n"
+        # In a directory that was deleted, torch's libraries cannot be loaded.
+        "except FileNotFoundError: os.chdir('/')\n"
+        f"sys.path[:] = {path!r}\n"
         f"from aioloader._workers.process import fork_server; fork_server.{call}"
     )
     return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from aioloader._observe.warnings import warn
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.batch_task import BatchTask
+from aioloader._pipeline.cpu import refuse_gevent
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import InFlight
@@ -70,6 +71,7 @@ class ProcessPool(LastingPool):
     def __init__(
         self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
     ) -> None:
+        refuse_gevent()
         self._servers = servers
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._joining = fork_safe(threading.Lock())
