@@ -155,3 +155,16 @@ async def test_the_pool_of_a_service(postgresql: Database) -> None:
         loader = DataLoader(rows, 10)  # the pool belongs to another loop
         with pytest.raises(RuntimeError, match="pass loop='caller' to the loader"):
             [batch async for batch in loader]
+
+
+async def test_no_statement_has_a_name(postgresql: Database) -> None:
+    """Behind a pooler, another client's statement may have the same name."""
+    postgresql.run(
+        "CREATE VIEW t AS SELECT n::text AS id, "
+        "(SELECT count(*) FROM pg_prepared_statements) AS named "
+        "FROM generate_series(0, 9) AS n"
+    )
+    async with listed(postgresql, connections=1) as rows:
+        for _ in range(2):
+            found = await rows.__getitems__(range(10))
+            assert {row["named"] for row in found} == {0}

@@ -230,12 +230,12 @@ class PostgresLookup(Lookup):
             if await connection.fetchval(self._null):
                 raise self._relation.key_error("NULL")
             sql = self._listed(self._key)
-            asked = await connection.prepare(sql)
+            asked = await connection.prepare(sql, name="")
             if asked.get_attributes()[0].type.name in {"int2", "int4", "int8"}:
                 return await self._copy(connection)
             keys: list[Any] = []
-            cursor = await connection.cursor(sql)
-            while rows := await cursor.fetch(_PAGE):
+            await connection.execute(f"DECLARE aioloader NO SCROLL CURSOR FOR {sql}")
+            while rows := await connection.fetch(f"FETCH {_PAGE} FROM aioloader"):
                 keys += [row[0] for row in rows]
             return compact(keys)
 
@@ -276,8 +276,12 @@ class PostgresLookup(Lookup):
         """Return the pool, which connects when it is used."""
         if self._pool is None:
             # Made without waiting, as it has no connection yet: so there is only one.
+            # Behind a pooler, a named statement may be that of another client.
             self._pool = await import_asyncpg().create_pool(
-                self._address.for_asyncpg(), min_size=0, max_size=self._connections
+                self._address.for_asyncpg(),
+                min_size=0,
+                max_size=self._connections,
+                statement_cache_size=0,
             )
         return self._pool
 
@@ -286,7 +290,7 @@ class PostgresLookup(Lookup):
         among = f"WHERE {self._key} = ANY($1)"
         async with pool.acquire() as connection, connection.transaction():
             plain = self._relation.select(self._selected, among)
-            found = (await connection.prepare(plain)).get_attributes()[1:]
+            found = (await connection.prepare(plain, name="")).get_attributes()[1:]
             types = {one.name: _short(one.type.name) for one in found}
             nested = [one.name for one in found if one.type.kind != "scalar"]
             if unknown := [name for name in nested if types[name] not in KNOWN]:
