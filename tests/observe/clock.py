@@ -337,13 +337,20 @@ def seconds_per_batch(records: Sequence[Record]) -> float:
 
 def advised(records: Sequence[Record], setting: Setting) -> Setting:
     """Return the setting of a loader that is changed as its report says."""
-    costs, advice = costs_of(records, setting), report(records, setting).advice
-    assert costs is not None
+    advice = report(records, setting).advice
     assert advice is not None
-    wanted = advice.argument, advice.new
-    (then,) = (
-        one.setting
+    return changed(records, setting)[advice.argument, advice.new]
+
+
+def changed(
+    records: Sequence[Record], setting: Setting
+) -> dict[tuple[str, object], Setting]:
+    """Return the settings of a loader after each change, by argument and new value."""
+    costs = costs_of(records, setting)
+    assert costs is not None
+    return {
+        (one.argument, one.new): replace(
+            one.setting, window=window_of(one.setting, costs)
+        )
         for one in changes(costs, setting)
-        if (one.argument, one.new) == wanted
-    )
-    return replace(then, window=window_of(then, costs))
+    }

@@ -28,8 +28,9 @@ _LATE = 1e-3
 _SHARE, _TIMES = 0.2, 4
 # within this many seconds after a batch is made, which releases it.
 _AT_ONCE = 3e-4
-# So many reads must have begun while few others ran, to tell whether they queue.
-_ALONE = 6
+# So many reads must have begun while few others ran, to tell whether they queue; and
+# this share of the readers must be busy.
+_ALONE, _CROWDED = 6, 0.75
 # This share of uneven steps did not wait; others waited for at most this many turns.
 _QUICKEST, _TURNS = 0.05, 3
 
@@ -275,8 +276,10 @@ def _limited(
     if not is_read_here or setting.is_stream or setting.transforms_async:
         return costs
     reads, few = float(costs.reads.mean()), max(1, setting.concurrency // 8)
-    is_known = len(alone) >= _ALONE
-    if not is_known or 2 * np.quantile(alone, 0.9) > costs.read.mean() / reads:
+    is_known = costs.read.mean() >= _CROWDED * setting.concurrency * each
+    if len(alone) < _ALONE or not is_known:
+        return costs
+    if 2 * np.quantile(alone, 0.9) > costs.read.mean() / reads:
         return costs
     served, least = float(np.mean(alone)) * reads / each, each / reads
     if served < few:  # they queued, but for the first ones
