@@ -47,7 +47,7 @@ class ParquetDataset(StoredStream[Row]):
     Args:
         addresses: Paths or URLs, such as ``"s3://bucket/{000..127}.parquet"``.
         columns: Names of the columns to read; default: those of ``schema``, or of the
-            first file.
+            first file, with a warning if another has more.
         nulls: Column to the value that replaces NULL; in other columns a NULL is
             ``None``, which cannot be collated.
         schema: A ``pyarrow.Schema`` with the columns and types for all files; columns

@@ -15,6 +15,7 @@ from typing import Any, Self
 import pyarrow as pa
 from pyarrow import compute
 
+from aioloader._observe.warnings import warn
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
 from aioloader.datasets._checks import check_is
 from aioloader.errors import DatasetError
@@ -58,6 +59,7 @@ class Wanted:
         self._types: dict[str, tuple[pa.DataType, str]] = {}
         self._seen: deque[pa.Schema] = deque(maxlen=_SEEN)
         self._schema: pa.Schema | None = None
+        self._has_warned = False
 
     @property
     def schema(self) -> pa.Schema:
@@ -109,6 +111,14 @@ class Wanted:
             if given is None or not given.nullable or name in schema.names:
                 field = _field_of(schema, name, location)
                 self._add(name, without_view(field.type), location, is_late=is_late)
+        more = [name for name in schema.names if name not in self.names]
+        if more and self._columns is None and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{location!r} has columns {more} that the first file lacks, and they "
+                "are not read: name the columns to read (columns=), or give their "
+                "types, for NULLs where a file lacks them (schema=)"
+            )
         self._seen.append(schema)
 
     def _add(
