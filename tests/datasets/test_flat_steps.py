@@ -316,6 +316,13 @@ async def test_a_column_is_taken_without_rows(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(plain(found)) == sorted(IDS)
 
 
+NO_COLUMN = (
+    "\"tokenize() found no column 'text' in a sample of {}; pass the column of the "
+    'texts"'
+)
+NOT_ONE_EACH = (
+    "the tokenizer returned 0 arrays of tokens for 1 texts; return one for each"
+)
 NO_TEXT = (
     "tokenize() needs texts, got one of type {!r}; decode bytes, and name the column "
     "of the texts in rows or dicts"
@@ -349,7 +356,7 @@ async def test_what_fails_is_one_text() -> None:
         (TypeError, f"{tokens} float64 of shape (1,)"),
         (TypeError, NO_TEXT.format("dict")),
         (TypeError, f"{tokens} int64 of shape (1, 1)"),
-        (ValueError, "the tokenizer returned 0 arrays of tokens for 1 texts"),
+        (ValueError, NOT_ONE_EACH),
     ]
     notes = {one.error.__notes__[0] for one in block[1:-1]}
     assert notes == {"aioloader: in 'tokenize' of the stream"}
@@ -360,14 +367,12 @@ async def test_what_has_no_such_column() -> None:
     found, _ = await pulled(from_iterable(samples).tokenize(codes, "text"))
     assert found[0].tolist() == [97]
     assert found[1:] == [
-        "\"tokenize() found no column 'text' in a sample of ['body']\"",
+        NO_COLUMN.format(["body"]),
         "tokenize() needs samples with a column 'text', got one of type 'str'",
         NO_TEXT.format("NoneType"),
     ]
     found, _ = await pulled(from_arrow(TABLE[:2]).tokenize(codes, "text"))
-    assert found == [
-        "\"tokenize() found no column 'text' in a sample of ['n', 's']\""
-    ] * 2  # fmt: skip
+    assert found == [NO_COLUMN.format(["n", "s"])] * 2
 
 
 async def test_a_text_that_a_tokenizer_refuses() -> None:
