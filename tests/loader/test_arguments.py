@@ -329,6 +329,7 @@ class Seeds(Numbers):
         return torch.initial_seed()
 
 
+@pytest.mark.filterwarnings("ignore:rng=:UserWarning")
 def test_the_base_seed_of_persistent_workers() -> None:
     """Given a state they begin anew, from its seed, and keep that, as torchdata's."""
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}

@@ -99,6 +99,7 @@ def seed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(MANY_WORKERS)
+@pytest.mark.filterwarnings("ignore:rng=:UserWarning")
 @pytest.mark.parametrize(("kind", "rng", "head", "content"), [*cells()])
 def test_a_cell(kind: str, rng: str, head: str, content: str) -> None:
     """What it says of a run and another one is so, for each sample of both."""

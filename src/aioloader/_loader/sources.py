@@ -87,7 +87,7 @@ def make_source(
         _setting, options, window, reads=reads, on_device=on_device
     )
     epoch.reads_ahead = True  # samples read are not samples delivered
-    if not options.has_copies:
+    if epoch.bookmark.datasets and not options.has_copies:
         maker.begins = [*epoch.bookmark.datasets.values()]
     host = hosts.lease(_place(options, pool, is_async=is_async))
     release: Callable[[], object] = host.release

@@ -255,7 +255,8 @@ class BatchMaker(Recipe):
         """Read the samples of ``task``; ``pause`` sleeps between attempts."""
         task.began = perf_counter()
         self.policy.begin(len(task.indices))
-        self._begin(task)
+        if self.begins:
+            self._begin(task)
         try:
             if self.get_batch is not None:
                 task.samples = run_now(self._again(task, -1, pause))
@@ -274,13 +275,12 @@ class BatchMaker(Recipe):
         task.read = perf_counter()
 
     def _begin(self, task: BatchTask) -> None:
-        if self.begins:
-            try:
-                self.dataset.load_state_dict(usable(self.begins.pop()))
-            except BaseException as error:
-                raise self._batch_error("fetch", task, error)  # noqa: B904
-            if self.reseed is not None:
-                self.reseed(task)
+        try:
+            self.dataset.load_state_dict(usable(self.begins.pop()))
+        except BaseException as error:
+            raise self._batch_error("fetch", task, error)  # noqa: B904
+        if self.reseed is not None:
+            self.reseed(task)
 
     def _read_each(self, task: BatchTask, pause: Pause) -> None:
         get, samples = self.get, list[Any]()
@@ -427,7 +427,8 @@ class BatchMaker(Recipe):
     async def _aread(self, task: BatchTask, lanes: "Lanes") -> bool:
         """Read the samples of ``task``; tell whether one by one."""
         self.policy.begin(len(task.indices))
-        self._begin(task)
+        if self.begins:
+            self._begin(task)
         if self.get_batch is not None:
             jobs = await lanes.run(task, lambda task, _: self._again(task, -1, None), 1)
             task.began, task.read = jobs.began, perf_counter()
