@@ -38,7 +38,8 @@ def can_look_ahead(options: Options) -> bool:
     is_known = options.kind is Kind.MAP or options.is_own_stream
     # Where the next epoch of a stream with ``epoch_length`` starts is not known yet.
     continues = options.is_own_stream and options.dataset.continues()
-    if continues or not (is_known and options.has_copies):
+    is_told = hasattr(options.dataset, "set_epoch")  # of the epoch, before it begins
+    if continues or is_told or not (is_known and options.has_copies):
         return False
     if batch_type not in {BatchSampler, type(None)}:
         return False
