@@ -6,11 +6,14 @@ With ``persistent_workers`` they outlive the iteration.
 
 import _thread
 import contextlib
+import os
+import signal
 import socket
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioloader._order.forks import close_in_children, fork_safe
 from aioloader._pipeline.cpu import in_new_thread
@@ -31,6 +34,27 @@ class Idle(NamedTuple):
 
     def close(self) -> None:
         self.control.close()
+
+
+def see_off(
+    control: "Channel", supervisor: int, process: Any = None, seconds: float = GRACE
+) -> None:
+    """Wait until a supervisor has ended; kill one that is stuck in user code."""
+    try:
+        control.pause(seconds)
+        if supervisor:
+            os.kill(supervisor, signal.SIGKILL)
+    except EOFError:
+        with contextlib.suppress(AttributeError, OSError):  # it has ended, or no pidfd
+            ending = os.pidfd_open(supervisor)
+            connection.wait([ending], seconds)
+            os.close(ending)
+    except ProcessLookupError:
+        pass
+    finally:
+        control.close()
+    if process is not None:
+        process.join()
 
 
 class Servers:
@@ -80,8 +104,6 @@ class Servers:
     def close(self) -> None:
         """End the idle supervisors; wait, bounded, until they and others have ended."""
         while (idle := self.take()) is not None:
-            from aioloader._workers.process.launcher import see_off
-
             idle.control.shutdown(socket.SHUT_WR)
             self.see_off(partial(see_off, *idle))
         for ended in self._ending[:]:

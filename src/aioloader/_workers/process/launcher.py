@@ -18,10 +18,11 @@ from functools import partial
 from itertools import islice
 from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioloader._order.forks import has_pidfds, watch_this, without_collector
 from aioloader._transport.channel import Channel
+from aioloader._workers.kept import Servers, see_off
 from aioloader._workers.process.supervisor import (
     ASKED,
     TERMINATED,
@@ -31,9 +32,6 @@ from aioloader._workers.process.supervisor import (
 )
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError, WorkerStartError
-
-if TYPE_CHECKING:
-    from aioloader._workers.kept import Servers
 
 # Seconds for the supervisor to end everything, and then for the kernel.
 PATIENCE = ASKED + 2 * TERMINATED + 2.0
@@ -47,7 +45,7 @@ _ALIVE, _UP, _LONGER, _FORKING = 10.0, 0.3, 1.3, 30.0
 class Launcher:
     """The channel to a supervisor, which starts workers that share ``ends``."""
 
-    _servers: "Servers"  # of the loader, which waits for the supervisor when it closes
+    _servers: Servers  # of the loader, which waits for the supervisor when it closes
     control: Channel | None = None
     _supervisor = 0  # pid, once known
     _process: Any = None  # if it is a child of this process
@@ -133,33 +131,10 @@ class Launcher:
         return ""
 
 
-def see_off(
-    control: Channel, supervisor: int, process: Any = None, seconds: float = PATIENCE
-) -> None:
-    """Wait until a supervisor has ended; kill one that is stuck in user code."""
-    try:
-        control.pause(seconds)
-        if supervisor:
-            os.kill(supervisor, signal.SIGKILL)
-    except EOFError:
-        with contextlib.suppress(AttributeError, OSError):  # it has ended, or no pidfd
-            ending = os.pidfd_open(supervisor)
-            connection.wait([ending], seconds)
-            os.close(ending)
-    except ProcessLookupError:
-        pass
-    finally:
-        control.close()
-    if process is not None:
-        process.join()
-
-
 class ForkLauncher(Launcher):
     """Fork a supervisor, which inherits ``spec``, as ``multiprocessing`` does."""
 
-    def __init__(
-        self, spec: WorkerSpec, servers: "Servers", ends: Sequence[int]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, servers: Servers, ends: Sequence[int]) -> None:
         self._spec: WorkerSpec | None = spec
         self._servers = servers
         self._ends = ends
