@@ -448,3 +448,30 @@ async def test_a_dataset_that_keeps_the_global_generator(options: Any) -> None:
         assert listed(found) == whole
         loader.load_state_dict(begin)
         assert listed(await collect(loader)) == whole
+
+
+class ManyAtOnce(Numbers):
+    """Async, and keeps the number of its reads in a state."""
+
+    reads = 0
+
+    async def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return self.reads
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reads = state["reads"]
+
+
+async def test_a_state_of_a_dataset_that_reads_ahead_is_not_taken_for_exact() -> None:
+    """Resuming says that the state counts samples of later batches."""
+    loader, resumed = (Loader(ManyAtOnce(12), 2, concurrency=4) for _ in range(2))
+    async with loader, resumed:
+        async for _ in loader:
+            break
+        resumed.load_state_dict(loader.state_dict())
+        with pytest.warns(UserWarning, match="ManyAtOnce reads many samples at once"):
+            assert len([batch async for batch in resumed]) == 5

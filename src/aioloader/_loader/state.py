@@ -534,10 +534,16 @@ def _warn_of_what_is_lost(
 ) -> None:
     """Warn where the rest of the epoch, or the next one, depends on more than this."""
     states, dataset = list(bookmark.states.values()), options.dataset
+    name = type(dataset).__name__
     if options.kind is Kind.MAP:
+        if options.reads_async and options.is_stateful and bookmark.read():
+            warn(
+                f"{name} reads many samples at once, so its state_dict() after a batch "
+                "counts later samples too: the rest of the epoch is exact only if each "
+                "sample follows from its index"
+            )
         _warn_of_sampler(options.index_sampler, state, bookmark)
         return
-    name = type(dataset).__name__
     if options.is_own_stream:
         name = ", ".join(dataset.reread())
     elif any("iterator" in one or "dataset" in one for one in states):
