@@ -124,10 +124,10 @@ def _logging_levels() -> dict[str, int]:
     return {"": root.level, **found}
 
 
-def _directory() -> str:
+def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
     """Return the working directory, or a link to it if it was deleted."""
     try:
-        return os.getcwd()  # noqa: PTH109  (as it is in the user's process)
+        return getcwd()
     except FileNotFoundError:
         return f"/proc/{os.getpid()}/cwd"
 
