@@ -40,8 +40,15 @@ _NO_CONNECTION = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
 
-class NoRangesError(Exception):
-    """Internal: a server gives objects only as a whole."""
+class NoRangesError(DatasetError):
+    """A server gives objects only as a whole."""
+
+    def __init__(self, location: str) -> None:
+        text = (
+            f"{location!r} must be read by ranges, which its server does not give: "
+            "download it, and pass the path of the file"
+        )
+        super().__init__(text, location=location)
 
 
 class Reason:

@@ -234,13 +234,13 @@ class ObstoreStore(Store):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return what to raise for an exception of obstore; others are returned.
 
-        A ``NoRangesError`` if the server gave all of an object in place of a range.
+        A refused ``NoRangesError`` if the server gave a whole object for a range.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
         name, reason, location = type(error).__name__, Reason(error), self.locate(key)
         if name == "NotSupportedError":
-            return NoRangesError()
+            return RefusedError(NoRangesError(location))
         if name == "PreconditionError" or reason.status == _CHANGED:
             text = f"{location!r} changed while being read; write new shards instead"
             return RefusedError(DatasetError(text, location=location))
