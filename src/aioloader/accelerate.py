@@ -166,7 +166,7 @@ class AsyncIterableDatasetShard(theirs.IterableDatasetShard):  # type: ignore[mi
 
 
 def _prepared(accelerator: Any, one: Any) -> Any:
-    if not _is_ours(one) or one._is_accelerate_prepared:
+    if not _is_ours(one) or vars(one).get("_accelerate_prepared"):
         return one
     if accelerator.num_processes > 1 and (one.rank is not None or one.world_size):
         raise ValueError(

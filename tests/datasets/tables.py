@@ -19,6 +19,7 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.file_bytes import FileBytes
+from aioloader.datasets._stores.places import Listed, Places
 from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 from datasets.shards import bytes_of, put
@@ -27,7 +28,7 @@ Format = ParquetFormat | ArrowFormat | CSVFormat
 PLACES = pytest.mark.parametrize("is_remote", [False, True], ids=["file", "object"])
 
 
-class Local:
+class Local(Places):
     """Local files; if ``is_remote``, they are read by ranges as objects are.
 
     Reads are noted in ``spans``. Read number ``fail_at`` fails, one of ``short_at``
@@ -35,6 +36,7 @@ class Local:
     """
 
     def __init__(self, *, is_remote: bool = False) -> None:
+        super().__init__(None, {}, None)
         self.is_remote = is_remote
         self.spans: list[tuple[int, int]] = []
         self.fail_at: int | None = None
@@ -44,8 +46,8 @@ class Local:
         self.in_flight = 0
         self.closed = 0
 
-    async def expand(self, patterns: str | Iterable[str]) -> list[str]:
-        return [patterns] if isinstance(patterns, str) else list(patterns)
+    async def expand(self, patterns: str | Iterable[str]) -> Listed:
+        return Listed([patterns] if isinstance(patterns, str) else patterns)
 
     def cached(self, _cache: object) -> Self:
         return self
@@ -60,7 +62,7 @@ class Local:
         """Return the path, unless it is to be read by ranges."""
         return None if self.is_remote else address
 
-    def open(self, address: str, start: int, budget: int) -> FileBytes:
+    def open(self, address: str, start: int, budget: int, *_: Any) -> FileBytes:
         return FileBytes(address, start, budget)
 
     async def version(self, address: str) -> Version:

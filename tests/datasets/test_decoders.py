@@ -28,10 +28,10 @@ from aioloader.datasets import (
     write_parquet,
 )
 from aioloader.errors import DecodeError
-from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
 from datasets.tar_archives import Member, archive
+from laws.dataset_law import check_dataset
 
 COLOURS = pixels(0, 3)
 SAMPLE = {

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import ssl
 import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,6 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._arrow import copies
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.file_bytes import FileBytes
 from aioloader.datasets._stores.versions import Piece, Version
@@ -348,13 +346,13 @@ async def test_a_table_that_changes_behind_its_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kind", "options", "words"),
     [
-        ({"tags": "date"}, "sends no ETag, so changes would not be noticed"),
-        ({"has_ranges": False}, "has no ranges"),
+        (TextDataset, {"tags": "date"}, "sends no ETag, so changes would not"),
+        (ParquetDataset, {"tags": "date"}, "sends no ETag, so changes would not"),
+        (TextDataset, {"has_ranges": False}, "has no ranges"),
     ],
 )
-@pytest.mark.parametrize("kind", [TextDataset, ParquetDataset])
 async def test_what_cannot_be_kept(
     tmp_path: Path, options: Any, words: str, kind: Any
 ) -> None:
@@ -367,40 +365,18 @@ async def test_what_cannot_be_kept(
     assert len(said) == 1
 
 
-# -- tables on a server that gives files only whole -----------------------------------
+# -- a server that gives files only whole ---------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-async def test_files_without_ranges(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows, each file asked for once; and nothing is left on disk."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+async def test_tables_need_a_server_with_ranges(kind: str) -> None:
+    """The error says so at once, and what to do."""
     made: Any = ParquetDataset if kind == "parquet" else ArrowDataset
     body = bytes_of(pa.table({"n": range(50)}), kind, 20)
     with ChangingServer(body, tags="date", has_ranges=False) as server:
-        dataset = made(f"{server.url}/{{0..2}}.{kind}", interleave=2)
-        rows, _ = await read(dataset)
-        assert sorted(row["n"] for row in rows) == sorted([*range(50)] * 3)
-        assert not any(temporary.iterdir())
-        loader: Any = DataLoader(dataset, 10)
-        batches = [batch async for batch in loader]
-        assert sum(len(batch["n"]) for batch in batches) == 150
-        # Two in vain, for ranges; and one for the whole file.
-        assert server.requests <= 2 * 3 * 3
-    assert not any(temporary.iterdir())
-
-
-async def test_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_MOST_BYTES", 0)
-    monkeypatch.setattr(copies, "_LEAST_COPIES", 1)
-    body = bytes_of(pa.table({"n": [7]}), "parquet")
-    with ChangingServer(body, tags="date", has_ranges=False) as server:
-        rows, _ = await read(ParquetDataset(f"{server.url}/{{0..3}}.parquet"))
-        assert [row["n"] for row in rows] == [7] * 4
-        assert server.requests >= 8
+        with pytest.raises(DatasetError, match=r"0\.\w+'.*ranges.*: download it"):
+            await read(made(f"{server.url}/{{0..2}}.{kind}"))
+        assert server.requests <= 3
 
 
 # -- what a resumed stream reads again, as docs/guides/shards.md has it ----------------

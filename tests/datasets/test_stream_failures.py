@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from obstore.store import MemoryStore
 
 from aioloader import DataLoader, Skip
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._order.raising import STOPS
 from aioloader.datasets import (
-    ByteStream,
     TextDataset,
     from_async_iterable,
     from_iterable,
@@ -167,42 +164,6 @@ async def test_a_fraction_is_of_the_samples_that_there_were(workers: int) -> Non
         await beside(lambda: list(loader(stream, 1000, 0.1)))
     refilled = loader(stream.epoch_length(6), 6, 0.3)
     assert [len(batch) for batch in await beside(lambda: list(refilled))] == [6]
-
-
-class Stops:
-    def __init__(self, kind: type[BaseException], offset: int) -> None:
-        self.offset, self.is_over = offset, False
-        self._kind, self._lines = kind, list[bytes]()
-
-    def feed(self, piece: Any) -> None:
-        self._lines += bytes(piece).splitlines()
-
-    def end(self) -> None:
-        raise self._kind("the parser's")
-
-    def take(self, limit: int) -> list[Any]:
-        taken, self._lines = self._lines[:limit], self._lines[limit:]
-        self.offset += sum(len(line) + 1 for line in taken)
-        return taken
-
-
-@pytest.mark.parametrize("kind", [ValueError, *STOPS])
-@pytest.mark.parametrize("place", ["file", "store"])
-def test_a_parser_that_raises(
-    kind: type[BaseException], place: str, tmp_path: Path
-) -> None:
-    (tmp_path / "a").write_bytes(b"one\ntwo\n")
-    store = MemoryStore()
-    store.put("a", b"one\ntwo\n")
-    where: Any = {"store": tmp_path if place == "file" else store}
-    stream: Any = ByteStream("a", lambda _, offset: Stops(kind, offset), **where)
-    found: list[bytes] = []
-    error = ValueError if kind is ValueError else RuntimeError
-    with pytest.raises(error) as raised:
-        for sample in DataLoader(stream, None, collate_fn=bytes, timeout=30):
-            found.append(sample)  # noqa: PERF402  (they stay after an error)
-    assert found == [b"one", b"two"]
-    assert error is not ValueError or "a', after byte 8" in raised.value.__notes__[0]
 
 
 # -- what streams do ahead of their consumer, beside the loop, and without tasks -------

@@ -25,8 +25,8 @@ from aioloader._cli.main import main
 from aioloader.datasets import Piece, Source, TokenDataset, TokenWriter, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError, StateMismatchError
 from aioloader.protocols import reads_async
-from aioloader.testing import check_dataset
 from datasets.killed_writing import DOCUMENTS, SIGKILLED, TEXTS, letters, run
+from laws.dataset_law import check_dataset
 from python_process import python
 from resuming import assert_resumes_exactly
 

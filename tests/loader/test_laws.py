@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from aioloader import DataLoader, testing
 from aioloader._loader.state import unsealed
 from aioloader.datasets import from_iterable
-from aioloader.testing import check_dataset
 from aioloader.testing._frozen import frozen
+from laws.dataset_law import check_dataset
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
 from working import Drawing, Numbers, Sharded

@@ -7,7 +7,6 @@ torch's ``__init__``, which does not support async datasets, is not called.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic
@@ -140,12 +139,13 @@ class TorchLoader(torch.utils.data.DataLoader[Any], Added, Generic[Batch]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate leaves the loader as it is; checked by ``prepare``."""
+        """Whether accelerate leaves the loader as it is.
+
+        ``Accelerator.prepare`` alone reads it, before it rebuilds the loader.
+        """
         prepared: bool | None = vars(self).get("_accelerate_prepared")
-        if prepared is None:  # not by a debugger
-            asking: str = sys._getframe(1).f_globals.get("__name__", "")
-            if asking.split(".", maxsplit=1)[0] == "accelerate":
-                check_torch_suffices(self)
+        if prepared is None:
+            check_torch_suffices(self)
         return bool(prepared)
 
     @_is_accelerate_prepared.setter

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aioloader.datasets._stores.requests import Requests
     from aioloader.datasets._stores.sources import Source
     from aioloader.datasets._stores.versions import Piece, Version
-    from aioloader.datasets._streams.shards import Parser, ShardFormat, ShardReader
+    from aioloader.datasets._streams.shards import ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
@@ -44,7 +44,7 @@ _HOLDERS = {
     "_stores.requests": ("Requests",),
     "_stores.sources": ("Source",),
     "_stores.versions": ("Piece", "Version"),
-    "_streams.shards": ("Parser", "ShardFormat", "ShardReader"),
+    "_streams.shards": ("ShardFormat", "ShardReader"),
     "arrow": ("from_arrow",),
     "decoders": ("Decoder",),
     "files": ("FileDataset",),
@@ -77,7 +77,6 @@ __all__ = [
     "ObjectDataset",
     "ParquetDataset",
     "ParquetWriter",
-    "Parser",
     "Piece",
     "Requests",
     "SQLDataset",

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -38,7 +38,6 @@ from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import NOTHING, Known, Version
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.shards import (
-    Parser,
     Position,
     ShardFormat,
     ShardReader,
@@ -196,61 +195,31 @@ class Kind(NamedTuple):
     copies: bool = False
 
 
-# What a user has for a format: a generator function of a file, or a parser of a shard
-# by its label and the offset of the first byte it will get.
-Make: TypeAlias = (
-    Kind | Callable[[ShardFile], Iterable[Any]] | Callable[[str, int], Parser]
-)
+# What a user has for a format: a generator function of a file.
+Make: TypeAlias = Kind | Callable[[ShardFile], Iterable[Any]]
 
 
 def kind_of(make: Make) -> Kind:
     """Return how a format reads a shard."""
     if isinstance(make, Kind):
         return make
-    made = generator_of(make)
-    if not callable(make) or made == "async generator" or is_async_function(make):
+    is_async = generator_of(make) == "async generator" or is_async_function(make)
+    if not callable(make) or is_async or not _takes_file(make):
         raise TypeError(
-            "make must be a plain generator function of a file, or a function that "
-            f"makes a Parser, got {make!r}"
+            f"make must be a plain generator function of a file, got {make!r}"
         )
-    if made is not None or not _makes_parser(make):
-        return Kind(functools.partial(_generated, cast("Any", make)), waits=True)
-    return Kind(functools.partial(_parsed, cast("Any", make)))
+    return Kind(functools.partial(_generated, make), waits=True)
 
 
-def _makes_parser(make: Callable[..., Any]) -> bool:
-    """Return whether a function takes the two arguments of one that makes parsers."""
+def _takes_file(make: Callable[..., Any]) -> bool:
+    """Return whether one argument is enough."""
     try:
-        inspect.signature(make).bind("", 0)
-    except TypeError:  # such as a lambda that returns a generator
+        inspect.signature(make).bind(None)
+    except TypeError:
         return False
     except ValueError:  # a built-in that has no signature
         pass
     return True
-
-
-def _parsed(make: Callable[[str, int], Parser], feed: Feed) -> Steps:
-    """Run a parser; for one release, after which formats are generators."""
-    at = feed.at
-    try:
-        parser = make(feed.url, at)
-        while True:
-            want = feed.want
-            taken, at = parser.take(want), parser.offset
-            if taken:
-                yield [*taken], at
-            if len(taken) < want:
-                if feed.has_ended or parser.is_over:
-                    return
-                yield None
-                feed.used = len(feed.view)
-                if feed.has_ended:
-                    parser.end()
-                else:
-                    parser.feed(feed.view)
-    except Exception as error:
-        noted(error, f"in {feed.url!r}, after byte {at:,}")
-        raise
 
 
 def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: Feed) -> Steps:

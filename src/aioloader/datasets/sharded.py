@@ -371,8 +371,7 @@ class ByteStream(StoredStream[Sample_co]):
             ``.bz2`` or ``.xz`` are decompressed.
         make: A generator function that gets a shard as a blocking binary file, at the
             start of a sample, and yields samples; each time it leaves the file where
-            the next sample starts. Or a function that makes a ``Parser`` from a shard's
-            address and its first byte.
+            the next sample starts.
         options: As for ``StoredStream``.
 
     Attributes:

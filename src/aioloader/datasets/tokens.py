@@ -11,6 +11,7 @@ import json
 import mmap
 import operator
 import os
+import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,17 +25,17 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
-from aioloader.datasets._arrow.copies import Copies, read_local
 from aioloader.datasets._checks import check_at_least, check_is, position_of
 from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.file_bytes import read_local
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.outlast import in_thread, off_loop
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
-from aioloader.datasets._stores.versions import Version, changed, version_of_file
+from aioloader.datasets._stores.versions import Known, Version, changed, version_of_file
 from aioloader.datasets._tokens.files import (
     Documents,
     Index,
@@ -63,6 +64,8 @@ _ADVISES = hasattr(mmap, "MADV_WILLNEED")
 # Tokens of a sample or document that is made on the event loop; others in a thread.
 _LIGHT = 1 << 16
 _MOST = np.iinfo(np.int64).max
+# Bytes of an index that are read ahead of its copy.
+_INDEX_BUDGET = 16 << 20
 
 
 class TokenDataset(Dataset[Any]):
@@ -358,7 +361,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
         if file.index is not None and self._documents is None:
             await self._fetch_index(file.index)
         begin, end = (at * file.dtype.itemsize for at in (start, start + length + 1))
-        data = await self._copies.read(file.address, begin, end, file.version)
+        data = await self._places.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
         is_quick = length <= _LIGHT
         (sample,) = await off_loop(self._samples, windows, [start], is_quick=is_quick)
@@ -373,54 +376,51 @@ class _StoredTokens(TokenDataset, HasLifespan):
         policy: Requests,
     ) -> TokenFile:
         (address,) = sealed(path)
-        self._places = Places(store, options, policy, None, [address])
-        self._copies = copies = Copies(self._places)
+        self._places = places = Places(store, options, policy, None, [address])
         self._turns = PerLoop(asyncio.Lock)
         known: dict[str, Version] = {}
         with start_blocking_portal() as portal:
 
             def look(address: str) -> Version:
-                return known.setdefault(address, portal.call(copies.version, address))
+                return known.setdefault(address, portal.call(places.version, address))
 
             def read(address: str, start: int, stop: int) -> bytes:
                 given = (address, start, stop, known[address])
-                return portal.call(copies.part, *given)[0]
+                return portal.call(places.part, *given)[0]
 
             try:
                 return find(address, look=look, read=read)
             finally:
-                portal.call(copies.aclose)
+                portal.call(places.aclose)
 
     async def _fetch_index(self, index: Index) -> None:
-        """Copy the index, once for all samples that need it now."""
+        """Copy the index to a temporary file, once for all samples that need it."""
         async with self._turns.here():
             if self._documents is not None:
                 return
-            found = await self._copies.copy(index.address)
-            if not found.is_of(index.version):
-                raise changed(self._copies.label(index.address), index.version, found)
-            path = self._copies.path(index.address)
-            assert path is not None
-
-            def opened() -> Documents:
-                # A copy has another time.
-                return Documents(_mapped(path, Version(index.version.size)), index)
-
-            self._documents = await asyncio.to_thread(opened)
+            known = Known(index.version)
+            source = self._places.open(index.address, 0, _INDEX_BUDGET, known)
+            file = await asyncio.to_thread(tempfile.TemporaryFile)
+            try:
+                while memoryview(piece := await source.read()):
+                    await asyncio.to_thread(file.write, piece)
+                self._documents = await asyncio.to_thread(_copied, file, index)
+            finally:
+                await source.aclose()
+                await asyncio.to_thread(file.close)
 
     def lifespan(self) -> Self:
         return self
 
     async def __aenter__(self) -> Self:
-        self._copies.enter()
         self._places.enter()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._copies.aclose()
+        await self._places.aclose()
 
     def _label(self) -> str:
-        return self._copies.label(self._file.address)
+        return self._places.label(self._file.address)
 
 
 def _is_file(path: Any, store: Any) -> bool:
@@ -439,15 +439,23 @@ def _mapped(path: str, version: Version) -> Buffer:
             found = version_of_file(file.fileno())
             if not found.is_of(version):
                 raise changed(path, version, found)
-            if not found.size:
-                return b""
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return _map(file.fileno()) if found.size else b""
     except OSError as error:
         raise file_failure(path, error) from error
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     if _ADVISES:
         # Else a page that is not cached is read with megabytes around it.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
+
+
+def _copied(file: Any, index: Index) -> Documents:
+    """Return the documents of an index that was copied to a file."""
+    file.flush()
+    return Documents(_map(file.fileno()), index)
 
 
 def _announce(mapped: Buffer, start: int, length: int) -> None:

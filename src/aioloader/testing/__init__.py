@@ -1,7 +1,6 @@
-"""Checks that users can run on their own datasets and loaders."""
+"""Checks that users can run on their own loaders and formats."""
 
-from aioloader.testing._datasets import check_dataset
-from aioloader.testing._formats import check_parser, check_shard_format
+from aioloader.testing._formats import check_shard_format
 from aioloader.testing._laws import assert_resumes_exactly, assert_resumes_exactly_async
 from aioloader.testing.leaks import Resources, no_leaks
 
@@ -9,8 +8,6 @@ __all__ = [
     "Resources",
     "assert_resumes_exactly",
     "assert_resumes_exactly_async",
-    "check_dataset",
-    "check_parser",
     "check_shard_format",
     "no_leaks",
 ]

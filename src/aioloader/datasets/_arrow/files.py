@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from aioloader.datasets._arrow.copies import Copies
 from aioloader.datasets._arrow.filters import Partitions
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
 from aioloader.datasets._stores.outlast import each
-from aioloader.datasets._stores.places import Listed
+from aioloader.datasets._stores.places import Listed, Places
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Position,
@@ -78,9 +77,9 @@ class TableFormat(ShardFormat):
     of ``Wanted``, whose errors it raises.
     """
 
-    def __init__(self, addresses: Any, places: Any, **wanted: Any) -> None:
+    def __init__(self, addresses: Any, places: Places, **wanted: Any) -> None:
         self._addresses = addresses
-        self.places: Copies = Copies(places)
+        self.places: Places = places
         self._wanted = Wanted(**wanted)
         self._partitions = Partitions()
         self._forget()
@@ -97,7 +96,6 @@ class TableFormat(ShardFormat):
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Part]:
-        self.places.enter()
         stack.push_async_callback(self.places.aclose)
         addresses = await self.places.expand(self._addresses)
         if not await self._are_unchanged(addresses):

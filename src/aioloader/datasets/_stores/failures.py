@@ -49,8 +49,16 @@ _REFUSALS = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 _REFUSING = frozenset({400, 401, 403})
 
 
-class NoRangesError(Exception):
-    """Internal: a server gives objects only as a whole."""
+class NoRangesError(DatasetError):
+    """A server gives objects only as a whole."""
+
+
+def no_ranges(location: str) -> NoRangesError:
+    text = (
+        f"{location!r} must be read by ranges, which its server does not give: "
+        "download it, and pass the path of the file"
+    )
+    return NoRangesError(text, location=location)
 
 
 class Reason:

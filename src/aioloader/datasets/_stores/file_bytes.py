@@ -144,3 +144,31 @@ def _read_cached(file: int, buffer: memoryview) -> int | None:
         return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
     except (AttributeError, OSError):  # no Linux; a file system that may always wait
         return None
+
+
+def bounds(start: int, stop: int, size: int) -> tuple[int, int]:
+    return max(0, start + size) if start < 0 else start, stop or size
+
+
+def read_local(
+    path: str, start: int, stop: int, version: Version | None
+) -> tuple[bytes, Version]:
+    """Return some bytes of a local file, and its version, as ``Places.part``."""
+    try:
+        with open(path, "rb", buffering=0, opener=opener) as file:
+            current = version_of_file(file.fileno())
+            start, stop = bounds(start, stop, current.size)
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError as error:
+        raise file_failure(path, error) from error
+    Known(version).check(path, current)
+    return checked(data, stop - start, path), current
+
+
+def checked(data: bytes, expected: int, location: str) -> bytes:
+    if len(data) != expected:
+        raise truncated(
+            location, expected, len(data), ": it was rewritten; start again"
+        )
+    return data

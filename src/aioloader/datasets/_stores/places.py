@@ -35,7 +35,7 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.bytes import ObjectBytes
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure
-from aioloader.datasets._stores.file_bytes import FileBytes
+from aioloader.datasets._stores.file_bytes import FileBytes, bounds, checked, read_local
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.outlast import each
@@ -229,7 +229,44 @@ class Places:
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
+        """Return a range of an object."""
         return await self._object(address).read(start, stop, version)
+
+    async def part(
+        self,
+        address: Address,
+        start: int,
+        stop: int = 0,
+        version: Version | None = None,
+    ) -> tuple[bytes, Version]:
+        """Return a range of a file or object, and the version, checked if given.
+
+        A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
+        """
+        if (path := self.path(address)) is not None:
+            return await asyncio.to_thread(read_local, path, start, stop, version)
+        version = version or await self.version(address)
+        start, stop = bounds(start, stop, version.size)
+        data = b""
+        if start < stop:
+            data = bytes(memoryview(await self.read(address, start, stop, version)))
+        return checked(data, stop - start, self.label(address)), version
+
+    def check(self, address: Address, version: Version) -> None:
+        """Check that a local file is still of a version; blocks.
+
+        A file that was deleted while it is open is still there. Of an object, each
+        response is compared instead.
+        """
+        if (path := self.path(address)) is None:
+            return
+        try:
+            current = version_of_file(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise file_failure(path, error) from error
+        Known(version).check(path, current)
 
     async def sizes(
         self, addresses: Sequence[Address], *, must: bool

@@ -181,8 +181,8 @@ class StoredObject:
         name = hash((store, key))
         try:
             piece = await store.ask(key, store.get(key, start, stop, version))
-        except NoRangesError:
-            if name not in ranged:
+        except RefusedError as refused:
+            if name not in ranged or not isinstance(refused.error, NoRangesError):
                 raise
             text = (
                 f"{self.location!r}: HTTP 200, without the range requested: check "

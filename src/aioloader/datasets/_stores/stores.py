@@ -17,10 +17,10 @@ from urllib.parse import unquote
 
 from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
 from aioloader.datasets._stores.failures import (
-    NoRangesError,
     Reason,
     compressed,
     failure_of,
+    no_ranges,
     truncated,
 )
 from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
@@ -236,13 +236,13 @@ class ObstoreStore(Store):
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
         """Return what to raise for an exception of obstore; others are returned.
 
-        A ``NoRangesError`` if the server gave all of an object in place of a range.
+        A refused ``NoRangesError`` if the server gave a whole object for a range.
         """
         if isinstance(error, DatasetError) or not isinstance(error, obstore_errors()):
             return error
         name, reason, location = type(error).__name__, Reason(error), self.locate(key)
         if name == "NotSupportedError" or reason.has_no_total:
-            return NoRangesError()
+            return RefusedError(no_ranges(location))
         if name == "PreconditionError" or reason.status == _CHANGED:
             text = f"{location!r} changed while being read; write new shards instead"
             return RefusedError(DatasetError(text, location=location))

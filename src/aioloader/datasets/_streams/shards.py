@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
-
-from typing_extensions import Buffer
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from aioloader._order.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
@@ -28,34 +26,6 @@ MissingEnd: TypeAlias = Literal["error", "warn"]
 
 # Names compared at once.
 _PART = 1 << 10
-
-
-class Parser(Protocol):
-    """Bytes to samples; pure, without I/O.
-
-    Accepted for one more release: a generator function of a file is shorter.
-
-    Attributes:
-        offset: Position in the unpacked shard of the next sample from ``take``.
-        is_over: No sample will follow, whatever is fed.
-    """
-
-    offset: int
-    is_over: bool
-
-    def feed(self, piece: Buffer) -> None:
-        """Add bytes, valid until ``take`` returns fewer samples than asked for."""
-
-    def end(self) -> None:
-        """Note that there are no more bytes.
-
-        If the format shows that a shard may not end there, a ``Bad`` with a
-        ``TruncatedReadError`` follows the samples before it. Where the format cannot
-        show it, as with lines, the length of the shard was compared.
-        """
-
-    def take(self, limit: int) -> list[Any]:
-        """Return up to ``limit`` samples; fewer only if more bytes are needed."""
 
 
 class ShardReader(abc.ABC):
