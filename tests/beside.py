@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from aioloader._pipeline.cpu import CpuThread
-from aioloader._pipeline.waiting import Latch
+from aioloader._base.threads import CpuThread
+from aioloader._base.waiting import Latch
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from aioloader import errors
+from aioloader._base.failures import SKIP, Failure, Skip
+from aioloader._base.retry import Retry
 from aioloader._collate.collate import default_collate, default_convert, varlen_collate
 from aioloader._device.naming import Device
 from aioloader._loader.loader import DataLoader
-from aioloader._order.failures import SKIP, Failure, Skip
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._order.retry import Retry
 from aioloader._workers.info import WorkerInfo, get_worker_info
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import torch.utils.data
 
+from aioloader._base.warnings import warn
 from aioloader._loader.loader import DataLoader
 from aioloader._loader.torch_compat import dataset_kind
-from aioloader._observe.warnings import warn
 from aioloader.errors import UNRELEASED
 from aioloader.protocols import Kind, OwnStream, kind_of
 

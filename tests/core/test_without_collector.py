@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.raising import saved_state
+from aioloader._base.raising import saved_state
 from aioloader.errors import DatasetError
 from aioloader.testing import no_leaks
 from beside import beside

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from aioloader import DataLoader
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader._order.stream_states import merged, opened, sealed
 from aioloader.datasets import TextDataset, from_iterable
 from datasets.shards import name_of, parquet, write_lines

@@ -9,10 +9,10 @@ from functools import partial
 from itertools import chain, groupby, pairwise, repeat
 from typing import Any
 
-from aioloader._order.blocks import Bad
-from aioloader.datasets._engine import Feed, Steps
+from aioloader._base.blocks import Bad
+from aioloader.datasets._streams.engine import Feed, Steps
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets._tar import samples
+from aioloader.datasets.tar._archive import samples
 
 
 def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:

@@ -26,8 +26,8 @@ from aioloader.datasets import (
     from_async_iterable,
     from_iterable,
 )
-from aioloader.datasets._engine import ByteFormat
 from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._streams.engine import ByteFormat
 from aioloader.errors import (
     BatchTimeoutError,
     DatasetError,

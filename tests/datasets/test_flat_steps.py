@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.implementations.base_tokenizer import BaseTokenizer
 
 from aioloader import DataLoader
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets import from_arrow, from_iterable
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams.unbatched import Unbatched

@@ -21,8 +21,8 @@ import own_format
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.blocks import Block
-from aioloader._order.raising import STOPS
+from aioloader._base.blocks import Block
+from aioloader._base.raising import STOPS
 from aioloader.datasets import (
     ByteStream,
     ShardedStream,

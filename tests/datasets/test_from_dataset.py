@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader._order.mixture import Schedule
 from aioloader._order.ranks import Share
 from aioloader._order.stream_states import opened, sealed

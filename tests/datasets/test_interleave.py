@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from aioloader._order.blocks import Bad, Block, weave
+from aioloader._base.blocks import Bad, Block, weave
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._streams import lane
 from aioloader.datasets._streams import weave as weaving

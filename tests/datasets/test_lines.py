@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from obstore.store import LocalStore
 from PIL import Image
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets import (
     JSONLinesDataset,
     MDSDataset,
@@ -39,10 +39,10 @@ from aioloader.datasets import (
     _engine,
     _json,
 )
-from aioloader.datasets._json import JSONDecoder
-from aioloader.datasets._mds_encodings import decoder_of
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets.lines import samples, without_end
+from aioloader.datasets.lines._json import JSONDecoder
+from aioloader.datasets.mds._encodings import decoder_of
 from aioloader.errors import DatasetError, StateMismatchError
 from aioloader.testing import check_shard_format
 from datasets.shards import check_resumes, read

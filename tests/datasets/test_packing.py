@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, varlen_collate
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets import from_iterable, mix
 from aioloader.errors import ShardChangedError
 from datasets import shards

@@ -19,7 +19,7 @@ from pyarrow import parquet as pq
 from pyarrow.parquet import encryption
 
 from aioloader import DataLoader
-from aioloader._order.blocks import Bad, Block
+from aioloader._base.blocks import Bad, Block
 from aioloader.datasets import ParquetDataset, write_parquet
 from aioloader.datasets._arrow import files, parquet, reader
 from aioloader.datasets._arrow.filters import Filters

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioloader._base.blocks import Columns, join, pick, weave
 from aioloader._collate.collate import collated, default_collate
-from aioloader._order.blocks import Columns, join, pick, weave
 from aioloader._transport.slots import SlotPool
 from aioloader.datasets._arrow.rows import Rows
 from datasets.tables import assert_same, every_type, expected, plain, rows_of

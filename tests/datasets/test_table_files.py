@@ -15,7 +15,7 @@ from pyarrow import compute as pc
 from pyarrow import feather
 from pyarrow import parquet as pq
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets._arrow import ipc
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioloader._order.blocks import Bad
-from aioloader.datasets import _tar
-from aioloader.datasets._engine import Feed
+from aioloader._base.blocks import Bad
+from aioloader.datasets._streams.engine import Feed
+from aioloader.datasets.tar import _archive as _tar
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (
     FORMATS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader._order.raising import STOPS
+from aioloader._base.raising import STOPS
 from aioloader.errors import WorkerDiedError
 from faults.error_table import (
     BATCHES,

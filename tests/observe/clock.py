@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from aioloader._base.records import Copy, Record, Setting
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
 from aioloader._observe.pace import window_of
-from aioloader._observe.records import Copy, Record, Setting
 from aioloader._observe.verdict import report
 
 TICK = 1e-3

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioloader._observe.records import LoopLag, Setting
+from aioloader._base.records import LoopLag, Setting
 from aioloader._observe.stages import StageStats
 
 WORKERS = Setting("workers", workers=2, worker_kind="process", reads_in_workers=True)

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader, Device
+from aioloader._base.records import Setting
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
-from aioloader._observe.records import Setting
 from aioloader._observe.verdict import report
 from aioloader.datasets import FileDataset, from_iterable
 from beside import beside

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._loader.options import Chosen
-from aioloader._observe.autotune import Controller, Held, Observation
+from aioloader._pipeline.autotune import Controller, Held, Observation
 
 Rate = Callable[[int], float]
 LATENCY = 0.03

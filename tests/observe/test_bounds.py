@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from aioloader._base.machine import RunTimes, run_times
+from aioloader._base.records import Counters, Record, Setting
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
-from aioloader._observe.machine import RunTimes, run_times
-from aioloader._observe.records import Counters, Record, Setting
 from aioloader._observe.verdict import report
 from observe.clock import Clock, Ticks, delayed
 

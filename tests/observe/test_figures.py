@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from aioloader import DataLoader, Retry
-from aioloader._observe.records import Record
+from aioloader._base.records import Record
 from aioloader._observe.stats import LoaderStats
 from aioloader.datasets import JSONLinesDataset
 from samples import AsyncMap, SyncMap, SyncStream

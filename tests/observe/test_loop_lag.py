@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import aioloader
-from aioloader._observe.machine import RunTimes
+from aioloader._base.machine import RunTimes
 from aioloader._pipeline import loop_watch
 from aioloader._pipeline.loop_watch import Counts, LoopWatch, watch_of
 

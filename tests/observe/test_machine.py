@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aioloader._observe.machine import cores, memory_left
+from aioloader._base.machine import cores, memory_left
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aioloader import DataLoader, PrometheusCollector, observe_with_opentelemetry
-from aioloader._observe.records import LoopLag
+from aioloader._base.records import LoopLag
 from observe.showing import Clock, Counting, Figures, Stage
 
 

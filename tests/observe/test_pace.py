@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from aioloader._base.records import Setting
 from aioloader._observe.costs import Costs, costs_of
 from aioloader._observe.pace import pace, seconds_per_batch
-from aioloader._observe.records import Setting
 from observe.clock import TICK, Clock, Ticks, ticks
 from observe.clock import seconds_per_batch as seconds_of
 

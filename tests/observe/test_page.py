@@ -14,8 +14,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from aioloader import DataLoader
+from aioloader._base.records import NOT_MADE, Made, Record, Setting
 from aioloader._observe.page import report_html
-from aioloader._observe.records import NOT_MADE, Made, Record, Setting
 from aioloader._observe.verdict import Advice, HeadRoom, Report
 from observe.showing import SETTINGS, WORKERS, Figures, Stage
 
@@ -110,7 +110,7 @@ def test_any_page(tmp_path: Path, setting: Setting, count: int) -> None:
 
 def test_the_cores_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are on its page and in its trace, as in its report."""
-    monkeypatch.setattr("aioloader._observe.machine.cores", lambda: 12)
+    monkeypatch.setattr("aioloader._base.machine.cores", lambda: 12)
     page, trace = tmp_path / "page.html", tmp_path / "run.json"
     for ahead in (None, 2):
         with DataLoader(range(8), 2, prefetch_factor=ahead) as loader:

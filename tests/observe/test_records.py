@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
-from aioloader._observe.records import Record, bytes_of
+from aioloader._base.records import Record, bytes_of
 from aioloader._pipeline import lanes
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes

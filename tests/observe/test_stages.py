@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._observe.records import NOT_MADE, Copy, Record, Setting
+from aioloader._base.records import NOT_MADE, Copy, Record, Setting
+from aioloader._base.words import seconds_text
 from aioloader._observe.stages import StageStats, held_back, stage_stats
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.words import seconds_text
 from observe.clock import TICK, Clock, Ticks, ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from aioloader import DataLoader, Device, merge_traces
-from aioloader._observe.records import (
+from aioloader._base.records import (
     NOT_MADE,
     Copy,
     Counters,

@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
+from aioloader._base.records import NOT_MADE
 from aioloader._loader.arguments import count_workers
 from aioloader._loader.options import Chosen
-from aioloader._observe.autotune import Controller, Held
-from aioloader._observe.records import NOT_MADE
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
 from aioloader._pipeline.ahead_feed import Window
+from aioloader._pipeline.autotune import Controller, Held
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.tuner import Tuner, Tuning

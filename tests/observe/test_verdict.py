@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from aioloader._base.records import LoopLag, Record, Setting
 from aioloader._observe.costs import lock_waits
-from aioloader._observe.records import LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Advice, Report, report
 from observe.clock import (

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioloader._base.records import Counters
 from aioloader._device.stage import Staged
-from aioloader._observe.records import Counters
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.errors import LoaderClosedError

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from aioloader import SKIP, Skip
-from aioloader._order.failures import parts_of
+from aioloader._base.failures import parts_of
 
 
 @pytest.mark.parametrize(

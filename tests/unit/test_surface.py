@@ -89,7 +89,7 @@ def test_no_long_files() -> None:
     [
         "aioloader._device.naming",
         "aioloader._loader.loader",
-        "aioloader._order.failures",
+        "aioloader._base.failures",
         "aioloader._order.permutation",
         "aioloader._order.token_budget",
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioloader import DataLoader
-from aioloader._observe.warnings import warn
+from aioloader._base.warnings import warn
 
 
 class Unstated:

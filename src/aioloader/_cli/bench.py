@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 
 import torch.utils.data
 
+from aioloader._base.words import seconds_text, table
 from aioloader._cli.torch_twin import twin_of
 from aioloader._loader.loader import DataLoader
-from aioloader._observe.words import seconds_text, table
 
 _END = object()
 # Of one loader in one round, by the names in ``_table``.

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
 from aioloader._transport.slots import Locker
 
 _CAPTURE_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

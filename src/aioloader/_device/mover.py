@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from aioloader._base.failures import noted
+from aioloader._base.raising import raisable
 from aioloader._device.accelerator import Accelerator
 from aioloader._device.leaves import (
     entries_of,
@@ -25,8 +27,6 @@ from aioloader._device.leaves import (
     moves_itself,
 )
 from aioloader._device.naming import Choose, Keys, Transform
-from aioloader._order.failures import noted
-from aioloader._order.raising import raisable
 
 # Up to this size tensors are packed, each with the alignment of the device's allocator.
 _SMALL: Final = 1 << 16

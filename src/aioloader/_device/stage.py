@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
+from aioloader._base.failures import noted
+from aioloader._base.raising import raisable
+from aioloader._base.records import Copy, Counters
+from aioloader._base.threads import CpuThread
+from aioloader._base.waiting import Waiters
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Moved, Mover
-from aioloader._observe.records import Copy, Counters
-from aioloader._order.failures import noted
-from aioloader._order.raising import raisable
 from aioloader._pipeline.batch_task import BatchResult
-from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.host import GRACE
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.waiting import Waiters
 
 
 class Staged:

@@ -18,12 +18,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from aioloader._base.failures import parts_of
+from aioloader._base.machine import lack_of_processes
+from aioloader._base.retry import Retry
+from aioloader._base.warnings import warn
 from aioloader._loader.auto import check_auto
 from aioloader._loader.options import FIRST, NAMES, Chosen, Options, placed, suits
-from aioloader._observe.machine import lack_of_processes
-from aioloader._observe.warnings import warn
-from aioloader._order.failures import parts_of
-from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import check_lifespan
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader.protocols import Kind, is_async_function

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import TensorDataset
 
+from aioloader._base.machine import cores, lack_of_processes
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
-from aioloader._observe.machine import cores, lack_of_processes
 from aioloader.protocols import Kind, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._observe.autotune import Controller
+    from aioloader._pipeline.autotune import Controller
     from aioloader._pipeline.tuner import Tuner, Tuning
 
 # The greatest concurrency; that of workers that read is fixed.

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch.utils.data._utils import collate as torch_rules
 
+from aioloader._base.failures import Failure, OnError, Skip
+from aioloader._base.records import Counters
+from aioloader._base.retry import Retry
 from aioloader._collate.collate import OURS
 from aioloader._device.naming import Device, found_here
 from aioloader._loader import arguments, auto, torch_compat
@@ -33,11 +36,8 @@ from aioloader._loader.sampling import (
 )
 from aioloader._loader.state import State, unsealed
 from aioloader._loader.torch_compat import Batch, TorchLoader, dataset_kind
-from aioloader._observe.records import Counters
 from aioloader._order.epoch import EpochNumbers, index_sampler_of
-from aioloader._order.failures import Failure, OnError, Skip
 from aioloader._order.ranks import WHOLE, Tail
-from aioloader._order.retry import Retry
 from aioloader._order.stream_states import mixed
 from aioloader._pipeline.iterator import BatchIterator, Steps, length_check
 from aioloader._pipeline.lifespan import MakeLifespan
@@ -528,7 +528,7 @@ class DataLoader(TorchLoader[Batch]):
         found = verdict.report(stats._records, setting, stats, stats._copies)
         if ranks is None:
             return found
-        from aioloader._order.rank_store import slowest_rank
+        from aioloader._base.rank_store import slowest_rank
 
         waited = sum(one.taken - one.asked for one in stats._records)
         slowest = slowest_rank(ranks, stats.epoch, waited, stats.recent)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from aioloader._base.failures import OnError, Skip, parts_of
+from aioloader._base.retry import Retry
+from aioloader._base.warnings import warn
 from aioloader._device.naming import Device, current_accelerator, device_of
-from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of, order_of
-from aioloader._order.failures import OnError, Skip, parts_of
 from aioloader._order.indices import Order, State
 from aioloader._order.ranks import Deal, Part, evened
-from aioloader._order.retry import Retry
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterDataPipe
 
+from aioloader._base import machine
+from aioloader._base.forks import fork_safe, import_modules
+from aioloader._base.raising import raisable
+from aioloader._base.records import Counters, Setting
+from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
 from aioloader._loader.state import (
@@ -24,13 +29,8 @@ from aioloader._loader.state import (
     resume,
     state_of,
 )
-from aioloader._observe import machine
-from aioloader._observe.records import Counters, Setting
-from aioloader._observe.warnings import warn
 from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
-from aioloader._order.forks import fork_safe, import_modules
 from aioloader._order.indices import epoch_of
-from aioloader._order.raising import raisable
 from aioloader._pipeline.host import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads

@@ -26,13 +26,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from aioloader._base.rank_store import group
+from aioloader._base.warnings import warn
 from aioloader._device.naming import is_mesh, place_in
 from aioloader._loader.options import Options
-from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.indices import nested
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
-from aioloader._order.rank_store import group
 from aioloader._order.ranks import WHOLE, Part, Tail
 from aioloader.protocols import Kind, OwnStream, set_epoch_of
 

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypeVar
 
+from aioloader._base.failures import OnError, Skip
+from aioloader._base.retry import Retry
 from aioloader._device.naming import Device
 from aioloader._loader.arguments import Workers
-from aioloader._order.failures import OnError, Skip
-from aioloader._order.retry import Retry
 from aioloader._pipeline.lifespan import MakeLifespan
 from aioloader._workers.rng import Rng
 

@@ -12,15 +12,16 @@ import torch
 from torch.utils.data import TensorDataset
 from torch.utils.data._utils import pin_memory as torch_pin
 
+from aioloader._base.failures import parts_of
+from aioloader._base.machine import lack_of_processes
+from aioloader._base.records import Setting
+from aioloader._base.waiting import running_loop
 from aioloader._collate.collate import collates_as_torch, default_collate
 from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
-from aioloader._observe.machine import lack_of_processes
-from aioloader._observe.records import Setting
 from aioloader._order.epoch import Epoch
-from aioloader._order.failures import parts_of
 from aioloader._order.indices import IndexOrder
 from aioloader._order.orders import Turns
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
@@ -32,7 +33,6 @@ from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
-from aioloader._pipeline.waiting import running_loop
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.reachable import holds_generator

@@ -16,13 +16,13 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.utils.data import Subset
 
+from aioloader._base.raising import saved_state
+from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
-from aioloader._observe.warnings import warn
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
 from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
 from aioloader._order.permutation import KeyedOrder
-from aioloader._order.raising import saved_state
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 from typing_extensions import TypeVar
 
+from aioloader._base.warnings import warn
 from aioloader._loader.arguments import context_of
 from aioloader._loader.options import ADDED, TORCHS, Added
-from aioloader._observe.warnings import warn
 from aioloader._order.epoch import index_sampler_of
 from aioloader._order.permutation import KeyedOrder
 from aioloader.protocols import Kind, is_async_function, kind_of, reads_async

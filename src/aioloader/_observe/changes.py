@@ -6,10 +6,10 @@ from itertools import chain
 
 import numpy as np
 
+from aioloader._base.records import Setting
+from aioloader._base.words import seconds_text
 from aioloader._observe.costs import Costs
 from aioloader._observe.pace import window_of
-from aioloader._observe.records import Setting
-from aioloader._observe.words import seconds_text
 
 _MOST_READS = 1024
 # From this many concurrent reads on, fewer and larger reads are the better advice.

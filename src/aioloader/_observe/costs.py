@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from aioloader._observe.records import Copy, Record, Setting
+from aioloader._base.records import Copy, Record, Setting
 from aioloader._observe.stages import (
     Floats,
     copy_seconds,

@@ -11,7 +11,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

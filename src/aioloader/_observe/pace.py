@@ -25,8 +25,8 @@ from statistics import mean
 
 import numpy as np
 
+from aioloader._base.records import Setting
 from aioloader._observe.costs import Costs
-from aioloader._observe.records import Setting
 from aioloader._observe.stages import Floats
 
 # Limit on warm-up batches, before the clock counts.

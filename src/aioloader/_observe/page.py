@@ -13,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from aioloader._observe.records import Record, Setting
+from aioloader._base.records import Record, Setting
+from aioloader._base.words import seconds_text
 from aioloader._observe.stages import is_made, percentiles
 from aioloader._observe.stats import HEADS, stage_rows
 from aioloader._observe.trace import replacing
-from aioloader._observe.words import seconds_text
 
 # Lines of a timeline, and bars of waits.
 _ROWS = 40

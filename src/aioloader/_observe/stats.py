@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from aioloader._observe.records import Copy, LoopLag, Record, Setting
+from aioloader._base.records import Copy, LoopLag, Record, Setting
+from aioloader._base.words import seconds_text, table
 from aioloader._observe.stages import (
     StageStats,
     held_back,
@@ -14,7 +15,6 @@ from aioloader._observe.stages import (
     percentiles,
     stage_stats,
 )
-from aioloader._observe.words import seconds_text, table
 
 # A loop that is blocked for a smaller share of the time is not worth a line.
 _SHOWN = 0.05

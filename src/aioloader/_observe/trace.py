@@ -20,15 +20,15 @@ from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
-from aioloader._observe.records import (
+from aioloader._base.records import (
     Copy,
     Counters,
     Record,
     RecordTuple,
     Setting,
 )
+from aioloader._base.warnings import warn
 from aioloader._observe.stages import is_made
-from aioloader._observe.warnings import warn
 
 Event: TypeAlias = dict[str, Any]
 StrPath: TypeAlias = str | os.PathLike[str]

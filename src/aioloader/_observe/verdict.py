@@ -13,12 +13,12 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
+from aioloader._base.records import Copy, LoopLag, Record, Setting
+from aioloader._base.words import seconds_text, times_text
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.pace import pace, seconds_per_batch, taken_times, window_of
-from aioloader._observe.records import Copy, LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.words import seconds_text, times_text
 
 # Below this share of waiting, nothing limits training.
 _WAITS = 0.02

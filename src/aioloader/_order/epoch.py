@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from aioloader._observe.records import Counters
-from aioloader._order.failures import FailurePolicy, OnError, Skip
-from aioloader._order.forks import fork_safe
+from aioloader._base.failures import FailurePolicy, OnError, Skip
+from aioloader._base.forks import fork_safe
+from aioloader._base.records import Counters
 from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
 from aioloader._order.orders import IteratedOrder, Turns
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices

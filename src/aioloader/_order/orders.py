@@ -21,8 +21,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from aioloader._observe.warnings import warn
-from aioloader._order.failures import noted
+from aioloader._base.failures import noted
+from aioloader._base.raising import raisable, saved_state
+from aioloader._base.warnings import warn
 from aioloader._order.indices import (
     WITH_GENERATOR,
     Draws,
@@ -36,7 +37,6 @@ from aioloader._order.indices import (
     set_epoch,
 )
 from aioloader._order.permutation import KeyedOrder
-from aioloader._order.raising import raisable, saved_state
 from aioloader.protocols import is_stateful
 
 _WITHOUT_DRAWS = {

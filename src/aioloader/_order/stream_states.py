@@ -21,8 +21,8 @@ from operator import index
 from types import NoneType
 from typing import Any, TypeAlias
 
-from aioloader._observe.warnings import warn
-from aioloader._order.raising import usable
+from aioloader._base.raising import usable
+from aioloader._base.warnings import warn
 from aioloader._order.ranks import Deal
 from aioloader.errors import StateMismatchError
 

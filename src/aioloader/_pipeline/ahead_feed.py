@@ -10,12 +10,12 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
-from aioloader._observe.warnings import warn
+from aioloader._base.forks import fork_safe
+from aioloader._base.retry import last_error
+from aioloader._base.threads import in_new_thread, stack_of
+from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
-from aioloader._order.forks import fork_safe
-from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
-from aioloader._pipeline.cpu import in_new_thread, stack_of
 from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
 from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._pipeline.plain import INTERRUPTS, TURN, Feed

@@ -7,11 +7,11 @@ import types
 from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioloader._order.awaitables import close_coroutines, resolved
-from aioloader._order.blocks import Bad, failed
-from aioloader._order.forks import fork_safe
-from aioloader._order.raising import ends_task, raisable
-from aioloader._pipeline.waiting import LOOK_UP
+from aioloader._base.awaitables import close_coroutines, resolved
+from aioloader._base.blocks import Bad, failed
+from aioloader._base.forks import fork_safe
+from aioloader._base.raising import ends_task, raisable
+from aioloader._base.waiting import LOOK_UP
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:

@@ -17,6 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from aioloader._base.awaitables import close_coroutines, holds_awaitables, resolved
+from aioloader._base.blocks import Bad
+from aioloader._base.failures import SKIP, Failure, FailurePolicy, OnError, noted
+from aioloader._base.raising import STOPS, ends_task, raisable, saved_state, usable
+from aioloader._base.records import spent, thread_clocks
+from aioloader._base.retry import RETRIED, Retry
 from aioloader._collate.collate import (
     collated,
     collates_as_torch,
@@ -24,15 +30,9 @@ from aioloader._collate.collate import (
     default_collate,
 )
 from aioloader._collate.gather import Rows, gatherable
-from aioloader._observe.records import spent, thread_clocks
-from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
-from aioloader._order.blocks import Bad
 from aioloader._order.epoch import UNDER_WAY, under_way
-from aioloader._order.failures import SKIP, Failure, FailurePolicy, OnError, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.raising import STOPS, ends_task, raisable, saved_state, usable
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.retry import RETRIED, Retry
 from aioloader._pipeline.awaiting import (
     SideLoop,
     refuse_coroutines,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from aioloader._observe.machine import RunTimes
-from aioloader._observe.records import NOT_MADE, Made
+from aioloader._base.machine import RunTimes
+from aioloader._base.records import NOT_MADE, Made
 
 MISSING: Final = object()
 """Placeholder for a sample still being read."""

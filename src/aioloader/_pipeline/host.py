@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from aioloader._observe.warnings import warn
-from aioloader._order.forks import fork_safe
-from aioloader._order.raising import ends_task, raisable
-from aioloader._pipeline.cpu import (
+from aioloader._base.forks import fork_safe
+from aioloader._base.raising import ends_task, raisable
+from aioloader._base.threads import (
     CpuThread,
     SharedThread,
     in_new_thread,
@@ -27,13 +26,14 @@ from aioloader._pipeline.cpu import (
     refuse_gevent,
     start_thread,
 )
-from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
-from aioloader._pipeline.waiting import (
+from aioloader._base.waiting import (
     Latch,
     call_threadsafe,
     context_elsewhere,
     running_loop,
 )
+from aioloader._base.warnings import warn
+from aioloader._pipeline.lifespan import Lifespan, MakeLifespan, reads_on_loop
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import own_datasets
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._observe.records import is_clocked
+from aioloader._base.records import is_clocked
 from aioloader._order.epoch import Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker

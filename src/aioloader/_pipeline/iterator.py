@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
-from aioloader._observe.warnings import warn
-from aioloader._order.forks import are_imported, fork_safe, import_modules
-from aioloader._pipeline.cpu import in_new_thread
-from aioloader._pipeline.waiting import require_asyncio
+from aioloader._base.forks import are_imported, fork_safe, import_modules
+from aioloader._base.threads import in_new_thread
+from aioloader._base.waiting import require_asyncio
+from aioloader._base.warnings import warn
 from aioloader.protocols import OneIteration
 
 if TYPE_CHECKING:
-    from aioloader._observe.records import Counters
+    from aioloader._base.records import Counters
     from aioloader._pipeline.plain import Feed
 
 Batch = TypeVar("Batch", default=Any)

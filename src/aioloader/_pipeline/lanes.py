@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from aioloader._order.raising import ends_task
+from aioloader._base.raising import ends_task
+from aioloader._base.waiting import resolve
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.waiting import resolve
 
 # One in this many samples of a batch is timed.
 _TIMED_EVERY = 8

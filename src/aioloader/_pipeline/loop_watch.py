@@ -24,9 +24,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from aioloader._observe.machine import RunTimes, run_times
-from aioloader._observe.records import LoopLag
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
+from aioloader._base.machine import RunTimes, run_times
+from aioloader._base.records import LoopLag
 
 # Seconds between two timers.
 _EVERY = 0.02

@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._observe.records import COUNTERS, NOT_MADE, Counters
+from aioloader._base.failures import Failure
+from aioloader._base.raising import ends_task
+from aioloader._base.records import COUNTERS, NOT_MADE, Counters
+from aioloader._base.waiting import (
+    Latch,
+    call_threadsafe,
+    context_elsewhere,
+    running_loop,
+)
 from aioloader._order.epoch import BEGINNING, UNDER_WAY, Bookmark
-from aioloader._order.failures import Failure
-from aioloader._order.raising import ends_task
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
@@ -27,12 +33,6 @@ from aioloader._pipeline.lanes import RESERVE, Lanes, Tune
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.stream import Stream
-from aioloader._pipeline.waiting import (
-    Latch,
-    call_threadsafe,
-    context_elsewhere,
-    running_loop,
-)
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
 

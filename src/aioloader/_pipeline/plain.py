@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from aioloader._collate.collate import collated
-from aioloader._observe.records import (
+from aioloader._base.awaitables import close_coroutines, holds_awaitables
+from aioloader._base.blocks import Bad
+from aioloader._base.failures import Failure, noted
+from aioloader._base.raising import raisable
+from aioloader._base.records import (
     Counters,
     RecordTuple,
     is_clocked,
     spent,
     thread_clocks,
 )
-from aioloader._order.awaitables import close_coroutines, holds_awaitables
-from aioloader._order.blocks import Bad
+from aioloader._collate.collate import collated
 from aioloader._order.epoch import UNDER_WAY, Epoch
-from aioloader._order.failures import Failure, noted
 from aioloader._order.indices import IndexBatch
-from aioloader._order.raising import raisable
 from aioloader._pipeline.awaiting import SideLoop, refuse_coroutines
 from aioloader._pipeline.batch_task import place_of
 from aioloader._transport.slots import SlotPool

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from aioloader._order.raising import saved_state, usable
+from aioloader._base.raising import saved_state, usable
 from aioloader.protocols import BlockIterator, OwnStream, is_stateful
 
 # "read": samples read in total; "skip": samples read after the states below;

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
+from aioloader._base.waiting import LOOK_UP, Waiters
 from aioloader._pipeline.batch_task import BatchResult
-from aioloader._pipeline.waiting import LOOK_UP, Waiters
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:

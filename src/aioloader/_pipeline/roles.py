@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
 
 # A ``Pipeline``, which imports this module.

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import ChainDataset, get_worker_info
 
-from aioloader._collate.collate import default_collate
-from aioloader._order.blocks import (
+from aioloader._base.blocks import (
     Bad,
     Block,
     SameErrors,
@@ -27,8 +26,9 @@ from aioloader._order.blocks import (
     read_block,
     read_block_async,
 )
-from aioloader._order.failures import SKIP, noted
-from aioloader._order.raising import STOPS, Carried, ends_task, raisable
+from aioloader._base.failures import SKIP, noted
+from aioloader._base.raising import STOPS, Carried, ends_task, raisable
+from aioloader._collate.collate import default_collate
 from aioloader._pipeline.awaiting import run_now
 from aioloader._pipeline.batch_maker import BatchMaker, Keys
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask

@@ -1,4 +1,4 @@
-"""Tuning of ``"auto"`` arguments: measured here, decided in ``_observe.autotune``.
+"""Tuning of ``"auto"`` arguments: measured here, decided in ``autotune``.
 
 The loop that reads changes the concurrency of reads; the consumer's thread changes how
 many batches are requested ahead.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from aioloader._observe.autotune import Controller, Held, Observation
-from aioloader._observe.machine import memory_left
-from aioloader._observe.records import Counters, Setting
+from aioloader._base.machine import memory_left
+from aioloader._base.records import Counters, Setting
+from aioloader._pipeline.autotune import Controller, Held, Observation
 
 # A setting is measured over half as many reads as are in flight, but at least over this
 # many reads and seconds.

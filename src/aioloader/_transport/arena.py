@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aioloader._observe.machine import memory_left
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
+from aioloader._base.machine import memory_left
 from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
 from aioloader.errors import BatchTooLargeError
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from torch.utils.data._utils import worker as torch_worker
 
-from aioloader._order.failures import noted
-from aioloader._order.raising import raisable
+from aioloader._base.failures import noted
+from aioloader._base.raising import raisable
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._workers.rng import Keyed, key_of_sample, seed_batch, seed_sample
 

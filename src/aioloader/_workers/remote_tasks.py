@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from aioloader._observe.records import Made
-from aioloader._order.failures import Failure, FailurePolicy
-from aioloader._order.raising import STOPS, raisable
+from aioloader._base.failures import Failure, FailurePolicy
+from aioloader._base.raising import STOPS, raisable
+from aioloader._base.records import Made
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline

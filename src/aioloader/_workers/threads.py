@@ -14,8 +14,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
+from aioloader._base.threads import CpuThread, stack_of
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.cpu import CpuThread, stack_of
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool
 from aioloader._workers.info import call_init, worker_thread

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioloader.datasets._engine import ShardFile
     from aioloader.datasets._stores.requests import Requests
     from aioloader.datasets._stores.sources import Source
     from aioloader.datasets._stores.versions import Piece, Version
+    from aioloader.datasets._streams.engine import ShardFile
     from aioloader.datasets._streams.shards import ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.decoders import Decoder
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # The names of each module.
 _HOLDERS = {
-    "_engine": ("ShardFile",),
+    "_streams.engine": ("ShardFile",),
     "_stores.requests": ("Requests",),
     "_stores.sources": ("Source",),
     "_stores.versions": ("Piece", "Version"),

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 from aioloader.datasets._options import OrderOptions, names_options
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.datasets.streams import Stream

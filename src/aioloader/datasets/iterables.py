@@ -23,16 +23,16 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import SequentialSampler
 
-from aioloader._order.blocks import (
+from aioloader._base.blocks import (
     Bad,
     SameErrors,
     failed,
     read_block,
     read_block_async,
 )
+from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader._order.raising import carried
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator

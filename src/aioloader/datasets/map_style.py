@@ -15,14 +15,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from aioloader._order.awaitables import close_coroutines, holds_awaitables, resolved
-from aioloader._order.blocks import Block
-from aioloader._order.failures import noted
+from aioloader._base.awaitables import close_coroutines, holds_awaitables, resolved
+from aioloader._base.blocks import Block
+from aioloader._base.failures import noted
+from aioloader._base.outlast import in_thread
+from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
-from aioloader._order.raising import ends_task
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.descriptions import name_of
 from aioloader.datasets._streams.steps import Mapped, MappedAsync

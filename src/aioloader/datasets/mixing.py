@@ -7,7 +7,7 @@ from typing import Any, Protocol, overload
 
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from aioloader._order.awaitables import resolved
+from aioloader._base.awaitables import resolved
 from aioloader._order.mixture import MixedIndices, Schedule, Until, Weights
 from aioloader.datasets.streams import Mixture, Stream
 from aioloader.protocols import batch_getter, reads_async

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self, SupportsIndex
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._decode import FOLDER_EXTENSIONS
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets.decoders import Decoder, Spec
+from aioloader.datasets.decoders._decode import FOLDER_EXTENSIONS
 from aioloader.protocols import HasLifespan
 
 

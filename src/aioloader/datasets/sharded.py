@@ -25,11 +25,10 @@ from typing import (
     Unpack,
 )
 
-from aioloader._observe.records import COUNTERS
+from aioloader._base.outlast import off_loop
+from aioloader._base.records import COUNTERS
 from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is
-from aioloader.datasets._cuts import Cuts
-from aioloader.datasets._engine import ByteFormat, Make
 from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
@@ -39,11 +38,12 @@ from aioloader.datasets._stores.addresses import (
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
+from aioloader.datasets._streams.cuts import Cuts
+from aioloader.datasets._streams.engine import ByteFormat, Make
 from aioloader.datasets._streams.lane import Lane
 from aioloader.datasets._streams.shards import Shard, ShardFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved

@@ -25,13 +25,13 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import in_thread, off_loop
 from aioloader.datasets._checks import check_at_least, check_is, position_of
 from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.file_bytes import read_local
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
-from aioloader.datasets._stores.outlast import in_thread, off_loop
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of

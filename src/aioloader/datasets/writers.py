@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unp
 
 import numpy as np
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._write.manifest import Manifest
 from aioloader.datasets._write.sinks import make_sink
 from aioloader.datasets._write.values import (

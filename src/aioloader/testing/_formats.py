@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets._streams.shards import Position, Shard, ShardFormat, ShardReader
 from aioloader.testing._frozen import frozen, shown
 

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import cloudpickle
 import torch
 
+from aioloader._base.warnings import warn
 from aioloader._loader.loader import DataLoader
-from aioloader._observe.warnings import warn
 from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
 from aioloader.testing._frozen import frozen, shown
 

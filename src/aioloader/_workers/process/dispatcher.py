@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from aioloader._order.failures import Failure
+from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NoReturn
 
-from aioloader._order.forks import close_in_children, fork_safe, watch_this
+from aioloader._base.forks import close_in_children, fork_safe, watch_this
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher

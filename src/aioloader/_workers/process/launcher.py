@@ -20,7 +20,7 @@ from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
-from aioloader._order.forks import has_pidfds, watch_this, without_collector
+from aioloader._base.forks import has_pidfds, watch_this, without_collector
 from aioloader._transport.channel import Channel
 from aioloader._workers.kept import Servers, see_off
 from aioloader._workers.process.supervisor import (

@@ -13,10 +13,10 @@ import threading
 from multiprocessing import connection
 from typing import TYPE_CHECKING
 
-from aioloader._observe.warnings import warn
-from aioloader._order.forks import close_in_children, fork_safe
+from aioloader._base.forks import close_in_children, fork_safe
+from aioloader._base.threads import refuse_gevent
+from aioloader._base.warnings import warn
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.cpu import refuse_gevent
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import InFlight

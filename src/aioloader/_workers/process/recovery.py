@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-from aioloader._order.forks import has_pidfds
+from aioloader._base.forks import has_pidfds
 from aioloader._pipeline.batch_task import BatchResult, shorten
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from aioloader._order.forks import Life, has_pidfds, reopen_files
+from aioloader._base.forks import Life, has_pidfds, reopen_files
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers import sharing

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from aioloader._observe.records import NOT_MADE, Made
+from aioloader._base.forks import reopen_files
+from aioloader._base.raising import usable
+from aioloader._base.records import NOT_MADE, Made
+from aioloader._base.retry import last_error
 from aioloader._order.epoch import Bookmark
-from aioloader._order.forks import reopen_files
-from aioloader._order.raising import usable
-from aioloader._order.retry import last_error
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE, Hosts

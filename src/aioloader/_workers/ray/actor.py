@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from aioloader._base.threads import stack_of
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.cpu import stack_of
 from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._transport.codec import decode

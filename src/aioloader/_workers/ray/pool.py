@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from aioloader._base.threads import CpuThread
+from aioloader._base.waiting import Latch
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
-from aioloader._pipeline.cpu import CpuThread
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
-from aioloader._pipeline.waiting import Latch
 from aioloader._workers.ray.actor import Begun, RayActor
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.remote_tasks import deliver, pack_request

@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from aioloader._observe.extras import imported
-from aioloader._observe.warnings import warn
-from aioloader._order.forks import fork_safe
-from aioloader._pipeline.cpu import CpuThread
+from aioloader._base.extras import imported
+from aioloader._base.forks import fork_safe
+from aioloader._base.threads import CpuThread
+from aioloader._base.warnings import warn
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import compute, csv
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets._arrow.files import Decoding, End, Part, TableFormat
 from aioloader.datasets._arrow.reader import Item, Mark, edges
 from aioloader.datasets._arrow.wanted import Wanted, checked

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from aioloader._base.outlast import each
 from aioloader.datasets._arrow.filters import Partitions
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
 from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.places import Listed, Places
 from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (

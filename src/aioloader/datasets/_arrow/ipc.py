@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from aioloader._observe.warnings import warn
+from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,

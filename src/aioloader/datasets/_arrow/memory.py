@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
-from aioloader._order.blocks import Block
+from aioloader._base.blocks import Block
 from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.reader import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet as pq
 
+from aioloader._base.outlast import off_loop
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
@@ -31,7 +32,6 @@ from aioloader.datasets._arrow.reader import (
     edges,
 )
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError

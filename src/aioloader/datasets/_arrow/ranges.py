@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import cancel
 from aioloader.datasets._stores.failures import truncated
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.errors import DatasetError
 
 Span: TypeAlias = tuple[int, int]

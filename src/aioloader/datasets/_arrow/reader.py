@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from aioloader._order.blocks import Bad, Block
+from aioloader._base.blocks import Bad, Block
+from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._streams.reader import Made, Reader
 from aioloader.datasets._streams.shards import Position
 from aioloader.errors import DatasetError
 

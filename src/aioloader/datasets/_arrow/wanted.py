@@ -15,7 +15,7 @@ from typing import Any, Self
 import pyarrow as pa
 from pyarrow import compute
 
-from aioloader._observe.warnings import warn
+from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
 from aioloader.datasets._checks import check_is
 from aioloader.errors import DatasetError

@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._sql.address import sqlstate_of
-from aioloader.datasets._stores.outlast import in_thread, outlast
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.postgres_values import (
     FLAG,

@@ -11,7 +11,8 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
+from aioloader._base.outlast import outlast
 from aioloader.datasets._sql.address import sqlstate_of
 from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.postgres_values import (
@@ -34,12 +35,11 @@ from aioloader.datasets._sql.session import (
     encoded,
     fitting,
 )
-from aioloader.datasets._stores.outlast import outlast
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._order.blocks import Block
+    from aioloader._base.blocks import Block
 
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"

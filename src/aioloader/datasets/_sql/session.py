@@ -10,15 +10,15 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from aioloader.datasets._reader import Made, Reader
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.relation import Relation, select
+from aioloader.datasets._streams.reader import Made, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._order.blocks import Block
+    from aioloader._base.blocks import Block
     from aioloader.datasets._sql.address import Address
     from aioloader.datasets._sql.connection import Connection
     from aioloader.datasets._streams.shards import Position

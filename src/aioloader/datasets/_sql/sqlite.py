@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets._sql.connection import Connection, close_all
 from aioloader.datasets._sql.postgres_values import selection
 from aioloader.datasets._sql.relation import column, quoted, select
@@ -31,7 +31,7 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._order.blocks import Block
+    from aioloader._base.blocks import Block
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4

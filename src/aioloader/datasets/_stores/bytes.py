@@ -11,8 +11,8 @@ from collections import deque
 
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import cancel
 from aioloader.datasets._stores.failures import NoRangesError
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.stored import StoredObject
 from aioloader.datasets._stores.stores import WholeObject
 from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from typing_extensions import Buffer
 
-from aioloader._observe.warnings import warn
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
+from aioloader._base.warnings import warn
 
 # Magic and format version, key's digest, length of the data; then the checksum of these
 # and of the data.

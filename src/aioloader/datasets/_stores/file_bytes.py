@@ -11,9 +11,9 @@ import aiofiles
 import numpy as np
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._stores.bytes import SMALLEST
 from aioloader.datasets._stores.failures import file_failure, truncated
-from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.versions import (
     NOTHING,
     Known,

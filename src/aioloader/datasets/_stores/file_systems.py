@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from aioloader._observe.extras import imported
-from aioloader._order.forks import fork_safe
+from aioloader._base.extras import imported
+from aioloader._base.forks import fork_safe
+from aioloader._base.outlast import outlast
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.options import Options
-from aioloader.datasets._stores.outlast import outlast
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     Sealed,

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 from weakref import ref
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
+from aioloader._base.outlast import each
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.requests import USUAL, Requests, Tries
 from aioloader.datasets._stores.sources import Store
 from aioloader.errors import DatasetError, ObjectNotFoundError

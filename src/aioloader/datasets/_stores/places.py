@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import each
 from aioloader.datasets._stores.addresses import (
     Address,
     braces,
@@ -38,7 +39,6 @@ from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.file_bytes import FileBytes, bounds, checked, read_local
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
-from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.requests import USUAL, Requests
 from aioloader.datasets._stores.sources import OwnStore, Store

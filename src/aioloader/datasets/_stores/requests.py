@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from aioloader._order.retry import RETRIED
+from aioloader._base.outlast import cancel
+from aioloader._base.retry import RETRIED
 from aioloader.datasets._checks import check_is
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from aioloader._order.raising import raisable
+from aioloader._base.raising import raisable
 from aioloader.datasets._stores.failures import truncated
 from aioloader.datasets._stores.redact import redact_text, redact_url
 from aioloader.datasets._stores.requests import RefusedError, Server, UnreachableError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Buffer
 
-from aioloader._observe.warnings import warn
+from aioloader._base.warnings import warn
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, truncated
 from aioloader.datasets._stores.requests import RefusedError, Requests, Tries

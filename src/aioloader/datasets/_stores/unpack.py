@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 from aioloader.errors import DatasetError, TruncatedReadError
 
 _PIECE = 1 << 19

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from aioloader._order.rank_store import RankStore, digest, group, key_of
+from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
 

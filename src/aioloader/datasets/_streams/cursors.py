@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from aioloader._order.blocks import Block, join, unreadable
+from aioloader._base.blocks import Block, join, unreadable
+from aioloader._base.outlast import cancel
 from aioloader._order.ranks import Share
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.errors import ShardChangedError
 
 if TYPE_CHECKING:

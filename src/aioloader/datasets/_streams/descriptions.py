@@ -4,7 +4,7 @@ import functools
 import inspect
 from typing import Any
 
-from aioloader._observe.warnings import warn
+from aioloader._base.warnings import warn
 from aioloader._order.stream_states import (
     Description,
     differences,

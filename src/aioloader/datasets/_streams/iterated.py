@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from aioloader._observe.warnings import warn
-from aioloader._order.blocks import Bad, Block, spread
+from aioloader._base.blocks import Bad, Block, spread
+from aioloader._base.outlast import cancel
+from aioloader._base.rank_store import RankStore
+from aioloader._base.warnings import warn
 from aioloader._order.epoch import UNDER_WAY, under_way
-from aioloader._order.rank_store import RankStore
 from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._streams.agreement import Agreement, StoreTalk
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import fitted

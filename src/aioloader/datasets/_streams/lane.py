@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from aioloader._order.blocks import Bad, Block
+from aioloader._base.blocks import Bad, Block
 from aioloader.datasets._stores.bytes import START_DIVISOR
 from aioloader.datasets._stores.versions import saved
 from aioloader.datasets._streams.cursors import Replayed, State, skip

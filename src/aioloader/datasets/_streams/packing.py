@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from aioloader._order.blocks import Bad, Block
+from aioloader._base.blocks import Bad, Block
+from aioloader._base.outlast import off_loop
 from aioloader._order.permutation import paced, pause
-from aioloader.datasets._stores.outlast import off_loop
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
 from aioloader.datasets._tokens.packing import (

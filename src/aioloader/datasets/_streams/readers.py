@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-from aioloader._order.blocks import Bad, Block, join
+from aioloader._base.blocks import Bad, Block, join
+from aioloader._base.outlast import cancel
 from aioloader._order.ranks import Deal
-from aioloader.datasets._stores.outlast import cancel
 from aioloader.datasets._streams.cursors import Cursor, State
 from aioloader.datasets._streams.weave import woven
 

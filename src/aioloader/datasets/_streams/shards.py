@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from aioloader._order.blocks import Block
+from aioloader._base.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
 from aioloader.datasets._stores.versions import Version
 

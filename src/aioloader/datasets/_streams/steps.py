@@ -9,7 +9,9 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
-from aioloader._order.blocks import Bad, Block, failed, join, pick, unreadable
+from aioloader._base.blocks import Bad, Block, failed, join, pick, unreadable
+from aioloader._base.outlast import cancel, off_loop, outlast
+from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
     ShuffledIndices,
@@ -18,8 +20,6 @@ from aioloader._order.permutation import (
     paced,
     pause,
 )
-from aioloader._order.raising import ends_task
-from aioloader.datasets._stores.outlast import cancel, off_loop, outlast
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from aioloader._order.blocks import Bad, Block, Columns, join, read_block
-from aioloader.datasets._stores.outlast import in_thread
+from aioloader._base.blocks import Bad, Block, Columns, join, read_block
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._streams.cursors import State, check_again
 from aioloader.datasets._streams.steps import Step, failed_in
 

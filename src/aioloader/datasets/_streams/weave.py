@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from aioloader._order.blocks import Block, join, pick, weave
+from aioloader._base.blocks import Block, join, pick, weave
+from aioloader._base.outlast import cancel, off_loop
 from aioloader._order.mixture import Schedule
-from aioloader.datasets._stores.outlast import cancel, off_loop
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.lane import Lane
 

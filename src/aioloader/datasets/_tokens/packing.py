@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader._order.permutation import pause
 from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
 

@@ -18,12 +18,12 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
+from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._stores.addresses import is_local, path_of
 from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
 from aioloader.datasets._stores.options import Options, check_no_options
-from aioloader.datasets._stores.outlast import in_thread, outlast
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import StateMismatchError
 

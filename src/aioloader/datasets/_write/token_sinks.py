@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.addresses import Address, is_local, path_of
 from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.options import Options, check_no_options
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.datasets._write.sinks import StoreSink, is_at, sync_folder, threaded
 from aioloader.errors import StateMismatchError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader.datasets._decode import encode, is_buffer
-from aioloader.datasets._tar import split_name
+from aioloader.datasets.decoders._decode import encode, is_buffer
+from aioloader.datasets.tar._archive import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8

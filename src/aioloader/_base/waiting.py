@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
 
 LOOK_UP: Final = 1.0  # seconds; how late Ctrl-C may be
 _NOTHING: Final = contextlib.nullcontext()

@@ -28,15 +28,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._order.failures import noted
-from aioloader.datasets._cuts import Cuts, Part, checksum_of, cut_shards
-from aioloader.datasets._reader import Made, Reader
+from aioloader._base.failures import noted
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.outlast import in_thread
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import NOTHING, Known, Version
+from aioloader.datasets._streams.cuts import Cuts, Part, checksum_of, cut_shards
 from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.reader import Made, Reader
 from aioloader.datasets._streams.shards import (
     Position,
     ShardFormat,

@@ -6,7 +6,7 @@ import types
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
-from aioloader._order.raising import Carried, carried
+from aioloader._base.raising import Carried, carried
 
 _CONTAINERS = {tuple, list, dict}
 
@@ -42,7 +42,7 @@ async def together(values: Iterable[Any]) -> list[Any]:
 async def _resolved_in_task(value: Any) -> Any:
     try:
         return await resolved(value)
-    except BaseException as error:  # noqa: BLE001  (raised again)
+    except BaseException as error:
         raise carried(error)  # noqa: B904  (it keeps its cause)
 
 

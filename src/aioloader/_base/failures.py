@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from aioloader._order.forks import fork_safe
+from aioloader._base.forks import fork_safe
 from aioloader.errors import FailureBudgetError
 
 _KEPT = 1000

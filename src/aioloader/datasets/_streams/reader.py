@@ -12,9 +12,9 @@ from collections.abc import Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from aioloader._order.blocks import Block
-from aioloader._order.raising import raisable
-from aioloader.datasets._stores.outlast import in_thread, outlast
+from aioloader._base.blocks import Block
+from aioloader._base.outlast import in_thread, outlast
+from aioloader._base.raising import raisable
 from aioloader.datasets._streams.shards import ShardReader
 from aioloader.errors import ShardChangedError
 

@@ -13,9 +13,9 @@ from heapq import heapify, heapreplace
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
+from aioloader._base.outlast import each
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.failures import NoRangesError
-from aioloader.datasets._stores.outlast import each
 from aioloader.datasets._stores.places import Bytes, Places
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Version

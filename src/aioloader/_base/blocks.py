@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from aioloader._order.raising import ends_task, raisable
+from aioloader._base.raising import ends_task, raisable
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ def read_block(iterator: Iterator[Any], limit: int) -> tuple[list[Any], bool]:
             block.extend(islice(iterator, limit))
         else:
             block.extend(map(next, repeat(iterator, limit)))
-    except BaseException as error:  # noqa: BLE001  (raised by the reader)
+    except BaseException as error:
         block.append(failed(error))
         return block, inspect.isgenerator(iterator)
     return block, len(block) < limit

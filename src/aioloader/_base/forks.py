@@ -120,7 +120,7 @@ def reopen_files() -> None:
         numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
     except OSError:  # only Linux has it
         return
-    import fcntl  # noqa: PLC0415  (Windows has none)
+    import fcntl
 
     for number in numbers:
         with contextlib.suppress(OSError):  # such as the listing's own, closed by now

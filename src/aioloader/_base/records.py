@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from aioloader._observe.machine import RunTimes, run_times
+from aioloader._base.machine import RunTimes, run_times
 
 T = TypeVar("T")
 
@@ -316,7 +316,7 @@ def bytes_of(batch: Any, items: int = _ITEMS, depth: int = 8) -> int:
         nbytes = getattr(batch, "nbytes", None)
         if nbytes is not None:
             return int(nbytes)
-    except Exception:  # noqa: BLE001, S110  (a sparse tensor's; any class's own)
+    except Exception:  # noqa: S110  (a sparse tensor's; any class's own)
         pass
     if isinstance(batch, (list, tuple)):
         if not depth or not batch:

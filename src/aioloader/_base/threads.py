@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from aioloader._order.forks import fork_safe
-from aioloader._pipeline.waiting import Latch, context_elsewhere
+from aioloader._base.forks import fork_safe
+from aioloader._base.waiting import Latch, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 _WAITING = ("threading", "queue", "select", "socket", "os")

@@ -15,20 +15,20 @@ from contextlib import AsyncExitStack
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, cast
 
-from aioloader._order.blocks import Bad
-from aioloader.datasets._cuts import Part, nearest, read_whole, shares
-from aioloader.datasets._engine import ByteFormat, ByteReader, Feed, Kind, Steps
-from aioloader.datasets._mds_encodings import Decode, decoder_of
+from aioloader._base.blocks import Bad
 from aioloader.datasets._options import StreamOptions, names_options
 from aioloader.datasets._stores.addresses import Address, sealed, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets._streams.cuts import Part, nearest, read_whole, shares
+from aioloader.datasets._streams.engine import ByteFormat, ByteReader, Feed, Kind, Steps
 from aioloader.datasets._streams.shards import (
     Position,
     ShardReader,
     Summary,
     summary_of,
 )
+from aioloader.datasets.mds._encodings import Decode, decoder_of
 from aioloader.datasets.sharded import StoredStream
 from aioloader.errors import DatasetError, TruncatedReadError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 
 Decode = Callable[[bytes], Any]
 _SCALARS = (

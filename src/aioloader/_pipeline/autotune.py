@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from typing import Any, NamedTuple
 
-from aioloader._observe.records import bytes_of
+from aioloader._base.records import bytes_of
 
 _log = logging.getLogger("aioloader")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader._observe.extras import imported
+from aioloader._base.extras import imported
 
 # The extensions of torchvision's ImageFolder, and others that Pillow reads.
 FOLDER_EXTENSIONS = frozenset({

@@ -15,13 +15,13 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._batcher import Outcome, ReadBatcher
 from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
+from aioloader.datasets.files._batcher import Outcome, ReadBatcher
 from aioloader.datasets.named import Named
 from aioloader.errors import DatasetError
 

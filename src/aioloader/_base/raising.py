@@ -63,7 +63,7 @@ def saved_state(part: Any) -> Any:
     """Return a copy of the state of a user's object, or why there is none now."""
     try:
         return copy.deepcopy(part.state_dict())
-    except (Exception, *STOPS) as error:  # noqa: BLE001  (raised if it is wanted)
+    except (Exception, *STOPS) as error:
         name = type(part).__name__
         error.add_note(f"aioloader: in the state_dict() of {name}")
         return Unsaved(raisable(error, name))  # no variable holds it: it has this frame

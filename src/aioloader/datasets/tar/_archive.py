@@ -15,9 +15,9 @@ from zlib import adler32
 
 from typing_extensions import Buffer
 
-from aioloader._observe.warnings import warn
-from aioloader._order.blocks import Bad
-from aioloader.datasets._engine import Feed, Steps
+from aioloader._base.blocks import Bad
+from aioloader._base.warnings import warn
+from aioloader.datasets._streams.engine import Feed, Steps
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.errors import DatasetError, TruncatedReadError
 

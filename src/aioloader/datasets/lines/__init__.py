@@ -11,12 +11,12 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
 
-from aioloader._order.blocks import Bad
+from aioloader._base.blocks import Bad
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._cuts import Cuts, at_line_ends
-from aioloader.datasets._engine import Feed, Kind, Steps
-from aioloader.datasets._json import JSONDecoder
 from aioloader.datasets._options import StreamOptions, names_options
+from aioloader.datasets._streams.cuts import Cuts, at_line_ends
+from aioloader.datasets._streams.engine import Feed, Kind, Steps
+from aioloader.datasets.lines._json import JSONDecoder
 from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
 from aioloader.errors import DatasetError
 

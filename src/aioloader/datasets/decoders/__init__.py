@@ -8,8 +8,14 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from aioloader.datasets._decode import DECODERS, EXTENSIONS, SPECS, Picture, is_buffer
 from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets.decoders._decode import (
+    DECODERS,
+    EXTENSIONS,
+    SPECS,
+    Picture,
+    is_buffer,
+)
 from aioloader.errors import DecodeError
 
 ByExtension: TypeAlias = Mapping[str, "str | Callable[[bytes], Any]"]
