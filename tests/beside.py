@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from aioloader._base.threads import CpuThread
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.waiting import Latch
 
 T = TypeVar("T")

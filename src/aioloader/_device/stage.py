@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.failures import noted
 from aioloader._base.raising import raisable
 from aioloader._base.records import Copy, Counters
-from aioloader._base.threads import CpuThread
 from aioloader._base.waiting import Waiters
 from aioloader._device.leaves import leaves_of
 from aioloader._device.mover import Moved, Mover

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from aioloader._base.failures import parts_of
+from aioloader._base.failures import Skip, parts_of
 from aioloader._base.machine import lack_of_processes
 from aioloader._base.records import Setting
 from aioloader._base.waiting import running_loop
@@ -54,7 +54,6 @@ def make_source(
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
-    epoch.on_error, epoch.samples = options.on_error, options.samples()
     hosts = live.hosts
     hosts.lifespan = options.lifespan
     maker = make_maker(options, epoch, live)
@@ -289,6 +288,9 @@ def _mover(options: Options, live: Runtime) -> "Mover | None":
 
 def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
+    epoch.on_error = options.on_error
+    if isinstance(epoch.on_error, Skip):
+        epoch.samples = options.samples()
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
     keys = partial(keys_of, epoch.base_seed, epoch.number, part, by_sample=by_sample)

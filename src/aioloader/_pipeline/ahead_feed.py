@@ -10,9 +10,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
+from aioloader._base.cpu_threads import in_new_thread, stack_of
 from aioloader._base.forks import fork_safe
 from aioloader._base.retry import last_error
-from aioloader._base.threads import in_new_thread, stack_of
 from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask

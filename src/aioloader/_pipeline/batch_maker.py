@@ -185,10 +185,6 @@ class BatchMaker(Recipe):
         else:
             self.get_batch = partial(Rows, tensors)
 
-    def epochs(self) -> tuple[int, tuple[int, int | None]]:
-        """Return the arguments of ``begin`` in a worker."""
-        return self.epoch, self.dataset_epoch
-
     def begin(self, epoch: int, dataset_epoch: tuple[int, int | None]) -> None:
         """Work for this epoch from now on, in a worker; tell its copy of the dataset.
 

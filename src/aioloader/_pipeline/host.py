@@ -8,6 +8,7 @@ iteration returns its lease.
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -16,9 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from aioloader._base.forks import fork_safe
-from aioloader._base.raising import ends_task, raisable
-from aioloader._base.threads import (
+from aioloader._base.cpu_threads import (
     CpuThread,
     SharedThread,
     in_new_thread,
@@ -26,6 +25,8 @@ from aioloader._base.threads import (
     refuse_gevent,
     start_thread,
 )
+from aioloader._base.forks import fork_safe
+from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import (
     Latch,
     call_threadsafe,
@@ -275,7 +276,7 @@ class LoopHost(Host):
         *,
         shares_threads: bool = False,
     ) -> None:
-        if caller is None:
+        if caller is None and "gevent.monkey" in sys.modules:
             refuse_gevent()
         super().__init__(lifespan, shares_threads=shares_threads)
         self._waiting: list[Pipeline] = []  # for the lifespan

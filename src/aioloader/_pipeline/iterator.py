@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
+from aioloader._base.cpu_threads import in_new_thread
 from aioloader._base.forks import are_imported, fork_safe, import_modules
-from aioloader._base.threads import in_new_thread
 from aioloader._base.waiting import require_asyncio
 from aioloader._base.warnings import warn
 from aioloader.protocols import OneIteration

@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.failures import noted
 from aioloader._base.raising import ends_task, raisable
-from aioloader._base.threads import CpuThread
 from aioloader.protocols import (
     Kind,
     is_async_function,

@@ -15,8 +15,8 @@ from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aioloader._base.cpu_threads import in_new_thread
 from aioloader._base.forks import close_in_children, fork_safe
-from aioloader._base.threads import in_new_thread
 from aioloader._pipeline.host import GRACE
 
 if TYPE_CHECKING:

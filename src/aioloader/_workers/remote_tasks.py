@@ -38,7 +38,8 @@ def maker_of(spec: WorkerSpec, **options: Any) -> BatchMaker:
 def pack_request(pipeline: Pipeline, task: BatchTask) -> tuple[bytes, Buffers]:
     """Return the pickle of a request, with the samples that were read here."""
     fields = task.number, task.indices, task.key, task.sample_keys, task.padding
-    values = pipeline.maker.epochs(), *fields, task.samples
+    epochs = pipeline.maker.epoch, pipeline.maker.dataset_epoch
+    values = epochs, *fields, task.samples
     return encode_for_others(values, REDUCERS)
 
 

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
-from aioloader._base.threads import CpuThread, stack_of
+from aioloader._base.cpu_threads import CpuThread, stack_of
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import Pool

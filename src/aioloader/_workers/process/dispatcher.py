@@ -151,7 +151,8 @@ class Dispatcher:
         asked = number, indices, task.key, task.sample_keys, task.padding
         if not self.spec.reads:
             asked += (task.samples,)
-        name, epochs = next(self._names), pipeline.maker.epochs()
+        name, maker = next(self._names), pipeline.maker
+        epochs = maker.epoch, maker.dataset_epoch
         request = Request(name, id(pipeline), epochs, asked, task.again, resume)
         self.tickets[name] = Ticket(pipeline, task, request, worker)
         queue = worker.queue

@@ -9,12 +9,13 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 from multiprocessing import connection
 from typing import TYPE_CHECKING
 
+from aioloader._base.cpu_threads import refuse_gevent
 from aioloader._base.forks import close_in_children, fork_safe
-from aioloader._base.threads import refuse_gevent
 from aioloader._base.warnings import warn
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
@@ -71,7 +72,8 @@ class ProcessPool(LastingPool):
     def __init__(
         self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
     ) -> None:
-        refuse_gevent()
+        if "gevent.monkey" in sys.modules:
+            refuse_gevent()
         self._servers = servers
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._joining = fork_safe(threading.Lock())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from aioloader._base.threads import stack_of
+from aioloader._base.cpu_threads import stack_of
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from aioloader._base.threads import CpuThread
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.waiting import Latch
 from aioloader._pipeline.batch_task import BatchResult, BatchTask, shorten
 from aioloader._pipeline.pipeline import Pipeline

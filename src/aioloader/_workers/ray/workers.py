@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
-from aioloader._base.threads import CpuThread
 from aioloader._base.warnings import warn
 
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}

@@ -306,8 +306,7 @@ def refuse_gevent(*, unless: str = "") -> None:
     Raises:
         RuntimeError: If it has; the program would hang.
     """
-    gevent = sys.modules.get("gevent.monkey")
-    patched = [] if gevent is None else [*filter(gevent.is_module_patched, _WAITING)]
+    patched = [*filter(sys.modules["gevent.monkey"].is_module_patched, _WAITING)]
     if patched and unless not in patched:
         raise RuntimeError(
             f"gevent has patched {', '.join(patched)}, so that worker processes and "
@@ -319,7 +318,8 @@ def refuse_gevent(*, unless: str = "") -> None:
 
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread for whose end the interpreter's exit waits, a while."""
-    refuse_gevent(unless="threading")  # its own threads work
+    if "gevent.monkey" in sys.modules:
+        refuse_gevent(unless="threading")  # its own threads work
     thread.start()
     for one in list(_THREADS):
         if not one.is_alive():
