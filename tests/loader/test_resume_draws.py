@@ -218,6 +218,7 @@ class Run:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:rng=.worker.:UserWarning")  # of a state in an epoch
 @pytest.mark.parametrize("name", LOADERS)
 def test_wherever_it_is_left(name: str) -> None:
     """The rest and two more epochs are the same, and so are the draws of steps."""

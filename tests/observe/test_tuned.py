@@ -210,11 +210,11 @@ def test_too_few_bytes() -> None:
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """There are twelve cores."""
     monkeypatch.setattr("aioloader._loader.auto.cores", lambda: 12)
-    monkeypatch.setattr("aioloader._loader.arguments._warn_of_many", lambda _: None)
     return iter(())
 
 
 @pytest.mark.usefixtures("many_cores")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_by_the_kind_of_dataset() -> None:
     """None where nothing would run in them; else one per core, eight at first."""
     tensors = TensorDataset(torch.zeros(4))
@@ -241,6 +241,7 @@ def deliver(epoch: Any, rate: int) -> None:
 
 
 @pytest.mark.usefixtures("many_cores")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_between_epochs() -> None:
     """More where the consumer waited; fewer after deaths; never beyond the cores."""
     loader = DataLoader(SyncMap(), num_workers="auto", workers="thread")

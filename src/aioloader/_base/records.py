@@ -252,7 +252,7 @@ class LoopLag:
 class Counters:
     """The counters of a source; one per epoch."""
 
-    reads_whole: ClassVar = False  # as in ``HasEpoch``
+    reads_whole: ClassVar[bool] = False  # as in ``HasEpoch``
     epoch: int = -1  # epoch number, from 0; -1 before the first
     batches: int = 0  # batches delivered
     waited: float = 0.0  # seconds the consumer waited for batches that were not ready

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -197,7 +196,7 @@ def send_by_value_what_cannot_be_imported() -> None:
     """
     import cloudpickle
 
-    can_import = _importer(tuple(sys.path), Path().stat().st_ino)
+    can_import = _importer(tuple(sys.path), _directory())
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and getattr(module, "__name__", None) == name:
             spec = getattr(module, "__spec__", None)
@@ -233,8 +232,19 @@ def _can_import(name: str, file: str | None, is_plain: bool) -> bool:  # noqa: F
     return (
         file == "frozen"
         or is_of_python  # imported before ``sys.path`` was complete
-        or os.path.realpath(file) == os.path.realpath(spec.origin or "")
+        or file == spec.origin
+        or _is_same_file(file, spec.origin)
     )
+
+
+def _is_same_file(
+    first: str, second: str | None, stat: Callable[[str], os.stat_result] = os.stat
+) -> bool:
+    """Tell whether two names, such as one through a link, are of one file."""
+    try:
+        return second is not None and os.path.samestat(stat(first), stat(second))
+    except OSError:
+        return False
 
 
 def _spec_of(name: str) -> Any:

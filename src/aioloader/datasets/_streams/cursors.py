@@ -47,7 +47,7 @@ class Reading:
     listed: dict[Any, Any] = field(default_factory=dict)
     agreement: "Agreement | None" = None  # how ranks compare their lists of shards
     begun: int = 0  # the epoch in which the stream was at its beginning
-    reads_whole: ClassVar = True
+    reads_whole: ClassVar[bool] = True
 
 
 class Made(NamedTuple):
