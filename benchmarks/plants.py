@@ -282,7 +282,7 @@ PLANTS = {
         plain(8),
         {"batch_sampler": Drawn(BATCHES, 8, 0.012)},
         0.004,
-        "draw",
+        "sampler",
         (),
         tries={"num_workers": 2},
     ),

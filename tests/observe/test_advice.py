@@ -214,9 +214,9 @@ async def test_a_slow_sampler_is_named(
         else:
             assert len([batch async for batch in loader]) == 40
         report, stats = loader.report(), loader.stats()
-    assert report.stage == "draw", str(report)
-    assert "Drawing indices (SlowSampler) is the bottleneck" in report.headline
-    (draw,) = (stage for stage in stats.stages if stage.name == "draw")
-    assert draw.busy > 40 * 0.02
-    assert stats.waited >= draw.busy
-    assert '"name": "draw"' in (tmp_path / "trace.json").read_text()
+    assert report.stage == "sampler", str(report)
+    assert "The sampler (SlowSampler) is the bottleneck" in report.headline
+    (sampler,) = (stage for stage in stats.stages if stage.name == "sampler")
+    assert sampler.busy > 40 * 0.02
+    assert stats.waited >= sampler.busy
+    assert '"name": "sampler"' in (tmp_path / "trace.json").read_text()

@@ -33,7 +33,7 @@ def named(stages: tuple[StageStats, ...], name: str) -> StageStats:
 def test_one_lane_does_everything() -> None:
     stages = stage_stats(one_after_the_other(4), Setting("inline"))
     assert [stage.name for stage in stages] == [
-        *("draw", "read", "transform", "collate", "transport", "consumer")
+        *("sampler", "read", "transform", "collate", "transport", "consumer")
     ]
     _, read, transform, collate, transport, consumer = stages
     assert (read.busy, read.starved, read.blocked) == (12, 12, 12)
@@ -118,7 +118,7 @@ def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
 def test_batches_whose_making_is_not_known() -> None:
     records = [Record(at, 2.0 * at, 2.0 * at + 1, 0, 8, NOT_MADE) for at in range(4)]
     stages = stage_stats(records, Setting("inline"))
-    assert [stage.name for stage in stages] == ["draw", "transport", "consumer"]
+    assert [stage.name for stage in stages] == ["sampler", "transport", "consumer"]
     assert [stage.busy for stage in stages] == [0, 4, 3]
     assert stage_stats([], Setting("inline")) == ()
 
@@ -163,7 +163,7 @@ def test_a_table_for_people() -> None:
         "batches ready when one was requested, mean: 0.0\n"
         "\n"
         "stage      lanes  busy  starved  blocked     p50     p95     p99\n"
-        "draw           1    0%       0%     100%     0 s     0 s     0 s\n"
+        "sampler        1    0%       0%     100%     0 s     0 s     0 s\n"
         "read           1   33%      33%      33%  3.00 s  3.00 s  3.00 s\n"
         "transform      1   22%      67%      11%  2.00 s  2.00 s  2.00 s\n"
         "collate        1   11%      89%       0%  1.00 s  1.00 s  1.00 s\n"

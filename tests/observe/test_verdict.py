@@ -438,9 +438,9 @@ def test_drawing_indices_takes_long(setting: Setting) -> None:
     """It runs in the consumer's thread: no argument helps, and the sampler is named."""
     setting = replace(setting, sampler="Bucketed")
     found = simulated(setting, Ticks((0,) * 4, collate=1, step=5, draw=50))
-    assert (found.stage, found.advice) == ("draw", None)
-    assert found.headline.startswith("Drawing indices (Bucketed) is the bottleneck: ")
-    assert "Let Bucketed draw many at a time" in found.limit
+    assert (found.stage, found.advice) == ("sampler", None)
+    assert found.headline.startswith("The sampler (Bucketed) is the bottleneck: ")
+    assert "Let Bucketed prepare many indices at a time" in found.limit
     assert abs(found.model_error) < 0.05
     assert found.wait_share == pytest.approx(0.9, abs=0.04)
 

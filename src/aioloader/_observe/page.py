@@ -26,11 +26,11 @@ _STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1a1a19; --muted: #6b6a66;
   --line: #e1e0dc; --card: #f4f3f0; --mark: #b3261e;
   --read: #2a78d6; --transform: #d9591f; --collate: #14916b; --transport: #b88600;
-  --consumer: #7a68c4; --draw: #c2528b; --idle: #dddcd7; --blocked: #a9a8a3; }
+  --consumer: #7a68c4; --sampler: #c2528b; --idle: #dddcd7; --blocked: #a9a8a3; }
 @media (prefers-color-scheme: dark) { :root { --page: #1a1a19; --ink: #f0efec;
   --muted: #a3a29d; --line: #383835; --card: #252523; --mark: #ff8a80;
   --read: #3987e5; --transform: #e0703a; --collate: #23a880; --transport: #c9970f;
-  --consumer: #9a8adf; --draw: #d873a4; --idle: #3d3d3a; --blocked: #6e6d69; } }
+  --consumer: #9a8adf; --sampler: #d873a4; --idle: #3d3d3a; --blocked: #6e6d69; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 64rem;
   background: var(--page); color: var(--ink);
@@ -58,7 +58,7 @@ figcaption { font-size: .85rem; }
 .legend span { margin-right: 1.25em; }
 .read { background: var(--read); } .transform { background: var(--transform); }
 .collate { background: var(--collate); } .transport { background: var(--transport); }
-.consumer { background: var(--consumer); } .draw { background: var(--draw); }
+.consumer { background: var(--consumer); } .sampler { background: var(--sampler); }
 .idle { background: var(--idle); }
 .blocked { background: var(--blocked); } .wait { background: var(--muted); }
 .tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0 0; padding: 0;

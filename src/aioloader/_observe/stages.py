@@ -37,7 +37,7 @@ class StageStats:
     finished batches wait for their consumer (or for an earlier batch).
 
     Attributes:
-        name: ``"draw"`` (the sampler, or batch sampler, draws indices in the consumer's
+        name: ``"sampler"`` (it, or the batch sampler, makes indices in the consumer's
             thread), ``"read"``, ``"transform"``, ``"collate"``, ``"transport"`` (from
             collated until the consumer, or the device stage, could take it; estimated
             if that did not wait), ``"device"`` (moving it there) or ``"consumer"``
@@ -246,7 +246,7 @@ class _Span:
         """Return the stage that draws indices; what else is done blocks it."""
         busy, seconds = float(self._drawn.sum()), self._end - self._begin
         return StageStats(
-            *("draw", 1, self._items, busy, 0.0, max(0.0, seconds - busy)),
+            *("sampler", 1, self._items, busy, 0.0, max(0.0, seconds - busy)),
             *percentiles(self._drawn),
         )
 

@@ -276,7 +276,7 @@ def _jobs(traced: Traced) -> Iterator[_Job]:
         # Indices of this batch are drawn before it is made; of later ones, afterwards.
         is_first = traced.setting.place == "inline"
         drawn = record.asked + record.drawn if is_first else record.taken - record.drawn
-        names = ["draw", wait] if is_first else [wait, "draw"]
+        names = ["sampler", wait] if is_first else [wait, "sampler"]
         yield _Job(_CONSUMER, names, [record.asked, drawn, record.taken], args)
         if is_made(record):
             yield from _making(traced.setting, record, args)

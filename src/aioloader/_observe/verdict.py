@@ -41,7 +41,7 @@ _IS_OFF = 0.15
 
 # Nothing is advised about these: no step of a transport is seen, only the rest.
 _UNSEEN = {"transport", "nothing"}
-_STAGES = ("read", "transform", "collate", "transport", "device", "draw", "consumer")
+_STAGES = ("read", "transform", "collate", "transport", "device", "sampler", "consumer")
 _WORDS = {
     "nothing": "Your training step is the bottleneck",
     "read": "Your dataset's reads are the bottleneck",
@@ -49,7 +49,7 @@ _WORDS = {
     "collate": "Collating batches is the bottleneck",
     "transport": "Handing batches to your training loop is the bottleneck",
     "device": "The copy to the device is the bottleneck",
-    "draw": "Drawing indices is the bottleneck",
+    "sampler": "The sampler is the bottleneck",
     "consumer": "Your training step is the bottleneck, more than any stage of the "
     "loader",
 }
@@ -101,7 +101,7 @@ class Report:
     Attributes:
         headline: What limits training, in one sentence.
         stage: The limiting stage: ``"read"``, ``"transform"``, ``"collate"``,
-            ``"transport"``, ``"device"``, ``"draw"``, ``"consumer"``, ``"loop"``;
+            ``"transport"``, ``"device"``, ``"sampler"``, ``"consumer"``, ``"loop"``;
             ``"start"`` if each epoch waits for its workers; ``"nothing"`` if the
             consumer hardly waits; ``"unknown"`` if too little is recorded.
         advice: What to change, or None if nothing is 5 percent faster.
@@ -275,7 +275,7 @@ class _Case:
     def most(self, change: Change) -> float:
         """Return the greatest speed-up that the measurements allow for a change.
 
-        At best nothing but drawing is waited for, and no processor is idle; if the same
+        At best only the sampler is waited for, and no processor is idle; if the same
         slots make batches, nor is the thread of the event loop. If threads make them,
         what this process computes takes turns at the GIL.
         """
@@ -402,8 +402,8 @@ class _Case:
         if stage == "loop":
             return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
         words = _ON_HOST if is_on_host else _WORDS[stage]
-        if stage == "draw" and self.setting.sampler:
-            words = words.replace("indices", f"indices ({self.setting.sampler})")
+        if stage == "sampler" and self.setting.sampler:
+            words = words.replace("sampler", f"sampler ({self.setting.sampler})")
         return f"{words}: {waits}."
 
     def limit(self, stage: str) -> str:
@@ -429,9 +429,9 @@ class _Case:
         link = "The link to the device is the limit: make batches smaller in bytes."
         steps = f"{none}: move work from the stream's steps to transform=, which runs "
         steps += "in workers, or read more shards at once (interleave=)."
-        drawing = "No argument would help: all indices are drawn in the thread that "
-        drawing += f"iterates. Let {setting.sampler or 'the sampler'} draw many at a "
-        drawing += "time, or in a thread of its own."
+        sampler = "No argument would help: a sampler runs in the thread that iterates. "
+        sampler += f"Let {setting.sampler or 'it'} prepare many indices at a time, or "
+        sampler += "work in another thread."
         alone = float(self.costs.least * self.costs.served)
         queued = "No argument would help: your client or store seems to serve reads "
         queued += f"about {self.costs.served:.0f} at a time. One takes "
@@ -446,7 +446,7 @@ class _Case:
             (stage == "read" and self.costs.served > 0, queued),
             (self.is_doubtful, doubtful),
             (stage == "consumer", idle),
-            (stage == "draw", drawing),
+            (stage == "sampler", sampler),
             (self.cores < _BUSY, cores),
             (is_handed, handed),
             (is_stream, steps),

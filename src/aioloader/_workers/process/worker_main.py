@@ -201,7 +201,7 @@ def _end_process(error: BaseException) -> NoReturn:
 def settle(worker: int, ends: Ends, supervisor: int) -> None:
     """Make this process a worker: signals, session, name, threads."""
     # Its children end with it, and debuggers may read the terminal. Where Linux groups
-    # tasks by session (sched_autogroup), a worker beside busy sessions gets its share.
+    # tasks by session (sched_autogroup), a worker gets its share next to busy sessions.
     os.setsid()
     reopen_files()
     for number in (signal.SIGTERM, signal.SIGCHLD):

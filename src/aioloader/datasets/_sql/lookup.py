@@ -276,7 +276,7 @@ class PostgresLookup(Lookup):
         """Return the pool, which connects when it is used."""
         if self._pool is None:
             # Made without waiting, as it has no connection yet: so there is only one.
-            # Behind a pooler, a named statement may be that of another client.
+            # With a pooler, a named statement may be that of another client.
             self._pool = await import_asyncpg().create_pool(
                 self._address.for_asyncpg(),
                 min_size=0,

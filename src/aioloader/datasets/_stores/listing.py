@@ -114,7 +114,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
         stream = rest
         if not page:
             return False
-        # The larger of an object and of a marker beside it; none of the prefix.
+        # The larger of an object and of a marker next to it; none of the prefix.
         found = dict(sorted(page))
         if found.get(prefix) == 0:
             del found[prefix]
