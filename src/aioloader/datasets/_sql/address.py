@@ -8,12 +8,12 @@ is shown, without the statement.
 import asyncio
 import logging
 import os
-import random
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlencode
 
+from aioloader._base.retry import backoff
 from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.redact import Sealed, revealed
 from aioloader.errors import (
@@ -62,9 +62,6 @@ _PASSING = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
     r"too many clients|starting up|connection (?:is|was) closed"
 )
-# Bounds of the seconds to wait before a retry.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_RNG = random.Random()  # noqa: S311  (jitter, not a secret)
 
 
 class Address:
@@ -233,8 +230,6 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, repeated while its failure may pass.
 
-    The pauses grow exponentially, with full jitter.
-
     Args:
         attempt: Uses the database.
         doing: What it does, as in ``"read table 'rows'"``.
@@ -247,7 +242,7 @@ async def retried(
             exception: tracebacks print that, and it may know the password.
     """
     clock = asyncio.get_running_loop().time
-    count, end, bound = 0, 0.0, _FIRST_PAUSE
+    count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
     while True:
         try:
             return await attempt()
@@ -255,8 +250,7 @@ async def retried(
             error, may_pass = _failure_of(doing, address, exc)
         end = end if count else clock() + deadline
         count += 1
-        pause = _RNG.uniform(0.0, bound)
-        bound = min(_LONGEST_PAUSE, 2 * bound)
+        pause = next(pauses)
         if not may_pass or clock() + pause >= end:
             break
         if warns and count == 1:

@@ -6,10 +6,8 @@ once.
 """
 
 import asyncio
-import itertools
 import logging
 import math
-import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -18,7 +16,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._base.outlast import cancel
-from aioloader._base.retry import RETRIED
+from aioloader._base.retry import RETRIED, backoff
 from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
@@ -127,7 +125,6 @@ class Tries:
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self._rng = random.Random()  # noqa: S311  (jitter, not a secret)
 
     async def make(
         self,
@@ -159,9 +156,9 @@ class Tries:
         began = clock() if began is None else began
         failed = said = None
         result: T | DatasetError | TimeoutError | None = None
-        most = policy.deadline
+        most, delays = policy.deadline, backoff(policy.base_delay, policy.max_delay)
         try:
-            for number in itertools.count():
+            while True:
                 seconds = min(policy.timeout, began + policy.deadline - clock())
                 if seconds <= 0 and failed is not None:
                     break
@@ -178,8 +175,7 @@ class Tries:
                 sent += failed.attempts
                 patience = _PATIENCE if server.is_refusing else math.inf
                 most = min(policy.deadline, patience)
-                bound = min(policy.max_delay, policy.base_delay * 2.0**number)
-                delay = self._rng.uniform(0.0, bound)
+                delay = next(delays)
                 if clock() + delay >= began + most:
                     break
                 if not server.has_warned:  # hundreds of requests may be in flight
