@@ -23,8 +23,8 @@ from aioloader.datasets._sql.postgres_values import (
     as_decimals,
     infinite_error,
     parts_query,
+    refuse_parts,
     selection,
-    types_by_parts,
 )
 from aioloader.datasets._sql.session import (
     GROWTH,
@@ -225,12 +225,10 @@ class Postgres(Session):
                 self._refuse_collation('"C"')
         if self._key_type in POINTS:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
-        nested = [n for n in self._read if schema.field(n).type.num_fields]
-        if unknown := [name for name in nested if types[name] not in KNOWN]:
-            parts = connection.fetch(
-                parts_query(relation, unknown), relation.parameters
-            )
-            types |= types_by_parts(unknown, parts)
+        unknown = [name for name in self._read if types[name] not in KNOWN]
+        if nested := [n for n in unknown if _is_nested(schema.field(n).type)]:
+            query = parts_query(relation, nested)
+            refuse_parts(nested, connection.fetch(query, relation.parameters))
         is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
@@ -293,12 +291,18 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
     return [names.get(name, name) for name in said]
 
 
+def _is_nested(kind: "pa.DataType") -> bool:
+    """Return whether a type may have parts: ranges have no Arrow type."""
+    return bool(kind.num_fields) or hasattr(kind, "vendor_name")
+
+
 def _text(kind: "pa.DataType") -> str:
     """Return the expression that reads values without an Arrow type as text."""
     if hasattr(kind, "vendor_name"):
         return "{}::text"
-    is_list = hasattr(getattr(kind, "value_type", None), "vendor_name")
-    return "{}::text[]" if is_list else ""
+    inner = getattr(kind, "value_type", None)
+    is_text = getattr(inner, "type_name", "numeric") != "numeric"
+    return "{}::text[]" if is_text else ""
 
 
 def _fetched(
