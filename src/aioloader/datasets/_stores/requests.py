@@ -27,7 +27,7 @@ Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
 # A second request is sent after the slowest twentieth of the latest durations.
 _REMEMBERED, _ENOUGH = 128, 20
-# Seconds of retries for a host that refused every connection so far.
+# Seconds of retries for a host to which no request could be sent so far.
 _PATIENCE = 5.0
 _RETRYING = "%s; retrying for %g s (logged once for a store)"
 
@@ -37,8 +37,8 @@ class Requests:
     """How a dataset treats requests that fail, stall or are slow.
 
     A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``; for 5 seconds if the host refuses connections
-    and never answered. obstore's own quick retries come first.
+    2**n)]`` seconds, until ``deadline``; for 5 seconds if requests cannot be sent, and
+    the host never answered. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
@@ -91,7 +91,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps an error of a host that is unknown or refuses.
+    """Wraps an error of a request that could not be sent.
 
     It is retried, but only for seconds if the server never answered.
     """
@@ -104,7 +104,7 @@ class Server:
 
     Attributes:
         has_answered: Whether it ever answered, if only with an error.
-        is_refusing: Whether it never did, and the latest connection was refused.
+        is_refusing: Whether it never did, and the latest request could not be sent.
         has_warned: Whether a retry was logged.
     """
 
