@@ -23,8 +23,8 @@ from aioloader.datasets._sql.postgres_values import (
     KNOWN,
     infinite_error,
     parts_query,
-    refuse_parts,
     selection,
+    types_by_parts,
 )
 from aioloader.datasets._sql.relation import column
 from aioloader.errors import DatasetError
@@ -248,8 +248,8 @@ class PostgresLookup(Lookup):
         except OSError as exc:
             raise LostError(exc) from None
         except (ValueError, OverflowError) as exc:
-            if isinstance(exc, import_asyncpg().InterfaceError):
-                raise  # a key of the wrong type
+            if self._sql is None or isinstance(exc, import_asyncpg().InterfaceError):
+                raise  # a column or a key of the wrong type
             if half := len(keys) // 2:
                 return await self._find(keys[:half]) | await self._find(keys[half:])
             raise DatasetError(
@@ -300,7 +300,7 @@ class PostgresLookup(Lookup):
             unknown = [one for one in found if types[one.name] not in KNOWN]
             if nested := [one.name for one in unknown if one.type.kind != "scalar"]:
                 parts = await connection.fetch(parts_query(self._relation, nested))
-                refuse_parts(nested, parts)
+                types |= types_by_parts(nested, parts)
         exact = FLOATS if self._relation.numeric == "float" else _DECIMALS
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {selection(columns, self._relation.infinity)}"

@@ -23,8 +23,8 @@ from aioloader.datasets._sql.postgres_values import (
     as_decimals,
     infinite_error,
     parts_query,
-    refuse_parts,
     selection,
+    types_by_parts,
 )
 from aioloader.datasets._sql.session import (
     GROWTH,
@@ -227,8 +227,8 @@ class Postgres(Session):
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
         unknown = [name for name in self._read if types[name] not in KNOWN]
         if nested := [n for n in unknown if _is_nested(schema.field(n).type)]:
-            query = parts_query(relation, nested)
-            refuse_parts(nested, connection.fetch(query, relation.parameters))
+            parts = connection.fetch(parts_query(relation, nested), relation.parameters)
+            types |= types_by_parts(nested, parts)
         is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
@@ -300,9 +300,8 @@ def _text(kind: "pa.DataType") -> str:
     """Return the expression that reads values without an Arrow type as text."""
     if hasattr(kind, "vendor_name"):
         return "{}::text"
-    inner = getattr(kind, "value_type", None)
-    is_text = getattr(inner, "type_name", "numeric") != "numeric"
-    return "{}::text[]" if is_text else ""
+    is_list = hasattr(getattr(kind, "value_type", None), "vendor_name")
+    return "{}::text[]" if is_list else ""
 
 
 def _fetched(

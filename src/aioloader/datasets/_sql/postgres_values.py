@@ -34,19 +34,20 @@ _INFINITE = {
 _FINITE = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
 # Types with an expression that reads them; arrays begin with "_".
 KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
-# The types in others that drivers may read as other values. In versions before 14 there
-# are no multiranges, and no such column.
+# The types in others that drivers may read as other values; and "_numeric" in an array
+# of a domain. In versions before 14 there are no multiranges, and no such column.
 _PARTS = """
-WITH RECURSIVE part (at, kind, oid) AS (
-SELECT at, format_type(oid, NULL), oid FROM (VALUES {kinds}) AS given (at, oid)
-UNION SELECT at, kind, inner_oid FROM part JOIN pg_type AS t USING (oid),
-LATERAL (SELECT t.typbasetype UNION SELECT t.typelem UNION
-SELECT rngsubtype FROM pg_range AS r
+WITH RECURSIVE part (at, kind, oid, path) AS (
+SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
+UNION SELECT at, kind, inner_oid, path || mark FROM part JOIN pg_type AS t USING (oid),
+LATERAL (SELECT t.typbasetype, '' UNION SELECT t.typelem, '_' UNION
+SELECT rngsubtype, '?' FROM pg_range AS r
 WHERE t.oid::text IN (rngtypid::text, to_jsonb(r) ->> 'rngmultitypid') UNION
-SELECT atttypid FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0
-AND NOT attisdropped) AS parts (inner_oid))
-SELECT at, kind, typname FROM part JOIN pg_type USING (oid)
-WHERE typname IN ('date', 'timestamp', 'timestamptz', 'interval', 'money', 'oid')
+SELECT atttypid, '?' FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0
+AND NOT attisdropped) AS parts (inner_oid, mark))
+SELECT at, kind, path || typname FROM part JOIN pg_type USING (oid)
+WHERE path || typname = '_numeric' OR typname IN
+('date', 'timestamp', 'timestamptz', 'interval', 'money', 'oid')
 """
 POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
@@ -74,7 +75,7 @@ def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str
 
 
 def parts_query(relation: Relation, columns: Iterable[str]) -> str:
-    """Return the query for the parts of columns' types; see ``refuse_parts``."""
+    """Return the query for the parts of columns' types; see ``types_by_parts``."""
     nothing = "LIMIT 0"
     kinds = (
         f"({at}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
@@ -83,15 +84,24 @@ def parts_query(relation: Relation, columns: Iterable[str]) -> str:
     return _PARTS.format(kinds=", ".join(kinds))
 
 
-def refuse_parts(columns: Sequence[str], rows: Iterable[tuple[int, str, str]]) -> None:
-    """Raise a ValueError if a column has parts that drivers read as other values."""
+def types_by_parts(
+    columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
+) -> dict[str, str]:
+    """Return, by column, the types of arrays of a domain of exact numbers.
+
+    A ValueError if a column has parts that drivers read as other values.
+    """
+    types: dict[str, str] = {}
     for at, kind, part in rows:
         name = columns[at]
-        raise ValueError(
-            f"column {name!r} is of type {kind}, in which {part} may be read as "
-            f"another value; write CAST({quoted(name)} AS TEXT), or its parts, in a "
-            "query or a view"
-        )
+        if part != "_numeric":
+            raise ValueError(
+                f"column {name!r} is of type {kind}, in which {part.lstrip('_?')} "
+                f"may be read as another value; write CAST({quoted(name)} AS TEXT), or "
+                "its parts, in a query or a view"
+            )
+        types[name] = part
+    return types
 
 
 def infinite_error(
