@@ -257,7 +257,7 @@ async def test_an_object_whose_listed_size_did_not_come() -> None:
     ("bad", "kind", "words"),
     [
         (short, TruncatedReadError, "gave 32,768 of 65,536 bytes from byte 0 on; giv"),
-        (less, DatasetError, "Requested 0..65536, got 0..32768"),
+        (less, DatasetError, "requested 0..65536, got 0..32768"),
         (page, DatasetError, r"a web page \(text/html; charset=utf-8, 7 bytes\)"),
     ],
 )

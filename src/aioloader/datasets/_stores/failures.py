@@ -65,13 +65,15 @@ class Reason:
             said.append(_phrase(self.status))
         elif self.code:
             said.append(os.strerror(self.code))
-        elif "error: Requested " in line:  # bytes, and "got" others
-            said.append(line.rpartition("error: ")[2])
+        ranges = line.partition("error: Requested ")[2]
+        if ranges and not ranges.strip("0123456789., got"):
+            said.append(f"requested {ranges}")
         self.text = ", ".join(said)
         # If a server cannot send the rest, only that is reported.
         self.is_cut_short = _CUT in said or _NO_RANGES in said
         is_past = self.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        self.is_out_of_range = is_past or "Wanted range starting" in line
+        is_past |= "Wanted range starting" in line  # of memory; of a file:
+        self.is_out_of_range = is_past or "Requested range was invalid" in line
         self.is_bad_key = name == "InvalidPathError" or "Could not parse path" in line
         # There are no credentials: the machine's own were requested, as in a cloud.
         self.is_unauthorised = any(address in line for address in _METADATA)
