@@ -116,7 +116,6 @@ POSTGRES = [
     f"postgresql://host/db?user=me&password={MARKER}",
     f"postgresql:///db?host=/tmp&password={ENCODED}",
     f"postgresql://me:{MARKER}@a,b:1/db?sslpassword={MARKER}",
-    f"postgresql://me:@{MARKER}@host/db",
     f"postgresql://[::1]/db?password={MARKER}&scram_client_key={MARKER}",
 ]
 
@@ -283,6 +282,8 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
         (f"postgresql://me:{MARKER}/x@host/db", {}),
         (f"postgresql://me:x/{MARKER}@host/db", {}),
         (f"postgresql://me:{MARKER}?x=1@host/db", {}),
+        (f"postgresql://me:@{MARKER}@host/db", {}),
+        (f"postgresql://me:x#{MARKER}@host/db", {}),
         (f"postgresql://me:x?y={MARKER}@host/db", {}),
         (f"me:{MARKER}@host/db", {}),
         (f"host=h password={MARKER}", {}),
@@ -290,7 +291,7 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
         (f"sqlite://me:{MARKER}@host/db", {}),
         (f"postgresql://host/db?{MARKER}", {}),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_databases_that_are_refused(
     make: Any, url: str, options: dict[str, Any]

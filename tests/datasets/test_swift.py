@@ -138,11 +138,11 @@ USES: list[tuple[Use, str]] = [
 
 @pytest.mark.parametrize(("use", "place"), USES)
 @pytest.mark.parametrize(
-    ("variable", "value", "code"),
+    ("variable", "value"),
     [
-        ("AWS_SECRET_ACCESS_KEY", f"not-{SECRET}", "SignatureDoesNotMatch"),
-        ("AWS_ACCESS_KEY_ID", "test:nobody", "SignatureDoesNotMatch"),
-        ("AWS_ACCESS_KEY_ID", STRANGER, "AccessDenied"),
+        ("AWS_SECRET_ACCESS_KEY", f"not-{SECRET}"),
+        ("AWS_ACCESS_KEY_ID", "test:nobody"),
+        ("AWS_ACCESS_KEY_ID", STRANGER),
     ],
     ids=["secret", "nobody", "stranger"],
 )
@@ -153,11 +153,10 @@ async def test_refusals(
     place: str,
     variable: str,
     value: str,
-    code: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(
-        ObjectPermissionError, match=f"HTTP 403 Forbidden, {code}; che"
+        ObjectPermissionError, match="HTTP 403 Forbidden; che"
     ) as caught:
         await use(bucket)
     error = caught.value
@@ -179,7 +178,7 @@ async def test_options_go_before_the_environment(
         assert bytes(await dataset[0]) == CONTENTS["cats/z.bin"]
     wrong = filled.options(secret=f"not-{SECRET}")
     async with ObjectDataset(bucket, keys, store_options=wrong) as dataset:
-        with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as caught:
+        with pytest.raises(ObjectPermissionError, match="HTTP 403 Forb") as caught:
             await dataset[0]
     with pytest.raises(pickle.PicklingError, match="secret_access_key") as refused:
         pickle.dumps(dataset)
@@ -191,7 +190,7 @@ async def test_options_go_before_the_environment(
     ((found,),) = await beside(lambda: list(loader))
     assert bytes(found) == CONTENTS["cats/z.bin"]
     stream = TarDataset(f"{bucket}/tar/*.tar", store_options=wrong)
-    with pytest.raises(ObjectPermissionError, match="SignatureDoesNotM") as listed:
+    with pytest.raises(ObjectPermissionError, match="HTTP 403 Forb") as listed:
         await read(stream)
     said = [*map(everything_said, (caught.value, refused.value, listed.value))]
     for text in (*said, repr(dataset), repr(stream)):
@@ -201,6 +200,6 @@ async def test_options_go_before_the_environment(
 
 @pytest.mark.parametrize(("use", "place"), USES)
 async def test_a_missing_bucket(bucket: str, use: Use, place: str) -> None:
-    with pytest.raises(ObjectNotFoundError, match="404 Not Found, NoSuchBucket") as c:
+    with pytest.raises(ObjectNotFoundError, match="HTTP 404 Not Found; check") as c:
         await use("s3://nothing")
     assert c.value.location == f"s3://nothing/{place}"

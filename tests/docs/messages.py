@@ -253,7 +253,7 @@ ELSEWHERE = {
     ),
     "datasets/_stores/options.py:open_store": (
         "datasets/_stores/options.py",
-        "the store does not know the option …: …",
+        "the store does not know the option …: known are …",
         "the store option … must be a dict, got …",
     ),
     "_collate/collate.py:_stack_arrays": (

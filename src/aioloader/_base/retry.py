@@ -6,6 +6,7 @@ Pure and synchronous: it computes the delay, and the reader waits.
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from aioloader.errors import DatasetError, DecodeError
 
@@ -17,6 +18,9 @@ _FINAL = (
     IsADirectoryError,
     NotADirectoryError,
 )
+
+# It has no state that a fork could copy.
+_RNG = random.SystemRandom()
 
 # The reads of this process that are being retried, with their last errors.
 RETRIED: dict[object, BaseException] = {}
@@ -59,11 +63,19 @@ class Retry:
         return isinstance(error, self.on) and not isinstance(error, _FINAL)
 
     def delays(self, rng: random.Random | None = None) -> Iterator[float]:
-        """Yield the seconds to wait before each further attempt."""
-        rng = rng or random.Random()  # noqa: S311  (jitter, not a secret)
-        for attempt in range(self.max_attempts - 1):
-            bound = min(self.max_delay, self.base_delay * 2.0**attempt)
-            yield rng.uniform(0.0, bound)
+        """Return the seconds to wait before each further attempt."""
+        endless = backoff(self.base_delay, self.max_delay, rng or _RNG)
+        return islice(endless, self.max_attempts - 1)
+
+
+def backoff(
+    base_delay: float, max_delay: float, rng: random.Random = _RNG
+) -> Iterator[float]:
+    """Yield the seconds to wait before each retry, endlessly: see ``Retry``."""
+    bound = min(max_delay, base_delay)
+    while True:
+        yield rng.uniform(0.0, bound)
+        bound = min(max_delay, 2 * bound)
 
 
 def last_error() -> str:

@@ -1,19 +1,19 @@
 """Addresses of databases, errors for their drivers' exceptions, and retries.
 
-A password is in no message, repr or pickle: only the loader's workers get it. URLs are
-parsed here, because libpq shows what it cannot parse. Of a driver's text the first line
-is shown, without the statement.
+A password is in no message, repr or pickle: only the loader's workers get it. Drivers
+parse URLs themselves, and show what they cannot parse: so its form is checked before.
+Of a driver's text the first line is shown, without the statement.
 """
 
 import asyncio
 import logging
 import os
-import random
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import quote, unquote
 
+from aioloader._base.retry import backoff
 from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.redact import Sealed, revealed
 from aioloader.errors import (
@@ -26,24 +26,27 @@ from aioloader.errors import (
 _LOG = logging.getLogger("aioloader")
 T = TypeVar("T")
 
-# Parameters of libpq, and of encrypted SQLite files, that are secrets themselves.
-_SECRETS = frozenset({
-    "password", "sslpassword", "scram_client_key", "scram_server_key",
-    "oauth_client_secret", "key", "hexkey", "textkey",
-})  # fmt: skip
+# What comes before a question mark: perhaps an account, hosts, perhaps a name.
+_HOST = r"(?:\[[^][/@#]*\]|[^][:,/@#]*)(?::\d*)?"
+_SERVER = re.compile(rf"(?:[^:/@#]*(?::[^/@#]*)?@)?{_HOST}(?:,{_HOST})*(?:/[^@#]*)?")
+_QUERY = re.compile(r"(?:\w+=[^&#]*(?:&|\Z))*")
+# A password, and parameters of libpq and encrypted SQLite files that are secrets.
+_SECRET = re.compile(
+    r"(?<=://)[^:/?]*:(?P<account>[^@/?]+)@|(?<=[?&])(?P<name>password|sslpassword|"
+    r"scram_(?:client|server)_key|oauth_client_secret|(?:hex|text)?key)=(?P<value>[^&]+)"
+)
 # An idle connection that is dead is noticed within a minute.
-_DEFAULTS = {
-    "fallback_application_name": "aioloader",
-    "client_encoding": "UTF8",  # as drivers decode it, which do not ask
-    "connect_timeout": "10",
-    "keepalives_idle": "30",
-    "keepalives_interval": "10",
-    "keepalives_count": "3",
-}
+_DEFAULTS = (
+    "fallback_application_name=aioloader&connect_timeout=10&keepalives_idle=30&"
+    "keepalives_interval=10&keepalives_count=3"
+)
+_ENCODING = "client_encoding=UTF8"  # as drivers decode it, which do not ask
+_SHOWN = ("host=", "port=", "dbname=")
 # asyncpg would pass these on to the server, which does not know them.
-_ONLY_LIBPQ = frozenset({*_DEFAULTS, "keepalives", "tcp_user_timeout", "gssencmode"})
-# An address of IPv6 in brackets, or a host; and its port.
-_HOST = re.compile(r"(?s)(?:\[(.*?)\]|([^:]*)):?(.*)")
+_ONLY_LIBPQ = (
+    "client_encoding=", "fallback_application_name=", "connect_timeout=", "keepalives",
+    "tcp_user_timeout=", "gssencmode=",
+)  # fmt: skip
 
 _SERVER_SAYS = re.compile(r"\b(?:ERROR|FATAL|PANIC):\s+([^\n]+)")
 _STATUS = re.compile(r"^[A-Z_]+: (?=\S)|\[(?:libpq|SQLite)\] |Failed to [a-z ]+: ")
@@ -62,9 +65,6 @@ _PASSING = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
     r"too many clients|starting up|connection (?:is|was) closed"
 )
-# Bounds of the seconds to wait before a retry.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_RNG = random.Random()  # noqa: S311  (jitter, not a secret)
 
 
 class Address:
@@ -91,22 +91,32 @@ class Address:
             )
         self.is_sqlite: bool = scheme == "sqlite"
         before, _, query = rest.partition("?")
-        parameters = _named(query)
+        if not _QUERY.fullmatch(query):
+            raise ValueError(
+                "url must have parameters such as ?name=value&name=value, and %3F for "
+                "a ? in the name of a file"
+            )
         if self.is_sqlite:
             self._path = _sqlite_path(before)
             self.label: str = f"sqlite:///{self._path}"
+        elif _SERVER.fullmatch(before):
+            hosts = [pair for pair in query.split("&") if pair.startswith(_SHOWN)]
+            self.label = f"postgresql://{before.rpartition('@')[2]}"
+            self.label += f"?{'&'.join(hosts)}" if hosts else ""
         else:
-            parameters = _server(before) | parameters
-            parameters.pop("client_encoding", None)
-            self.label = _server_label(**parameters)
-        secrets = ", ".join(name for name in _SECRETS if parameters.get(name))
-        what = f"the {secrets} of {self.label!r}"
-        self._sealed = Sealed(parameters, what) if secrets else parameters
+            raise ValueError(
+                "url must be postgresql://user:password@host:port/name, with / ? # @ "
+                "and : in a password or name encoded, as urllib.parse.quote(text, '') "
+                "does it"
+            )
+        found = [match["name"] or "password" for match in _SECRET.finditer(url)]
+        what = f"the {', '.join(found)} of {self.label!r}"
+        self._sealed = Sealed(url, what) if found else url
 
-    @property
-    def _parameters(self) -> dict[str, str]:
-        parameters: dict[str, str] = revealed(self._sealed)
-        return parameters
+    def _parts(self) -> tuple[str, list[str]]:
+        """Return the URL up to its parameters, and these."""
+        before, _, query = revealed(self._sealed).partition("?")
+        return before, query.split("&") if query else []
 
     @property
     def path(self) -> str:
@@ -114,7 +124,7 @@ class Address:
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
-        """Return a URI that opens the file for reading, or keywords of libpq.
+        """Return a URI that opens the file for reading, or the server's for libpq.
 
         It holds the password.
 
@@ -122,20 +132,21 @@ class Address:
             OSError: If the file does not exist or cannot be read; drivers are less
                 clear.
         """
-        if not self.is_sqlite:
-            words = {**_DEFAULTS, **self._parameters}.items()
-            return " ".join(f"{name}={_quoted(value)}" for name, value in words)
+        before, query = self._parts()
+        if not self.is_sqlite:  # the last of a name counts
+            return f"{before}?{'&'.join((_DEFAULTS, *query, _ENCODING))}"
         if not os.path.exists(self.path):  # noqa: PTH110  (a string it stays)
             raise FileNotFoundError("no such file")
         if not os.access(self.path, os.R_OK):
             raise PermissionError("permission denied")
-        query = urlencode({**self._parameters, "mode": "ro"}, quote_via=quote, safe="/")
-        return f"file:{quote(self.path)}?{query}"
+        return f"file:{quote(self.path)}?{'&'.join((*query, 'mode=ro'))}"
 
     def for_asyncpg(self) -> str:
         """Return a URL; it holds the password."""
-        kept = {k: v for k, v in self._parameters.items() if v and k not in _ONLY_LIBPQ}
-        return f"postgresql://?{urlencode(kept, quote_via=quote)}"
+        before, query = self._parts()
+        kept = "&".join(pair for pair in query if not pair.startswith(_ONLY_LIBPQ))
+        # It would read a plus as a space, and libpq does not.
+        return f"{before}?{kept}".replace("+", "%2B")
 
     def check_pages(self, page: int) -> None:
         """Check that an SQLite file ends with a whole page.
@@ -154,9 +165,9 @@ class Address:
 
     def scrub(self, text: str) -> str:
         """Return ``text`` without any secret of this address."""
-        for name, value in self._parameters.items():
-            if name in _SECRETS and value:
-                text = text.replace(value, "***").replace(quote(value, ""), "***")
+        for match in _SECRET.finditer(revealed(self._sealed)):
+            value = match["account"] or match["value"]
+            text = text.replace(unquote(value), "***").replace(value, "***")
         return text
 
     def __repr__(self) -> str:
@@ -173,52 +184,6 @@ def _sqlite_path(text: str) -> str:
     return text[1:].replace("%3F", "?")
 
 
-def _server_label(host: str = "", port: str = "", dbname: str = "", **_: str) -> str:
-    if host.startswith(("/", "@")):
-        return f"postgresql:///{dbname}?host={host}" + (port and f"&port={port}")
-    return f"postgresql://{host}{port and ':'}{port}/{dbname}"
-
-
-def _server(text: str) -> dict[str, str]:
-    """Return libpq's parameters for the part before the question mark."""
-    where, _, name = text.partition("/")
-    account, _, hosts = where.rpartition("@")
-    user, _, password = account.partition(":")
-    pairs = [_HOST.findall(host)[0] for host in hosts.split(",")]
-    ports = [port for *_, port in pairs]
-    if "@" in name or not all(port.isdigit() for port in ports if port):
-        raise ValueError(
-            "url must be postgresql://user:password@host:port/name, with / ? @ and : "
-            "in a password or name encoded, as urllib.parse.quote(text, '') does it"
-        )
-    found = {
-        "host": ",".join(literal or unquote(host) for literal, host, _ in pairs),
-        "port": ",".join(ports) if any(ports) else "",
-        "user": unquote(user),
-        "password": unquote(password),
-        "dbname": unquote(name),
-    }
-    return {key: value for key, value in found.items() if value}
-
-
-def _named(query: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for pair in query.split("&") if query else ():
-        name, separator, value = pair.partition("=")
-        if not (name.isidentifier() and separator):
-            raise ValueError(
-                "url must have parameters such as ?name=value&name=value, and %3F for "
-                "a ? in the name of a file"
-            )
-        found[name] = unquote(value)
-    return found
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 class LostError(Exception):
     """Wraps a driver's exception after which the connection is lost."""
 
@@ -233,8 +198,6 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, repeated while its failure may pass.
 
-    The pauses grow exponentially, with full jitter.
-
     Args:
         attempt: Uses the database.
         doing: What it does, as in ``"read table 'rows'"``.
@@ -247,7 +210,7 @@ async def retried(
             exception: tracebacks print that, and it may know the password.
     """
     clock = asyncio.get_running_loop().time
-    count, end, bound = 0, 0.0, _FIRST_PAUSE
+    count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
     while True:
         try:
             return await attempt()
@@ -255,8 +218,7 @@ async def retried(
             error, may_pass = _failure_of(doing, address, exc)
         end = end if count else clock() + deadline
         count += 1
-        pause = _RNG.uniform(0.0, bound)
-        bound = min(_LONGEST_PAUSE, 2 * bound)
+        pause = next(pauses)
         if not may_pass or clock() + pause >= end:
             break
         if warns and count == 1:

@@ -248,8 +248,8 @@ class PostgresLookup(Lookup):
         except OSError as exc:
             raise LostError(exc) from None
         except (ValueError, OverflowError) as exc:
-            if isinstance(exc, import_asyncpg().InterfaceError):
-                raise  # a key of the wrong type
+            if self._sql is None or isinstance(exc, import_asyncpg().InterfaceError):
+                raise  # a column or a key of the wrong type
             if half := len(keys) // 2:
                 return await self._find(keys[:half]) | await self._find(keys[half:])
             raise DatasetError(
@@ -290,12 +290,17 @@ class PostgresLookup(Lookup):
         among = f"WHERE {self._key} = ANY($1)"
         async with pool.acquire() as connection, connection.transaction():
             plain = self._relation.select(self._selected, among)
-            found = (await connection.prepare(plain, name="")).get_attributes()[1:]
+            try:
+                asked = await connection.prepare(plain, name="")
+            except import_asyncpg().UnsupportedClientFeatureError as exc:
+                text = f"{exc}; write CAST(its column AS TEXT) in a view"
+                raise ValueError(text) from None
+            found = asked.get_attributes()[1:]
             types = {one.name: _short(one.type.name) for one in found}
-            nested = [one.name for one in found if one.type.kind != "scalar"]
-            if unknown := [name for name in nested if types[name] not in KNOWN]:
-                parts = await connection.fetch(parts_query(self._relation, unknown))
-                types |= types_by_parts(unknown, parts)
+            unknown = [one for one in found if types[one.name] not in KNOWN]
+            if nested := [one.name for one in unknown if one.type.kind != "scalar"]:
+                parts = await connection.fetch(parts_query(self._relation, nested))
+                types |= types_by_parts(nested, parts)
         exact = FLOATS if self._relation.numeric == "float" else _DECIMALS
         columns = {name: (kind, exact.get(kind, "")) for name, kind in types.items()}
         selected = f"{self._key}, {selection(columns, self._relation.infinity)}"

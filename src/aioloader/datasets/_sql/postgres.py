@@ -225,12 +225,10 @@ class Postgres(Session):
                 self._refuse_collation('"C"')
         if self._key_type in POINTS:
             self._refuse_keys(connection, "IN ('infinity', '-infinity')", "infinite")
-        nested = [n for n in self._read if schema.field(n).type.num_fields]
-        if unknown := [name for name in nested if types[name] not in KNOWN]:
-            parts = connection.fetch(
-                parts_query(relation, unknown), relation.parameters
-            )
-            types |= types_by_parts(unknown, parts)
+        unknown = [name for name in self._read if types[name] not in KNOWN]
+        if nested := [n for n in unknown if _is_nested(schema.field(n).type)]:
+            parts = connection.fetch(parts_query(relation, nested), relation.parameters)
+            types |= types_by_parts(nested, parts)
         is_exact = relation.numeric == "decimal"
         casts = _CASTS | (_EXACT_CASTS if is_exact else FLOATS)
         columns: dict[str, tuple[str, str]] = {}
@@ -291,6 +289,11 @@ def _types(connection: Connection, schema: "pa.Schema") -> list[str]:
         number = name.removeprefix("unnamed<oid:").rstrip(">")
         names[name] = connection.fetch(_TYPE, (number,))[0][0]
     return [names.get(name, name) for name in said]
+
+
+def _is_nested(kind: "pa.DataType") -> bool:
+    """Return whether a type may have parts: ranges have no Arrow type."""
+    return bool(kind.num_fields) or hasattr(kind, "vendor_name")
 
 
 def _text(kind: "pa.DataType") -> str:

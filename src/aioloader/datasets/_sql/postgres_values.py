@@ -26,22 +26,16 @@ FLOATS = {
 # Conditions by type. None is true for NULL.
 _POINT = "NOT isfinite({0})"
 _LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
-_RANGE = "(NOT isfinite(lower({0})) OR NOT isfinite(upper({0})))"
 _INFINITE = {
     "_interval": "{0}::text LIKE '%infinity%'",  # a literal only since version 17
     **dict.fromkeys(("date", "timestamp", "timestamptz", "interval"), _POINT),
     **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
-    **dict.fromkeys(("daterange", "tsrange", "tstzrange"), _RANGE),
 }
-# Of the base type: a domain may allow no NULL.
-_FINITE = (
-    "array_replace(array_replace({{0}}::{0}[], 'infinity', NULL), '-infinity', NULL)"
-)
+_FINITE = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
 # Types with an expression that reads them; arrays begin with "_".
 KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
-# The types within others that need such an expression, as "_date" in an array, of a
-# domain or not, and "?date" among the fields or bounds of another type. In versions
-# before 14 there are no multiranges, and no such column.
+# The types in others that drivers may read as other values; and "_numeric" in an array
+# of a domain. In versions before 14 there are no multiranges, and no such column.
 _PARTS = """
 WITH RECURSIVE part (at, kind, oid, path) AS (
 SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
@@ -52,8 +46,8 @@ WHERE t.oid::text IN (rngtypid::text, to_jsonb(r) ->> 'rngmultitypid') UNION
 SELECT atttypid, '?' FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0
 AND NOT attisdropped) AS parts (inner_oid, mark))
 SELECT at, kind, path || typname FROM part JOIN pg_type USING (oid)
-WHERE path <> '' AND typname IN
-('date', 'timestamp', 'timestamptz', 'interval', 'numeric', 'money', 'oid')
+WHERE path || typname = '_numeric' OR typname IN
+('date', 'timestamp', 'timestamptz', 'interval', 'money', 'oid')
 """
 POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 
@@ -73,7 +67,7 @@ def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str
         if rule:
             cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
             read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
-            read = _FINITE.format(kind[1:]) if rule is _LIST else read
+            read = _FINITE if rule is _LIST else read
         parts.append(f"{read.format(column(name))} AS {quoted(name)}")
     if cases and infinity == "error":
         parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
@@ -93,21 +87,20 @@ def parts_query(relation: Relation, columns: Iterable[str]) -> str:
 def types_by_parts(
     columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
 ) -> dict[str, str]:
-    """Return, by column, the types of arrays of a domain, as if it was its base.
+    """Return, by column, the types of arrays of a domain of exact numbers.
 
     A ValueError if a column has parts that drivers read as other values.
     """
     types: dict[str, str] = {}
     for at, kind, part in rows:
         name = columns[at]
-        if part in KNOWN:
-            types[name] = part
-        elif not part.endswith("numeric"):
+        if part != "_numeric":
             raise ValueError(
                 f"column {name!r} is of type {kind}, in which {part.lstrip('_?')} "
                 f"may be read as another value; write CAST({quoted(name)} AS TEXT), or "
                 "its parts, in a query or a view"
             )
+        types[name] = part
     return types
 
 

@@ -8,11 +8,12 @@ import base64
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote
 
-from aioloader.datasets._stores.failures import OPTION, Reason, failure_of
+from aioloader.datasets._stores.failures import Reason, failure_of
 from aioloader.datasets._stores.flights import import_obstore, obstore_errors
 from aioloader.datasets._stores.redact import Sealed, revealed, secret_options
 
@@ -24,35 +25,6 @@ Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _QUICK = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# Options of the HTTP client. With them among its own, a store of S3, Google or Azure
-# panics.
-_CLIENT = (
-    "allow_http", "allow_invalid_certificates", "connect_timeout",
-    "default_content_type", "default_headers", "http1_only",
-    "http2_keep_alive_interval", "http2_keep_alive_timeout",
-    "http2_keep_alive_while_idle", "http2_max_frame_size", "http2_only",
-    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate",
-    "proxy_excludes", "proxy_url", "randomize_addresses", "root_certificate", "timeout",
-    "user_agent",
-)  # fmt: skip
-# For hints: these, and the options of S3, Google and Azure, with and without prefix.
-_KNOWN = (
-    *_CLIENT,
-    "access_key_id", "account_key", "account_name", "application_credentials",
-    "authority_id", "aws_access_key_id", "aws_allow_http", "aws_bucket",
-    "aws_default_region", "aws_endpoint_url", "aws_region", "aws_secret_access_key",
-    "aws_session_token", "aws_skip_signature", "azure_client_id", "azure_client_secret",
-    "azure_storage_account_key", "azure_storage_account_name", "azure_tenant_id",
-    "bucket", "bucket_name", "checksum_algorithm", "client_id", "client_options",
-    "client_secret", "config", "container_name", "credential_provider",
-    "default_region", "disable_tagging", "endpoint", "endpoint_url",
-    "google_application_credentials", "google_bucket", "google_service_account",
-    "google_service_account_key", "imdsv1_fallback", "metadata_endpoint", "region",
-    "request_payer", "retry_config", "s3_express", "sas_key", "secret_access_key",
-    "service_account", "service_account_key", "service_account_path", "session_token",
-    "skip_signature", "tenant_id", "token", "unsigned_payload", "use_emulator",
-    "use_fabric_endpoint", "virtual_hosted_style_request",
-)  # fmt: skip
 
 
 def hidden(options: Mapping[str, Any] | None) -> Options:
@@ -79,28 +51,31 @@ def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore
         try:
             return _made(url, options)
         except obstore_errors() as exc:
-            reason, failure = Reason(exc), failure_of("open", label, exc)
-            text = None if reason.code else _hint(url, options, exc, reason.text)
+            failure = failure_of("open", label, exc)
+            text = None if Reason(exc).code else _hint(url, options, exc)
         if text is None:
             raise failure  # without a context, whose text may hold secrets
     raise ValueError(f"cannot open {label!r}: {text}")
 
 
-def _hint(url: str, options: Mapping[str, Any], exc: Exception, said: str) -> str:
+def _hint(url: str, options: Mapping[str, Any], exc: Exception) -> str:
     """Return what is wrong with options that obstore refuses."""
-    text, option = str(exc), _culprit(url, options, exc)
-    if type(exc).__name__ == "UnknownConfigurationKeyError" or "Invalid key:" in text:
-        named = [name for name, _ in OPTION.findall(text)][:1]
-        return _unknown(option or "".join(named))
-    if "does not accept" in text:
+    line, kind = str(exc).partition("\n")[0].rstrip("."), type(exc).__name__
+    if kind == "UnknownConfigurationKeyError" or line.startswith("Invalid key"):
+        name = line.partition("key: ")[2].split()[0].strip("'").lower()
+        near = difflib.get_close_matches(name, _names(), 1)
+        hint = "its options are in the documentation of obstore"
+        return f"{line}: {f'did you mean {near[0]!r}?' if near else hint}"
+    if "does not accept" in line:
         return (
-            f"{said}; it accepts only the store_options client_options and retry_config"
+            f"{line}; it accepts only the store_options client_options and retry_config"
         )
+    said = line.rpartition(": ")[2]
     if "Missing" in said or "must be" in said:
         return f"{said}: name it in store_options, or set it in the environment"
-    if option is not None:
-        return f"it refuses the value of the store option {option!r} ({said})"
-    return f"{said}; check its options"
+    if (option := _culprit(url, options, exc)) is not None:
+        return f"it refuses the value of the store option {option!r} ({kind})"
+    return f"{kind}; check its options"
 
 
 def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
@@ -144,12 +119,12 @@ def _addresses(url: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 def _complaint(options: Mapping[str, Any]) -> str | None:
     """Return what is wrong with options that obstore does not check."""
-    if misplaced := {*_CLIENT}.intersection([*options, *(options.get("config") or ())]):
-        name = min(misplaced)
-        return (
-            f"{name!r} is an option of the HTTP client; pass it in client_options, as "
-            f"store_options={{'client_options': {{{name!r}: ...}}}}"
-        )
+    for name in (*options, *(options.get("config") or ())):
+        if _is_of_client(name):
+            return (
+                f"{name!r} is an option of the HTTP client; pass it in client_options, "
+                f"as store_options={{'client_options': {{{name!r}: ...}}}}"
+            )
     retry = options.get("retry_config")
     backoff = retry.get("backoff") if isinstance(retry, Mapping) else None
     parts = {
@@ -161,22 +136,32 @@ def _complaint(options: Mapping[str, Any]) -> str | None:
         if part is not None and not isinstance(part, Mapping):
             kind = type(part).__name__
             return f"the store option {path!r} must be a dict, got {kind}"
-        unknown = [name for name in part or () if known and name not in known]
-        if unknown:
-            return _unknown(f"{path}.{unknown[0]}", known)
+        for name in part or ():
+            if known and name not in known:
+                return (
+                    f"the store does not know the option {f'{path}.{name}'!r}: known "
+                    f"are {', '.join(known)}"
+                )
     return None
 
 
-def _unknown(path: str, known: Iterable[str] | None = None) -> str:
-    """Return the error text for an unknown option, or one nested in another."""
-    names = sorted(known or _KNOWN)
-    nearest = difflib.get_close_matches(path.rpartition(".")[2].lower(), names, 1)
-    hint = "its options are in the documentation of obstore"
-    if nearest:
-        hint = f"did you mean {nearest[0]!r}?"
-    elif known:
-        hint = f"known are {', '.join(names)}"
-    return f"the store does not know the option {path!r}: {hint}"
+def _is_of_client(name: str) -> bool:
+    """Return whether a name is an option of the HTTP client.
+
+    With one among its own options, a store of S3, Google or Azure panics.
+    """
+    try:
+        import_obstore().store.S3Store(client_options={name: ""})
+    except obstore_errors() as exc:
+        return not str(exc).startswith("Invalid key")
+    return True
+
+
+def _names() -> list[str]:
+    """Return the names of options, which obstore lists only in its type stubs."""
+    stubs = Path(import_obstore().__file__ or "").parent.glob("_store/*.pyi")
+    text = "".join(stub.read_text("utf-8") for stub in sorted(stubs))
+    return re.findall(r"(?m)^    (\w+): ", text)
 
 
 def _culprit(url: str, options: Mapping[str, Any], refusal: Exception) -> str | None:

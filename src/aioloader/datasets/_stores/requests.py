@@ -6,10 +6,8 @@ once.
 """
 
 import asyncio
-import itertools
 import logging
 import math
-import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -18,7 +16,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from aioloader._base.outlast import cancel
-from aioloader._base.retry import RETRIED
+from aioloader._base.retry import RETRIED, backoff
 from aioloader.datasets._checks import check_is
 from aioloader.datasets._stores.redact import redact_key
 from aioloader.errors import DatasetError
@@ -29,7 +27,7 @@ Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
 # A second request is sent after the slowest twentieth of the latest durations.
 _REMEMBERED, _ENOUGH = 128, 20
-# Seconds of retries for a host that refused every connection so far.
+# Seconds of retries for a host to which no request could be sent so far.
 _PATIENCE = 5.0
 _RETRYING = "%s; retrying for %g s (logged once for a store)"
 
@@ -39,8 +37,8 @@ class Requests:
     """How a dataset treats requests that fail, stall or are slow.
 
     A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
-    2**n)]`` seconds, until ``deadline``; for 5 seconds if the host refuses connections
-    and never answered. obstore's own quick retries come first.
+    2**n)]`` seconds, until ``deadline``; for 5 seconds if requests cannot be sent, and
+    the host never answered. obstore's own quick retries come first.
     Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
     Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
 
@@ -93,7 +91,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps an error of a host that is unknown or refuses.
+    """Wraps an error of a request that could not be sent.
 
     It is retried, but only for seconds if the server never answered.
     """
@@ -106,7 +104,7 @@ class Server:
 
     Attributes:
         has_answered: Whether it ever answered, if only with an error.
-        is_refusing: Whether it never did, and the latest connection was refused.
+        is_refusing: Whether it never did, and the latest request could not be sent.
         has_warned: Whether a retry was logged.
     """
 
@@ -127,7 +125,6 @@ class Tries:
     def __init__(self, policy: Requests) -> None:
         self._policy = policy
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self._rng = random.Random()  # noqa: S311  (jitter, not a secret)
 
     async def make(
         self,
@@ -159,9 +156,9 @@ class Tries:
         began = clock() if began is None else began
         failed = said = None
         result: T | DatasetError | TimeoutError | None = None
-        most = policy.deadline
+        most, delays = policy.deadline, backoff(policy.base_delay, policy.max_delay)
         try:
-            for number in itertools.count():
+            while True:
                 seconds = min(policy.timeout, began + policy.deadline - clock())
                 if seconds <= 0 and failed is not None:
                     break
@@ -178,8 +175,7 @@ class Tries:
                 sent += failed.attempts
                 patience = _PATIENCE if server.is_refusing else math.inf
                 most = min(policy.deadline, patience)
-                bound = min(policy.max_delay, policy.base_delay * 2.0**number)
-                delay = self._rng.uniform(0.0, bound)
+                delay = next(delays)
                 if clock() + delay >= began + most:
                     break
                 if not server.has_warned:  # hundreds of requests may be in flight

@@ -20,6 +20,7 @@ from aioloader.datasets._stores.failures import (
     Reason,
     compressed,
     failure_of,
+    file_failure,
     no_ranges,
     truncated,
 )
@@ -160,11 +161,12 @@ class ObstoreStore(Store):
     def _make(self) -> "ObjectStore":
         if not is_local(self._url):
             return open_store(self._url, self.label, revealed(self._options))
+        folder = path_of(self._url)
         try:
-            return import_obstore().store.LocalStore(path_of(self._url))  # type: ignore[no-any-return]
-        except obstore_errors() as exc:
-            failure = failure_of("open", self.label, exc)
-        raise failure
+            os.stat(folder)  # noqa: PTH116  (obstore's error does not say why)
+            return import_obstore().store.LocalStore(folder)  # type: ignore[no-any-return]
+        except OSError as cause:
+            raise file_failure(folder, cause) from None
 
     @property
     def follow(self) -> Any:
