@@ -114,8 +114,6 @@ def check_batches(options: Options) -> None:
 
 def end_together(options: Options) -> bool:
     """Tell whether ranks must agree on the end: nobody knows how much each has."""
-    if not options.is_own_stream:
-        return False
     dataset, outline = options.dataset, options.outline()
     rank, ranks = outline.ranks or (0, 1)
     if ranks == 1 or outline.total is not None or outline.is_endless:

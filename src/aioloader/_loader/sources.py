@@ -71,7 +71,7 @@ def make_source(
         epoch.turns = Turns(options.readers, epoch.bookmark.done)
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
-    if end_together(options):
+    if options.is_own_stream and end_together(options):
         ready, make_feed = _evened(options, epoch, maker)
     else:
         make_feed = AheadFeed
