@@ -91,6 +91,7 @@ class Outline:
     """What a loader must know of a stream before it reads an epoch."""
 
     ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
+    world_size: int  # how many ranks share it
     readers: int | None  # how many take turns, if that is fixed
     total: int | None  # samples of an epoch of all ranks, if known
     is_endless: bool  # an epoch never ends
@@ -102,11 +103,6 @@ class Outline:
     # Returns the ``StoreTalk`` by which ranks agree on the end (None without a store)
     # for ``tail``, and the start: an epoch, and how many of its batches.
     end_talk: Callable[[Any, tuple[int, int]], Any]
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks share it."""
-        return 1 if self.ranks is None else self.ranks[1]
 
 
 class OwnStream(abc.ABC):

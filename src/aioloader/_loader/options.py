@@ -158,21 +158,17 @@ class Options(Added):
 
     def outline(self, part: Part | None = None) -> Outline:
         """Return what is known of one of our streams, as this rank reads it."""
-        outline: Outline = self.dataset.outline(self._ranks(part or self.part))
+        part = part or self.part
+        ranks = None if self.rank is None else (part.rank, part.world_size)
+        outline: Outline = self.dataset.outline(ranks)
         return outline
 
     def for_epoch(self, stream: OwnStream) -> OwnStream:
         """Return the part of one of our streams that this rank reads in an epoch."""
         part, is_skipped = self.part, parts_of(self.on_error)[0] == "skip"
-        return stream.for_epoch(
-            self._ranks(part),
-            self.tail or "wrap",
-            has_peers=part.has_peers,
-            is_skipped=is_skipped,
-        )
-
-    def _ranks(self, part: Part) -> tuple[int, int] | None:
-        return None if self.rank is None else (part.rank, part.world_size)
+        ranks = None if self.rank is None else (part.rank, part.world_size)
+        tail, has_peers = self.tail or "wrap", part.has_peers
+        return stream.for_epoch(ranks, tail, has_peers=has_peers, is_skipped=is_skipped)
 
     # -- where it is made ---------------------------------------------------------
 

@@ -359,7 +359,7 @@ def _own_state(options: Options) -> Any:
 
 def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:
     """Return where the epoch of a number starts: our streams may continue."""
-    if before is None or not (options.is_own_stream and options.outline().continues):
+    if before is None or not options.outline().continues:
         return BEGINNING
     # A copy: a state that the user has loaded stays with the dataset.
     stream, workers = options.for_epoch(copy.copy(options.dataset)), options.readers

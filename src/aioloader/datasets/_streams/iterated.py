@@ -215,8 +215,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         )
 
     def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
+        ranks = ranks or self.ranks
         return Outline(
-            ranks=ranks or self.ranks,
+            ranks=ranks,
+            world_size=1 if ranks is None else ranks[1],
             readers=self.num_readers,
             total=self.total(),
             is_endless=self.is_endless,
