@@ -400,7 +400,7 @@ async def test_a_loaded_state_is_for_one_epoch_of_a_loader(options: Any) -> None
     for begin in (8, 0, 0):
         batches: Any = await beside(partial(list, loader))
         assert [*chain(*batches)] == [*range(begin, 20)]
-    loader.close()
+    await loader.aclose()
 
 
 def test_without_a_process_group() -> None:
