@@ -24,9 +24,9 @@ from aioloader.datasets import (
     ObjectDataset,
     ParquetDataset,
     TarDataset,
-    _decode,
     write_parquet,
 )
+from aioloader.datasets.decoders import _decode
 from aioloader.errors import DecodeError
 from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree

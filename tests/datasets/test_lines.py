@@ -36,11 +36,10 @@ from aioloader.datasets import (
     MDSDataset,
     TarDataset,
     TextDataset,
-    _engine,
-    _json,
 )
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets.lines import samples, without_end
+from aioloader.datasets._streams import engine
+from aioloader.datasets.lines import _json, samples, without_end
 from aioloader.datasets.lines._json import JSONDecoder
 from aioloader.datasets.mds._encodings import decoder_of
 from aioloader.errors import DatasetError, StateMismatchError
@@ -249,7 +248,7 @@ async def test_blocks_are_smaller_where_samples_hold_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector looks at what is held; a block goes on from piece to piece."""
-    monkeypatch.setattr(_engine, "_TURN", 60.0)
+    monkeypatch.setattr(engine, "_TURN", 60.0)
     text = '"' + "x" * 80 + '"'  # of which 5,000 are several pieces
     lengths = []
     for line in (text, f"[{text}]"):

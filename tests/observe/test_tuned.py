@@ -210,7 +210,7 @@ def test_too_few_bytes() -> None:
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """There are twelve cores."""
     monkeypatch.setattr("aioloader._loader.auto.cores", lambda: 12)
-    monkeypatch.setattr("aioloader._loader.arguments._warn_of_many", lambda _: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(12)})
     return iter(())
 
 
