@@ -122,7 +122,7 @@ def _warn_of_other_samples(loader: Any, epoch: int) -> None:
     base = getattr(loader, "base_dataloader", loader)
     dataset = getattr(base, "dataset", None)
     dataset = getattr(dataset, "dataset", dataset)  # of accelerate's shard
-    if isinstance(dataset, OwnStream) and dataset.continues():
+    if isinstance(dataset, OwnStream) and dataset.outline().continues:
         warn(
             f"training resumes in epoch {epoch}, at the beginning of {dataset!r}: the "
             "Trainer does not save where the epochs before it stopped. For the same "

@@ -15,6 +15,7 @@ import inspect
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch.utils.data import (
@@ -85,70 +86,49 @@ class BlockIterator(OneIteration, HasLifespan):
         """Stop pending work and wait for it to end."""
 
 
-class OwnStream(abc.ABC):
-    """A stream of aioloader, which knows about epochs and ranks."""
+@dataclass(frozen=True)
+class Outline:
+    """What a loader must know of a stream before it reads an epoch."""
 
     ranks: tuple[int, int] | None  # our rank, and their number; None: each reads all
+    world_size: int  # how many ranks share it
+    readers: int | None  # how many take turns, if that is fixed
+    total: int | None  # samples of an epoch of all ranks, if known
+    is_endless: bool  # an epoch never ends
+    continues: bool  # an epoch starts where the previous one stopped
+    chosen_epoch: int | None  # the number that the user has chosen, if any
+    # Names of the parts without a state: resuming is exact only if they give the same
+    # samples again.
+    reread: list[str]
+    # Returns the ``StoreTalk`` by which ranks agree on the end (None without a store)
+    # for ``tail``, and the start: an epoch, and how many of its batches.
+    end_talk: Callable[[Any, tuple[int, int]], Any]
 
-    @property
-    @abc.abstractmethod
-    def chosen_epoch(self) -> int | None:
-        """The number that the user has chosen, if any."""
+
+class OwnStream(abc.ABC):
+    """A stream of aioloader: an async iterable that knows about epochs and ranks."""
 
     @abc.abstractmethod
-    def for_epoch(self) -> "OwnStream":
-        """Return a copy to read, also in workers; it takes over a loaded state."""
+    def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
+        """Return what is known of it now, for one rank of ``ranks`` if given."""
 
     @abc.abstractmethod
-    def shard(
-        self, rank: int, world_size: int, *, has_peers: bool = False
+    def for_epoch(
+        self,
+        ranks: tuple[int, int] | None = None,
+        tail: Any = "uneven",
+        *,
+        has_peers: bool = False,
+        is_skipped: bool = False,
     ) -> "OwnStream":
-        """Return the part of one rank; its peers are processes that read it too."""
+        """Return a copy to read, also in workers; it takes over a loaded state.
 
-    @abc.abstractmethod
-    def total(self) -> int | None:
-        """Return how many samples an epoch of all ranks has, if known."""
-
-    @abc.abstractmethod
-    def reread(self) -> list[str]:
-        """Return the names of its parts without a state, which are read again.
-
-        Resuming is exact only if they give the same samples again.
+        Args:
+            ranks: Our rank, and their number; None: as it is sharded.
+            tail: How the ranks get equal parts.
+            has_peers: Whether other processes read the same part.
+            is_skipped: Whether failed samples are left out.
         """
-
-    @abc.abstractmethod
-    def is_endless(self) -> bool:
-        """Tell whether an epoch never ends."""
-
-    @abc.abstractmethod
-    def check_batches(self, ranks: int, size: int) -> None:
-        """Check that in each step all ranks (times workers) deliver a batch, or ended.
-
-        Raises:
-            ValueError: If not: their states could not be merged.
-        """
-
-    @abc.abstractmethod
-    def evened(self, tail: Any, *, is_skipped: bool = False) -> "OwnStream":
-        """Return the stream whose ranks have equal parts, as ``tail`` says.
-
-        ``is_skipped``: failed samples are left out.
-        """
-
-    @abc.abstractmethod
-    def has_store(self) -> bool:
-        """Tell whether its ranks can agree through a store now."""
-
-    @abc.abstractmethod
-    def end_talk(self, tail: Any, at: tuple[int, int]) -> Any:
-        """Return the ``StoreTalk`` by which its ranks agree on the end of an iteration.
-
-        It starts ``at`` an epoch, after so many of its batches.
-        """
-
-    @abc.abstractmethod
-    def continues(self) -> bool:
-        """Tell whether an epoch continues where the previous one stopped."""
 
     @abc.abstractmethod
     def following(
@@ -156,8 +136,8 @@ class OwnStream(abc.ABC):
     ) -> dict[str, Any]:
         """Return where ``epoch`` starts after one whose iterator stopped at ``state``.
 
-        The stream ``continues``, and so many workers of each rank read. The user may
-        have chosen another epoch.
+        The stream continues, and so many workers of each rank read. The user may have
+        chosen another epoch.
         """
 
     @abc.abstractmethod
@@ -173,10 +153,6 @@ class OwnStream(abc.ABC):
     @abc.abstractmethod
     def load_position(self, state: dict[str, Any]) -> None:
         """Start the next iteration at the ``position`` of an iterator."""
-
-    @abc.abstractmethod
-    def __aiter__(self) -> BlockIterator:
-        """Return an iteration."""
 
 
 class Kind(enum.Enum):

@@ -201,11 +201,11 @@ async def test_what_does_not_suit_a_schema(tmp_path: Path) -> None:
 # A type, values that it keeps, and values that it would change.
 MIDNIGHT = datetime.datetime(2020, 1, 1)
 CHANGED: list[tuple[pa.DataType, list[Any], list[Any]]] = [
-    (pa.bool_(), [1, 0], [2]),
     (pa.int32(), [1.0], [-0.5]),
-    (pa.float32(), [0.1, float("inf")], [1e300]),
-    (pa.date32(), [MIDNIGHT], [MIDNIGHT.replace(hour=5)]),
-    (pa.list_(pa.float32()), [[0.1]], [[1e300]]),
+    (pa.int32(), [decimal.Decimal(1)], [decimal.Decimal("1.5")]),
+    (pa.float64(), [1], [2**53 + 1]),
+    (pa.timestamp("s"), [MIDNIGHT], [MIDNIGHT.replace(microsecond=5)]),
+    (pa.list_(pa.int64()), [[1.0]], [[1.5]]),
     (pa.struct({"a": pa.int64()}), [{"a": 1.0}], [{"a": 1.5}, {"b": 1}]),
 ]
 
@@ -222,6 +222,51 @@ async def test_a_value_that_would_change(
     for value in changed:
         with pytest.raises(ValueError, match=r"nulls=.* does not fit a column of type"):
             await shards(ParquetFormat([good], Local(), nulls={"n": value}, **options))
+
+
+# A type, and a value of a type that Arrow would cast to it without a check.
+UNCHECKED: list[tuple[pa.DataType, Any]] = [
+    (pa.bool_(), 1),
+    (pa.date32(), MIDNIGHT),
+    (pa.time64("us"), MIDNIGHT),
+    (pa.float16(), 1),
+    (pa.decimal128(4, 1), 0.5),
+    (pa.list_(pa.bool_()), [1]),
+    (pa.struct({"a": pa.date32()}), {"a": MIDNIGHT}),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), UNCHECKED, ids=str)
+async def test_types_are_refused_where_arrow_checks_no_value(
+    kind: pa.DataType, value: Any, tmp_path: Path
+) -> None:
+    """Whatever the values are: no proof by value."""
+    schema = pa.schema([("n", kind)])
+    paths = written(tmp_path, {"n": pa.array([value])}, {"n": pa.nulls(1, kind)})
+    with pytest.raises(DatasetError, match=r"'n' of 'a.parquet' .* schema= says .*sch"):
+        await shards(ParquetFormat(paths[:1], Local(), schema=schema))
+    made = ParquetFormat(paths[1:], Local(), schema=schema, nulls={"n": value})
+    with pytest.raises(ValueError, match=r"nulls=.* does not fit a column of type"):
+        await shards(made)
+
+
+async def test_values_of_a_map_keep_their_value(tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.int64())
+    (path,) = written(tmp_path, {"n": pa.nulls(1, kind)})
+    for value in ({"a": 1}, [("a", 1.0)]):
+        rows = await read_all(ParquetFormat([path], Local(), nulls={"n": value}))
+        assert rows == [{"n": [("a", 1)]}]
+    with pytest.raises(ValueError, match=r"nulls=.* does not fit a column of type map"):
+        await shards(ParquetFormat([path], Local(), nulls={"n": {"a": 1.5}}))
+
+
+async def test_floats_become_smaller_as_in_arrow(tmp_path: Path) -> None:
+    """Rounded, and infinite beyond the range, as numpy and torch make them."""
+    (path,) = written(tmp_path, {"n": pa.array([0.1, 1e300, None])})
+    schema = pa.schema([("n", pa.float32())])
+    made = ParquetFormat([path], Local(), schema=schema, nulls={"n": 0})
+    rows = [row["n"] for row in await read_all(made)]
+    assert rows == [np.float32(0.1), np.inf, 0.0]
 
 
 async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:

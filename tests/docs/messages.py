@@ -187,7 +187,6 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
-    "datasets/_arrow/wanted.py:_check_kept": "a reason in 'does not fit'",
     "datasets/lines/_json.py:": "a reason in 'the line at byte … is damaged'",
     "datasets/mds/_encodings.py:_array_decoder": "a reason in 'column …'",
     "datasets/mds/_encodings.py:_list": "a reason in 'the sample at byte …'",

@@ -18,6 +18,7 @@ from torch.utils.data import (
 from aioloader import DataLoader
 from aioloader.protocols import (
     Kind,
+    OwnStream,
     batch_getter,
     is_async_function,
     kind_of,
@@ -198,3 +199,8 @@ class OnlyItems(SyncMap):
 def test_batch_method_counts_where_it_may(dataset: Any, used: bool) -> None:
     """``__getitems__`` answers only at or below the class of ``__getitem__``."""
     assert (batch_getter(dataset) is not None) is used
+
+
+def test_a_loader_asks_a_stream_for_little() -> None:
+    """A bound that only goes down."""
+    assert len(OwnStream.__abstractmethods__) <= 5

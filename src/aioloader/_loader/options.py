@@ -28,6 +28,7 @@ from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
 from aioloader.protocols import (
     Kind,
+    Outline,
     OwnStream,
     batch_getter,
     is_async_function,
@@ -155,16 +156,19 @@ class Options(Added):
         is_replicated = self.kind is not Kind.MAP and self.reads_in_workers
         return max(1, self.num_workers) if is_replicated else 1
 
-    def shared_out(self, stream: OwnStream) -> OwnStream:
-        """Return the part of one of our streams that this rank reads."""
-        if self.rank is not None:
-            part = self.part
-            ranks = part.rank, part.world_size
-            stream = stream.shard(*ranks, has_peers=part.has_peers)
-        is_one = (stream.ranks or (0, 1))[1] == 1
-        is_skipped = parts_of(self.on_error)[0] == "skip"
-        tail = "uneven" if is_one else self.tail or "wrap"
-        return stream.evened(tail, is_skipped=is_skipped)
+    def outline(self, part: Part | None = None) -> Outline:
+        """Return what is known of one of our streams, as this rank reads it."""
+        part = part or self.part
+        ranks = None if self.rank is None else (part.rank, part.world_size)
+        outline: Outline = self.dataset.outline(ranks)
+        return outline
+
+    def for_epoch(self, stream: OwnStream) -> OwnStream:
+        """Return the part of one of our streams that this rank reads in an epoch."""
+        part, is_skipped = self.part, parts_of(self.on_error)[0] == "skip"
+        ranks = None if self.rank is None else (part.rank, part.world_size)
+        tail, has_peers = self.tail or "wrap", part.has_peers
+        return stream.for_epoch(ranks, tail, has_peers=has_peers, is_skipped=is_skipped)
 
     # -- where it is made ---------------------------------------------------------
 
@@ -295,9 +299,8 @@ class Options(Added):
         if not isinstance(parts_of(self.on_error)[1], float):
             return None
         if self.is_own_stream:
-            count = self.dataset.total()
-            if self.rank is None:
-                ranks = (self.dataset.ranks or (0, 1))[1]
+            outline = self.outline()
+            count, ranks = outline.total, outline.world_size
         elif self.kind is Kind.MAP and self.global_batch_size is not None:
             with suppress(Exception):  # torch iterates without asking for it
                 count = len(self.index_sampler)
@@ -305,15 +308,13 @@ class Options(Added):
 
     def _stream_length(self, part: Part) -> int:
         """Return the number of batches that the readers of this rank make."""
-        count, workers = self.dataset.total(), self.readers
-        if count is None:
+        outline, workers = self.outline(part), self.readers
+        rank, world_size = outline.ranks or (0, 1)
+        if outline.total is None:
             len(self.dataset)  # raises the TypeError for what has no length
-        rank, world_size = self.dataset.ranks or (0, 1)
-        if self.rank is not None:
-            rank, world_size = part.rank, part.world_size
         ranks = world_size * workers
         tail = "uneven" if world_size == 1 else self.tail or "wrap"
-        count, size = evened(count, ranks, tail), self.batch_size or 1
+        count, size = evened(outline.total or 0, ranks, tail), self.batch_size or 1
         parts = [
             Deal(rank * workers + one, ranks, ranks).part(count)
             for one in range(workers)

@@ -12,6 +12,7 @@ import operator
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | No
         known = " or ".join(repr(word) for word in _TAILS)
         raise ValueError(f"tail must be {known}, got {tail!r}")
     # Of some streams nobody knows how long their parts are.
-    is_open = isinstance(dataset, OwnStream) and dataset.total() is None
+    is_open = isinstance(dataset, OwnStream) and dataset.outline().total is None
     tail = tail or ("uneven" if is_open else "wrap")
     if rank is not None and is_mesh(rank):
         if world_size is not None:
@@ -89,21 +90,33 @@ def part_now(loader: Any) -> Part:
 
 
 def check_batches(options: Options) -> None:
-    """Check that ranks that share a stream deliver their batches in step."""
-    _, ranks = options.dataset.ranks or (0, options.part.world_size)
-    if ranks > 1:
-        options.dataset.check_batches(ranks * options.readers, options.batch_size or 1)
+    """Check that ranks that share a stream deliver a batch in each step, or have ended.
+
+    A reader that has ended leaves its turns empty. A batch with fewer samples than the
+    rank has readers may then be empty, so the rank would deliver its next one while
+    others deliver this one.
+    """
+    outline, size = options.outline(), options.batch_size or 1
+    ranks = outline.world_size * options.readers
+    readers = outline.readers or ranks
+    least = readers // gcd(readers, ranks)
+    is_even = outline.is_endless or outline.total is not None
+    if outline.world_size == 1 or size >= least or is_even:
+        return
+    raise ValueError(
+        f"batches of {size} samples are too small for readers({readers}) on "
+        f"{ranks} ranks (times workers): each takes turns at {least} readers, so "
+        "when some have ended, a batch may be empty, ranks are no longer in step, "
+        f"and their states cannot be merged; use a batch_size of {least} or more, "
+        f"readers({ranks}), or epoch_length(count)"
+    )
 
 
 def end_together(options: Options) -> bool:
     """Tell whether ranks must agree on the end: nobody knows how much each has."""
-    dataset, part = options.dataset, options.part
-    if not options.is_own_stream:
-        return False
-    rank, ranks = part.rank, part.world_size
-    if options.rank is None:
-        rank, ranks = dataset.ranks or (0, 1)
-    if ranks == 1 or dataset.total() is not None or dataset.is_endless():
+    dataset, outline = options.dataset, options.outline()
+    rank, ranks = outline.ranks or (0, 1)
+    if ranks == 1 or outline.total is not None or outline.is_endless:
         return False
     if options.tail is None:
         raise ValueError(
@@ -113,7 +126,7 @@ def end_together(options: Options) -> bool:
             "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
             "or 'pad' (ranks end together), or tail='uneven'"
         )
-    if options.tail != "uneven" and not dataset.has_store():
+    if options.tail != "uneven" and outline.end_talk(options.tail, (0, 0)) is None:
         raise ValueError(
             f"tail={options.tail!r} over {dataset!r} needs a store through which "
             f"rank {rank} of {ranks} agrees with the others on the end: initialize "
@@ -177,7 +190,7 @@ def refuse_two_deals(part: Part, dataset: Any, *samplers: Any) -> None:
     is_chain = type(dataset) is ChainDataset and type(dataset.datasets) in {list, tuple}
     same = None if is_chain else (part.rank, part.world_size)
     for stream in dataset.datasets if is_chain else [dataset]:
-        shard = stream.ranks if isinstance(stream, OwnStream) else None
+        shard = stream.outline().ranks if isinstance(stream, OwnStream) else None
         if shard not in {None, same}:
             raise ValueError(
                 f"{asked}, but the stream is sharded by shard{shard}: leave out one of "
@@ -203,7 +216,7 @@ def repeats_samples(options: Options, shuffle: Any) -> bool:
     if options.rank is not None:
         return False
     if options.is_own_stream:
-        return options.dataset.ranks is None
+        return options.outline().ranks is None
     return options.kind is Kind.MAP and bool(shuffle)
 
 

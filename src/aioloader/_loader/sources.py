@@ -126,7 +126,8 @@ def _evened(
     from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
     start = epoch.bookmark
-    talk = maker.dataset.end_talk(options.tail, (epoch.number, start.read()))
+    outline = maker.dataset.outline()
+    talk = outline.end_talk(options.tail, (epoch.number, start.read()))
     end = SharedEnd(pads=options.tail != "drop")
     where = epoch.dropped(), options.readers
     in_order, done = options.in_order, start.done
@@ -301,9 +302,9 @@ def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
     if dataset_epoch is None:
         dataset_epoch = live.numbers.chosen[1]
     if options.is_own_stream:  # it knows about ranks, and yields this rank's part
-        dataset_epoch = dataset.chosen_epoch
-        dataset = options.shared_out(dataset.for_epoch())
-        is_even = (dataset.ranks or (0, 1))[1] > 1 and dataset.total() is not None
+        dataset, outline = options.for_epoch(dataset), options.outline()
+        dataset_epoch = outline.chosen_epoch
+        is_even = outline.world_size > 1 and outline.total is not None
         part = replace(part, rank=0, world_size=1)
     return BatchMaker(
         dataset=dataset,

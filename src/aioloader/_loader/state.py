@@ -62,8 +62,8 @@ def _length_of(options: Options) -> int | None:
 def _tail_of(options: Options) -> str | None:
     if not options.is_own_stream:  # the lengths of its ranks' parts depend on it
         return None
-    ranks = max(options.part.world_size, (options.dataset.ranks or (0, 1))[1])
-    return (options.tail or "wrap") if ranks > 1 else None
+    is_one = options.outline().world_size == 1
+    return None if is_one else options.tail or "wrap"
 
 
 @dataclass
@@ -359,9 +359,10 @@ def _own_state(options: Options) -> Any:
 
 def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:
     """Return where the epoch of a number starts: our streams may continue."""
-    if before is None or not options.is_own_stream or not options.dataset.continues():
+    if before is None or not options.outline().continues:
         return BEGINNING
-    stream, workers = options.shared_out(options.dataset), options.readers
+    # A copy: a state that the user has loaded stays with the dataset.
+    stream, workers = options.for_epoch(copy.copy(options.dataset)), options.readers
     starts = {
         reader: stream.following(one["dataset"], number, workers)
         for reader, one in before.progress.bookmark().states.items()
@@ -545,7 +546,7 @@ def _warn_of_what_is_lost(
         _warn_of_sampler(options.index_sampler, state, bookmark)
         return
     if options.is_own_stream:
-        name = ", ".join(dataset.reread())
+        name = ", ".join(options.outline().reread)
     elif any("iterator" in one or "dataset" in one for one in states):
         name = ""
     what = f"{name} has no state_dict()"

@@ -339,8 +339,8 @@ class Stream:
     def _is_part(self) -> bool:
         """Tell whether other readers have parts of this stream too."""
         dataset, worker = self.maker.dataset, get_worker_info()
-        ranks = (isinstance(dataset, OwnStream) and dataset.ranks) or (0, 1)
-        return ranks[1] > 1 or (worker is not None and worker.num_workers > 1)
+        is_rank = isinstance(dataset, OwnStream) and dataset.outline().world_size > 1
+        return is_rank or (worker is not None and worker.num_workers > 1)
 
     def _share_tail(self, task: BatchTask, found: int) -> None:
         """Cut or pad this rank's part of the last batch, by ``tail``."""

@@ -95,26 +95,24 @@ def _check_source(source: object, name: str, kind: type, *, fits: bool) -> None:
         )
 
 
+def _repeats(source: Any) -> bool:
+    """Tell whether the epochs of a source can be repeated."""
+    if isinstance(source, torch.utils.data.DataLoader):
+        is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
+        return is_known or isinstance(source.dataset, OwnStream)
+    return isinstance(source, Sequence) or callable(getattr(source, "set_epoch", None))
+
+
 class _Iterable(Stream[Any]):
     """A stream of the samples of a plain or async iterable."""
 
     def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
         self._source, self._is_async = source, is_async
+        self.reread = [] if _repeats(source) else [name_of(source)]
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         return _Cursor(self._source, reading, state, is_async=self._is_async)
-
-    def reread(self) -> list[str]:
-        """Return the name of the source, unless its epochs can be repeated."""
-        source = self._source
-        if isinstance(source, torch.utils.data.DataLoader):
-            is_known = type(source.sampler) in {SequentialSampler, ShuffledIndices}
-            is_known = is_known or isinstance(source.dataset, OwnStream)
-        else:
-            counts = callable(getattr(source, "set_epoch", None))
-            is_known = isinstance(source, Sequence) or counts
-        return [] if is_known else [name_of(source)]
 
     def ahead(self) -> Ahead:
         """Return how far it may be read ahead: an iterator may wait for each sample."""

@@ -139,7 +139,7 @@ class Stream(Iterated[Sample_co]):
         Each pass is shuffled differently. Without ``times`` it is endless.
         """
         times = None if times is None else check_at_least(times, 1, "times")
-        return _Repeat(self, Repeated, {"times": times})
+        return _Repeat(self, times)
 
     def epoch_length(self, count: int) -> "Stream[Sample_co]":
         """Return the stream with epochs of ``count`` samples, of all ranks together.
@@ -159,8 +159,7 @@ class Stream(Iterated[Sample_co]):
         that of the first epoch. ``async for`` without a loader starts at the beginning
         each time.
         """
-        described = {"count": check_at_least(count, 1, "count")}
-        return _EpochLength(self.repeat(), EpochPart, described)
+        return _EpochLength(self.repeat(), check_at_least(count, 1, "count"))
 
     def batch(self, size: int, *, drop_last: bool = False) -> "Stream[Any]":
         """Return the stream of lists of ``size`` samples (of ``Rows`` for tables)."""
@@ -359,6 +358,7 @@ class _Step(Stream[Any]):
         self._described = described
         self._step = step
         self._more = more
+        self.is_endless &= step is not Taken
 
     @property
     def upstream(self) -> Stream[Any]:
@@ -371,9 +371,6 @@ class _Step(Stream[Any]):
 
     def total(self) -> int | None:
         return self.upstream.total() if self._step.is_one_to_one else None
-
-    def is_endless(self) -> bool:
-        return self._step is not Taken and super().is_endless()
 
     def carried(self, state: State, passed: int, share: Share) -> State | None:
         """Return the beginning of the next epoch: this step starts over."""
@@ -394,6 +391,11 @@ class _Step(Stream[Any]):
 class _Repeat(_Step):
     """A repeated stream."""
 
+    def __init__(self, upstream: Stream[Any], times: int | None) -> None:
+        super().__init__(upstream, Repeated, {"times": times})
+        self.is_endless |= times is None
+        self.continues = False
+
     async def open(self, reading: Reading, state: State) -> Cursor:
         # Each pass is a separate epoch, also of a stream that has passes itself.
         shift = 16 + 16 * _repeats(self)
@@ -406,9 +408,6 @@ class _Repeat(_Step):
 
         cursor = await open_pass(state.get("pass", 0), state.get("up", {}))
         return Repeated(cursor, state, reading, open_pass=open_pass, **self._described)
-
-    def is_endless(self) -> bool:
-        return self._described["times"] is None or super().is_endless()
 
     def carried(self, _state: State, _passed: int, _share: Share) -> None:
         """Return None: each epoch starts with the first pass."""
@@ -423,6 +422,10 @@ class _EpochLength(_Step):
     """A stream with epochs of a given length."""
 
     _tail: Tail = "uneven"
+
+    def __init__(self, upstream: Stream[Any], count: int) -> None:
+        super().__init__(upstream, EpochPart, {"count": count})
+        self.is_endless, self.continues = False, True
 
     async def open(self, reading: Reading, state: State) -> Cursor:
         # To the source all epochs are one, so a pass is never shuffled again midway.
@@ -448,10 +451,6 @@ class _EpochLength(_Step):
     def total(self) -> int:
         count: int = self._described["count"]
         return count
-
-    def is_endless(self) -> bool:
-        """Return False: its source is endless, an epoch of it is not."""
-        return False
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:
         return self._clone(_tail=tail, leaves_out=is_skipped)
@@ -484,6 +483,8 @@ class Mixture(Stream[Any]):
                 raise ValueError(f"readers() applies to the mixture, not {other!r}")
         self._names = [*streams]
         self._schedule = Schedule(self._names, weights, until)
+        ends = all if until == "first" else any
+        self.is_endless = ends(one.is_endless for one in self.sources)
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
         states = state.get("up") or [{} for _ in self.sources]
@@ -508,11 +509,6 @@ class Mixture(Stream[Any]):
             "weights": [[start, weights] for start, weights in self._schedule.stages],
             "until": self._schedule.until,
         }
-
-    def is_endless(self) -> bool:
-        """Tell whether it never ends: its first source does not, or its last."""
-        ends = all if self._schedule.until == "first" else any
-        return ends(stream.is_endless() for stream in self.sources)
 
     def __repr__(self) -> str:
         first, *others = map(repr, self.sources)

@@ -38,7 +38,8 @@ class ParquetDataset(StoredStream[Row]):
     an object. The files are unified into one table like ``pyarrow.unify_schemas``: they
     may differ in the order of columns, in the width of strings, lists and numbers, and
     in columns that are all NULL. A missing column, a type incompatible with the others'
-    and a value that would change are errors that name the files.
+    and a value that would change are errors that name the files; smaller floats of
+    ``schema`` are rounded, and infinite beyond their range, as in Arrow.
 
     Directories named ``key=value`` (``"year=2024/"``, as Hive, Spark and pyarrow write
     them) are columns, after those of the files: int32 if all values are, or text, or of

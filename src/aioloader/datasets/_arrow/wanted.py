@@ -2,8 +2,8 @@
 
 The files of one listing are unified into one table, as in Arrow: they may differ in the
 order of columns, in nullability, in the width of strings, lists and numbers, and in
-columns that are all NULL. No value changes: a value that does not fit is an error, and
-so are types without a common one.
+columns that are all NULL. Arrow's safe cast checks the values: one that does not fit is
+an error, and so are types without a common one.
 """
 
 import copy
@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Self
 
 import pyarrow as pa
-from pyarrow import compute
 
 from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.filters import MISFITS, Filters, InName
@@ -292,6 +291,8 @@ def _group(kind: pa.DataType) -> int:
 
 
 def _can_cast(kind: pa.DataType, wanted: pa.DataType) -> bool:
+    if _is_unchecked(kind, wanted):
+        return False
     try:
         pa.nulls(0, kind).cast(wanted)
     except MISFITS:
@@ -299,12 +300,33 @@ def _can_cast(kind: pa.DataType, wanted: pa.DataType) -> bool:
     return True
 
 
+def _is_unchecked(kind: pa.DataType, wanted: pa.DataType) -> bool:
+    """Return whether Arrow's safe cast may change values without an error.
+
+    Smaller floats are as in Arrow: rounded, and infinite beyond the range.
+    """
+    types = pa.types
+    if types.is_struct(kind) and types.is_struct(wanted):
+        names = {field.name for field in kind} & {field.name for field in wanted}
+        pairs = [(kind.field(name), wanted.field(name)) for name in names]
+        return any(_is_unchecked(before.type, after.type) for before, after in pairs)
+    if kind.num_fields == wanted.num_fields == 1:
+        return _is_unchecked(kind.field(0).type, wanted.field(0).type)
+    if types.is_dictionary(kind):
+        return _is_unchecked(kind.value_type, wanted)
+    if types.is_timestamp(kind):
+        return bool(types.is_date(wanted) or types.is_time(wanted))
+    if types.is_floating(kind):
+        return bool(types.is_boolean(wanted) or types.is_decimal(wanted))
+    is_changed = types.is_boolean(wanted) or types.is_float16(wanted)
+    return bool(is_changed and types.is_integer(kind))
+
+
 def _cast(array: pa.Array, field: pa.Field, location: str) -> pa.Array:
     if array.type == field.type:
         return array
     try:
-        cast = array.cast(field.type)
-        _check_kept(array, cast)
+        return array.cast(field.type)
     except MISFITS as error:
         raise DatasetError(
             f"column {field.name!r} of {location!r} is of type {array.type} and has "
@@ -312,43 +334,6 @@ def _cast(array: pa.Array, field: pa.Field, location: str) -> pa.Array:
             f"{error}; set the type (schema=)",
             location=location,
         ) from error
-    return cast
-
-
-def _check_kept(array: pa.Array, cast: pa.Array) -> None:
-    """Check values after a cast, where Arrow does not."""
-    kind, wanted, types = array.type, cast.type, pa.types
-    if types.is_struct(kind) and types.is_struct(wanted):
-        for name in {field.name for field in kind} & {field.name for field in wanted}:
-            pair = [compute.struct_field(one, name) for one in (array, cast)]
-            _check_kept(*pair)
-    elif kind.num_fields == wanted.num_fields == 1:
-        if not types.is_map(wanted):  # which Arrow does not flatten
-            _check_kept(array.flatten(), cast.flatten())
-    elif at := _first_changed(array, cast):
-        raise ValueError(f"{array[at - 1]} would become {cast[at - 1]}")
-
-
-def _first_changed(array: pa.Array, cast: pa.Array) -> int:
-    """Return the number of the first value that changed, from 1 on; 0: none."""
-    kind, wanted, types = array.type, cast.type, pa.types
-    is_time = types.is_temporal(kind) and types.is_temporal(wanted)
-    if types.is_integer(wanted) and not types.is_integer(kind):
-        array.cast(wanted)  # a check, which those of Python's values lack
-    elif types.is_floating(wanted):
-        infinite = compute.is_inf(cast)
-        if compute.any(infinite).as_py():
-            before = compute.is_inf(array.cast(pa.float64(), safe=False))
-            changed = compute.and_not(infinite, before)
-            return 1 + int(compute.index(changed, True).as_py())
-    elif (is_time and not types.is_date(kind)) or (
-        types.is_boolean(wanted) and types.is_primitive(kind)
-    ):
-        if types.is_date(wanted) and getattr(kind, "tz", None):
-            array = compute.local_timestamp(array)
-        changed = compute.not_equal(cast.cast(array.type), array)
-        return 1 + int(compute.index(changed, True).as_py())
-    return 0
 
 
 def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> DatasetError:
@@ -360,15 +345,20 @@ def _conflict(name: str, kind: pa.DataType, location: str, before: str) -> Datas
 
 
 def _check_filled(value: Any, kind: pa.DataType) -> None:
-    """Check a value that Arrow converts to a type, which need not keep it."""
+    """Check by a safe cast a value that Arrow converts to a type without one."""
     is_struct = pa.types.is_struct(kind) and isinstance(value, Mapping)
     if is_struct and (unknown := {*value} - {field.name for field in kind}):
         raise ValueError(f"it has no {', '.join(map(repr, sorted(unknown)))}")
+    if pa.types.is_map(kind):  # values of other types are no map without its type
+        value, kind = [*dict(value).values()], pa.list_(kind.item_type)
     try:
         given = pa.array([value])
     except MISFITS:
-        return  # a dict for a map, for example, is of no other type
-    _check_kept(given, pa.array([value], kind))
+        return  # of no other type
+    if _is_unchecked(given.type, kind):
+        raise ValueError(f"it is of type {given.type}")
+    if not pa.types.is_decimal(kind):  # which Arrow checks, and integers do not cast to
+        given.cast(kind)
 
 
 def _fill(column: pa.Array, name: str, value: Any, *, is_new: bool = False) -> pa.Array:

@@ -5,7 +5,6 @@ and the next step gets the result.
 """
 
 import asyncio
-import math
 import operator
 import sys
 from collections.abc import Coroutine
@@ -27,7 +26,7 @@ from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.descriptions import fitted
 from aioloader.datasets._streams.readers import Alone, Reader, Readers
 from aioloader.errors import ShardChangedError
-from aioloader.protocols import BlockIterator, OwnStream
+from aioloader.protocols import BlockIterator, Outline, OwnStream
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Most samples that ``async for`` reads at once, if they come quickly.
@@ -56,6 +55,9 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.has_peers: bool = getattr(first, "has_peers", False)
         self.num_readers: int | None = getattr(first, "num_readers", None)
         self.rank_store: RankStore = getattr(first, "rank_store", _GROUPS)
+        self.is_endless: bool = any(one.is_endless for one in sources)
+        self.continues: bool = any(one.continues for one in sources)
+        self.reread: list[str] = [name for one in sources for name in one.reread]
 
     # -- iterating ----------------------------------------------------------------
 
@@ -95,12 +97,18 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self._epoch = operator.index(epoch)
         self._is_chosen = True
 
-    @property
-    def chosen_epoch(self) -> int | None:
-        return self._epoch if self._is_chosen else None
-
-    def for_epoch(self) -> Self:
-        clone = self._clone()
+    def for_epoch(
+        self,
+        ranks: tuple[int, int] | None = None,
+        tail: Tail = "uneven",
+        *,
+        has_peers: bool = False,
+        is_skipped: bool = False,
+    ) -> Self:
+        stream = self.shard(*ranks, has_peers=has_peers) if ranks else self
+        if stream.ranks is None or stream.ranks[1] == 1:
+            tail = "uneven"
+        clone = stream.evened(tail, is_skipped=is_skipped)
         self._loaded = None
         return clone
 
@@ -186,37 +194,11 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return None
 
-    def reread(self) -> list[str]:
-        return [name for one in self.sources for name in one.reread()]
-
-    def is_endless(self) -> bool:
-        return any(one.is_endless() for one in self.sources)
-
     def places(self) -> list[str]:
         """Return what distinguishes its sources from others of equal description."""
         return [place for one in self.sources for place in one.places()]
 
     # -- among ranks ----------------------------------------------------------------
-
-    def check_batches(self, ranks: int, size: int) -> None:
-        """Check that in each step all ranks deliver a batch, or have ended.
-
-        A reader that has ended leaves its turns empty. A batch with fewer samples than
-        the rank has readers may then be empty, so the rank would deliver its next one
-        while others deliver this one.
-        """
-        readers = self.num_readers or ranks
-        least = readers // math.gcd(readers, ranks)
-        end_together = self.is_endless() or self.total() is not None
-        if ranks == 1 or size >= least or end_together:
-            return
-        raise ValueError(
-            f"batches of {size} samples are too small for readers({readers}) on "
-            f"{ranks} ranks (times workers): each takes turns at {least} readers, so "
-            "when some have ended, a batch may be empty, ranks are no longer in step, "
-            f"and their states cannot be merged; use a batch_size of {least} or more, "
-            f"readers({ranks}), or epoch_length(count)"
-        )
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return the stream whose ranks have equal parts.
@@ -226,18 +208,30 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         is_known = self.total() is not None
         inner: Tail = tail if is_known else "uneven"
-        is_open = not (is_known or self.is_endless())
+        is_open = not (is_known or self.is_endless)
         return self._clone(
             refills=is_open and tail in {"wrap", "pad"},
             sources=tuple(one.evened(inner) for one in self.sources),
         )
 
-    def has_store(self) -> bool:
-        return self.rank_store.found() is not None
+    def outline(self, ranks: tuple[int, int] | None = None) -> Outline:
+        ranks = ranks or self.ranks
+        return Outline(
+            ranks=ranks,
+            world_size=1 if ranks is None else ranks[1],
+            readers=self.num_readers,
+            total=self.total(),
+            is_endless=self.is_endless,
+            continues=self.continues,
+            chosen_epoch=self._epoch if self._is_chosen else None,
+            reread=self.reread,
+            end_talk=self._end_talk,
+        )
 
-    def end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk:
+    def _end_talk(self, tail: Tail, at: tuple[int, int]) -> StoreTalk | None:
         store, (rank, ranks) = self.rank_store.found(), self.ranks or (0, 1)
-        assert store is not None
+        if store is None:
+            return None
         what = [self.describe(), self.places(), tail]
         return StoreTalk(store, rank, ranks, what=what, at=at, name=repr(self))
 
@@ -247,9 +241,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         So many samples were ``passed`` on after it. None: at the beginning.
         """
         return None
-
-    def continues(self) -> bool:
-        return self.carried({}, 0, Share()) is not None
 
     def following(self, state: State, epoch: int, workers: int = 1) -> State:
         ranks = (self.ranks or (0, 1))[1] * workers
