@@ -35,7 +35,6 @@ from aioloader._pipeline.ready import ReadyQueue
 from aioloader._pipeline.roles import LastingPool, Lease, Pool
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
@@ -416,5 +415,4 @@ def _spec(
         worker_init_fn=options.worker_init_fn,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
-        has_generators=holds_generator(read, transform, options.collate_fn),
     )
