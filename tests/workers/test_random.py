@@ -260,7 +260,9 @@ class Gated(Jittered):
 
 def test_a_free_worker_takes_the_next_batch_whatever_the_dataset_holds() -> None:
     """Its own generators are not seeded, and do not choose the worker."""
-    with DataLoader(Gated(), 4, num_workers=2, multiprocessing_context="fork") as loader:
+    with DataLoader(
+        Gated(), 4, num_workers=2, multiprocessing_context="fork"
+    ) as loader:
         assert len(list(loader)) == 4
 
 
