@@ -504,7 +504,8 @@ def _warn_of_what_is_lost(
         _warn_of_sampler(options.index_sampler, state, bookmark)
         return
     if options.is_own_stream:
-        name = rereads = counts = ", ".join(dataset.reread())
+        name = ", ".join(dataset.reread())
+        rereads = counts = bool(name)
     else:
         rereads = not any("iterator" in one or "dataset" in one for one in states)
         is_known = options.is_stateful or epoch_of(dataset) is not None
