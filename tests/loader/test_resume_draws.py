@@ -28,6 +28,7 @@ Loader: Any = DataLoader  # options are tables here
 pytestmark = [
     REPEATED,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings('ignore:rng="worker". what the:UserWarning'),
 ]
 
 

@@ -413,7 +413,7 @@ def test_what_is_no_state(state: Any) -> None:
         MAKERS["seed"]().load_state_dict(state)
     assert version is None or (caught.value.expected, caught.value.found) == (
         version,
-        4,
+        5,
     )
     with pytest.raises(StateMismatchError):
         merge_states([state])

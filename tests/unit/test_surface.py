@@ -84,6 +84,12 @@ def test_no_long_files() -> None:
     assert {path: n for path, n in lines.items() if n > 700} == {}
 
 
+def test_no_alias_of_any_stands_for_a_class() -> None:
+    """It would hide a circle of imports."""
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    assert not any(re.search(r": TypeAlias = Any\b", text) for text in sources)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -1,9 +1,10 @@
 """Random draws depend on the batch: not on who makes it, nor on how many there are."""
 
 import itertools
+import multiprocessing
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from aioloader import DataLoader
-from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import states
 from samples import collect
 from working import AsyncDrawing, AsyncNumbers, Drawing, Numbers, Stream, draw, draw_own
@@ -240,98 +240,48 @@ class Jittered:
         return torch.tensor(self.augment(float(index)), dtype=torch.float64)
 
 
-def closure(generator: Any) -> Any:
-    """Return a function that has a generator in its closure."""
-    return lambda number: number + generator.random()
-
-
-class Lazy:
-    """Makes its generator when it is first called, in a worker."""
+class Gated(Jittered):
+    """Its first batch waits until all others of the window were made."""
 
     def __init__(self) -> None:
-        self.generator: Any = None
+        super().__init__(Jitter(random.Random(0)))
+        self.made = multiprocessing.get_context("fork").Semaphore(0)
 
-    def __call__(self, number: float) -> float:
-        """Return the number plus a draw."""
-        if self.generator is None:
-            self.generator = np.random.default_rng(7)
-        return number + float(self.generator.random())
+    def __len__(self) -> int:
+        return 16
 
-
-class Cached:
-    """The same, by a property."""
-
-    @cached_property
-    def generator(self) -> random.Random:
-        """The generator."""
-        return random.Random(7)
-
-    def __call__(self, number: float) -> float:
-        """Return the number plus a draw."""
-        return number + self.generator.random()
+    def __getitem__(self, index: int) -> torch.Tensor:
+        for _ in range(12 if index == 0 else 0):
+            assert self.made.acquire(timeout=20)
+        if index >= 4:
+            self.made.release()
+        return super().__getitem__(index)
 
 
-COMMON = random.Random(3)
-
-
-def common(number: float) -> float:
-    """Return the number plus a draw of a generator that is a global."""
-    return number + helper()
-
-
-def helper() -> float:
-    """Return a draw."""
-    return COMMON.random()
-
-
-class ByIndex:
-    """Makes a generator for each sample, and keeps none."""
-
-    def __call__(self, number: float) -> float:
-        """Return the number plus a draw."""
-        return number + float(np.random.default_rng(int(number)).random())
+def test_a_free_worker_takes_the_next_batch_whatever_the_dataset_holds() -> None:
+    """Its own generators are not seeded, and do not choose the worker."""
+    with DataLoader(
+        Gated(), 4, num_workers=2, multiprocessing_context="fork"
+    ) as loader:
+        assert len(list(loader)) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "augment",
-    [
-        lambda: Jitter(np.random.default_rng(0)),
-        lambda: partial(Jitter.__call__, Jitter(np.random.RandomState(0))),
-        lambda: closure(random.Random(0)),
-        Lazy,
-        lambda: common,
-    ],
-    ids=["attribute", "partial", "closure", "lazy", "global"],
+    "generator",
+    [random.Random(0), np.random.default_rng(0), np.random.RandomState(0)],
+    ids=lambda generator: type(generator).__name__,
 )
 @pytest.mark.parametrize(
     "options",
     [{}, {"persistent_workers": True}, {"multiprocessing_context": "forkserver"}],
     ids=str,
 )
-def test_generators_that_a_dataset_holds(augment: Any, options: Any) -> None:
-    """They are not seeded, so each worker makes the batches that it makes in torch."""
+def test_generators_that_a_dataset_holds(generator: Any, options: Any) -> None:
+    """With rng="worker" each worker makes the batches that it makes in torch."""
     torchs_options = {**options, "multiprocessing_context": "fork"}
-    dataset: Any = Jittered(augment())
-    with DataLoader(dataset, 4, num_workers=2, **options) as loader:
+    dataset: Any = Jittered(Jitter(generator))
+    with DataLoader(dataset, 4, num_workers=2, rng="worker", **options) as loader:
         found = [[batch.tolist() for batch in loader] for _ in range(2)]
     torchs = TorchLoader(dataset, 4, num_workers=2, **torchs_options)
     assert found == [[batch.tolist() for batch in torchs] for _ in range(2)]
-
-
-def test_global_generators_are_not_held() -> None:
-    """They are seeded for each batch."""
-    held = [random.random, np.random.rand, torch.default_generator, {"a": [np.random]}]
-    assert not holds_generator(*held)
-    looped: list[Any] = []
-    looped.append(looped)
-    assert not holds_generator(looped, None, 3)
-    assert holds_generator({"deep": [(Jitter(torch.Generator()),)]})
-
-
-def test_generators_that_are_not_kept() -> None:
-    """Any worker may make such samples."""
-    assert not holds_generator(Jittered(ByIndex()))
-    assert not holds_generator(torch.utils.data.TensorDataset(torch.zeros(3)))
-    assert holds_generator(Jittered(Lazy()))
-    assert holds_generator(Jittered(Cached()))

@@ -23,7 +23,6 @@ from aioloader._loader.state import (
     continued,
     loaded_again,
     note_first,
-    numbers_of,
     restore,
     restore_sampler,
     resume,
@@ -70,7 +69,6 @@ class Runtime:
         self.epoch: Epoch | None = None  # the latest that has started
         self._latest_drawn: weakref.ref[Epoch] | None = None
         self._base_seed: int | None = None  # of workers that persist
-        self._first_numbers: dict[str, int] | None = None
         self._claim: weakref.ref[Steps] | None = None
         self._lock = fork_safe(threading.Lock())
         self._hosts: Hosts | None = None
@@ -112,7 +110,6 @@ class Runtime:
         """Draw when torch draws, so that the generators stay in step with torch's."""
         if saved is not None:
             restore_sampler(options, saved)
-        moved = self._moved(options)
         order, pipe = options.order_of(None), options.dataset
         generator = options.generator
         if isinstance(pipe, IterDataPipe):
@@ -127,7 +124,6 @@ class Runtime:
                     draw_base_seed(generator)
         epoch = Epoch(self._base_seed, order)
         epoch.saved = saved
-        epoch.moved = moved
         self._latest_drawn = weakref.ref(epoch)
         return epoch
 
@@ -308,29 +304,17 @@ class Runtime:
 
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
-        now, loaded, moved = options(), self.loaded, self._moved
+        now, loaded = options(), self.loaded
         prepared = None if loaded is None else self.numbers.latest_reserved()
         if prepared is not None and prepared.saved is loaded:
-            return state_of(
-                now, self.numbers, prepared, newer=None, kept=None, moved=moved
-            )
+            return state_of(now, self.numbers, prepared, newer=None, kept=None)
         if loaded is not None:
             drawn = self.drawn()
             drawn = drawn if drawn and drawn.saved is loaded else None
             return loaded_again(now, loaded, drawn)
         kept = self._base_seed if self.has_kept() else None
         parts = now, self.numbers, self.epoch
-        return state_of(*parts, newer=self._newer(), kept=kept, moved=moved)
-
-    def _moved(self, options: Options) -> str | None:
-        """Return the name of a number of the user's that has changed, if one has."""
-        if options.kind is Kind.MAP:
-            return None
-        now = numbers_of(options)
-        if self._first_numbers is None:
-            self._first_numbers = now
-        first = self._first_numbers
-        return next((k for k, one in now.items() if first.get(k, one) != one), None)
+        return state_of(*parts, newer=self._newer(), kept=kept)
 
     def load_state_dict(
         self, options: Options, state: LoaderState, *, strict: bool
@@ -346,7 +330,6 @@ class Runtime:
                 "a state, so the rest of the epoch draws other random numbers; "
                 'leave out rng=, or pass rng="batch", to resume exactly'
             )
-        self._moved(options)
         restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils.data import TensorDataset
@@ -21,35 +21,50 @@ from aioloader._collate.gather import gatherable
 from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_together
-from aioloader._order.epoch import Epoch
+from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.indices import IndexOrder
 from aioloader._order.orders import Turns
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.host import Place
-from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.host import Hosts, Place
+from aioloader._pipeline.pipeline import Pipeline, Pool
 from aioloader._pipeline.plain import Feed
+from aioloader._pipeline.position import Loads
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import LastingPool, Lease, Pool
+from aioloader._pipeline.roles import LastingPool, Lease
+from aioloader._transport.slots import SlotPool
 from aioloader._workers.info import use_batch_rng, use_sample_rng
 from aioloader._workers.ray.workers import RayWorkers
-from aioloader._workers.reachable import holds_generator
 from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
+    from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
+    from aioloader._pipeline.tuner import Tuning
+    from aioloader._workers.kept import Pools
     from aioloader._workers.worker_spec import WorkerSpec
 
-# What a loader keeps between epochs: a ``Runtime``, which imports this module.
-Runtime: TypeAlias = Any
+
+class Kept(Protocol):
+    """What a loader keeps between epochs that its feeds need: a ``Runtime``."""
+
+    accelerators: "dict[torch.device, Accelerator]"
+    loads: Loads
+    numbers: EpochNumbers
+    slots: SlotPool
+
+    @property
+    def hosts(self) -> Hosts: ...
+    @property
+    def pools(self) -> "Pools": ...
+    @property
+    def tuning(self) -> "Tuning": ...
 
 
-def make_source(
-    options: Options, epoch: Epoch, live: Runtime, *, is_async: bool
-) -> Feed:
+def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -> Feed:
     if (tensors := _gathered(options, epoch)) is not None:
         from aioloader._pipeline.inline import GatherFeed
 
@@ -265,7 +280,7 @@ def inline_setting(options: Options, epoch: Epoch) -> Setting:
     return replace(setting, fixed=fixed)
 
 
-def _mover(options: Options, live: Runtime) -> "Mover | None":
+def _mover(options: Options, live: Kept) -> "Mover | None":
     """Return what moves batches to the device after the pipeline, or None.
 
     Without workers, batches are pinned where they are collated, as in torch.
@@ -287,7 +302,7 @@ def _mover(options: Options, live: Runtime) -> "Mover | None":
 # -- what makes one batch -------------------------------------------------------------
 
 
-def make_maker(options: Options, epoch: Epoch, live: Runtime) -> BatchMaker:
+def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     epoch.on_error = options.on_error
     if isinstance(epoch.on_error, Skip):
@@ -353,9 +368,7 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
 # -- workers --------------------------------------------------------------------------
 
 
-def _pool(
-    options: Options, epoch: Epoch, maker: BatchMaker, live: Runtime
-) -> Pool | None:
+def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool | None:
     workers, reads = options.workers, options.reads_in_workers
     if not options.num_workers or (not reads and maker.collates_async):
         return None  # everything left runs on the loop
@@ -417,5 +430,4 @@ def _spec(
         worker_init_fn=options.worker_init_fn,
         lifespan=options.lifespan if reads else None,
         datasets=epoch.bookmark.datasets,
-        has_generators=holds_generator(read, transform, options.collate_fn),
     )

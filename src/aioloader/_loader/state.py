@@ -30,8 +30,7 @@ from aioloader.protocols import Kind, is_stateful
 
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, Any]
-VERSION = 4
-_MOST_NUMBERS = 64  # data, if there are more
+VERSION = 5
 _LOADER = "loader"  # the dataset is this process's own, and not a worker's copy
 
 
@@ -110,9 +109,6 @@ class LoaderState:
     # The number last given to the dataset's ``set_epoch``, if it has one and an
     # attribute ``epoch``.
     dataset_epoch: int | None = None
-    # The name of an attribute of an iterable dataset that had changed, where it is no
-    # part of a state.
-    moved: str | None = None
     done: int = 0  # batches below this number were delivered
     beyond: list[int] = field(default_factory=list)  # and these later ones
     # The seed that random draws are keyed with; None: not drawn yet.
@@ -208,7 +204,6 @@ def state_of(
     *,
     newer: Epoch | None,
     kept: int | None,
-    moved: Callable[[Options], str | None],
 ) -> State:
     """Return the state of a loader, sealed.
 
@@ -220,7 +215,6 @@ def state_of(
     is_between = epoch is None or epoch.progress.is_over or newer is not None
     if epoch is None or is_between:
         state = _between(options, numbers, epoch, newer, kept)
-        state.moved = moved(options)
     else:
         bookmark = epoch.progress.bookmark()
         head = epoch.head or LoaderState.of(
@@ -229,7 +223,6 @@ def state_of(
             seed=epoch.base_seed,
             order=copy.deepcopy(epoch.order.state()) | rules_of(options),
             dataset_epoch=epoch.dataset_epoch,
-            moved=epoch.moved,
         )
         if bookmark.read():
             epoch.head = head  # constant, now that the order is drawn
@@ -488,46 +481,12 @@ def resume(options: Options, epoch: Epoch) -> None:
     if bookmark.read():
         set_epoch(options.dataset, state.dataset_epoch)
     epoch.dataset_epoch = epoch_of(options.dataset)
-    epoch.moved = state.moved
     _warn_of_what_is_lost(options, state, bookmark)
     epoch.begin(state.epoch, bookmark, readers=options.readers)
     note_first(options, epoch, None, is_kept=False)
 
 
 # -- what is no part of it ----------------------------------------------------------
-
-
-def numbers_of(options: Options) -> dict[str, int]:
-    """Return the numbers in which an iterable dataset may count its epochs.
-
-    Empty if they are restored, or only copies of it in new workers have them.
-    """
-    part = options.dataset
-    is_restored = options.is_stateful or epoch_of(part) is not None
-    if is_restored or options.is_own_stream:
-        return {}
-    first = {key: one for key, one in vars(type(part)).items() if type(one) is int}
-    found = _numbers_in(first | getattr(part, "__dict__", {}), depth=2)
-    return {f"{type(part).__name__}.{key}": one for key, one in found.items()}
-
-
-def _numbers_in(values: dict[Any, Any], depth: int) -> dict[str, int]:
-    """Return the integers in a few attributes, and within these."""
-    if len(values) > _MOST_NUMBERS:  # data
-        return {}
-    found = {}
-    for key, one in [*values.items()]:  # at once: it may be read in another thread
-        if type(one) is int:
-            found[f"{key}"] = one
-        elif depth:
-            within = getattr(one, "__dict__", {})
-            if isinstance(one, (list, tuple)):
-                within = dict(enumerate(one[: _MOST_NUMBERS + 1]))
-            elif isinstance(one, dict):
-                within = one
-            numbers = _numbers_in(within, depth - 1)
-            found |= {f"{key}.{name}": number for name, number in numbers.items()}
-    return found
 
 
 def _warn_of_what_is_lost(
@@ -547,30 +506,29 @@ def _warn_of_what_is_lost(
         return
     if options.is_own_stream:
         name = ", ".join(options.outline().reread)
-    elif any("iterator" in one or "dataset" in one for one in states):
-        name = ""
+        rereads = counts = bool(name)
+    else:
+        rereads = not any("iterator" in one or "dataset" in one for one in states)
+        is_known = options.is_stateful or epoch_of(dataset) is not None
+        is_new = options.has_copies and not options.persistent_workers
+        counts = not (is_known or is_new)  # new workers start from this one's dataset
     what = f"{name} has no state_dict()"
     if options.is_own_stream:
         what += " that from_iterable uses"
     again = sum(one.get("read", 0) for one in states)
     has_ended = all("ended" in one for one in states)
-    if bookmark.read() and again and name and not has_ended:
+    if bookmark.read() and again and rereads and not has_ended:
         warn(
             f"{what}: its first {again:,} samples are read again "
             "and dropped, which takes as long as the first time, and is correct only "
             "if they come in the same order"
         )
-    elif state.moved is not None:
+    elif state.epoch and counts:
         warn(
-            f"{state.moved} had changed when the state was saved, and is no part of "
-            "it: the samples may be others; give it state_dict() and "
-            "load_state_dict(), or set_epoch() and the attribute `epoch`"
-        )
-    elif name and state.epoch and (again or options.is_own_stream):
-        warn(
-            f"{what}: epoch {state.epoch} starts as the first "
-            "one of this process, which is correct only if all epochs have the same "
-            "samples"
+            f"{what}: epoch {state.epoch} starts as the first one of this process, "
+            "which is correct only if all epochs have the same samples; give it "
+            "state_dict() and load_state_dict(), or set_epoch() and the attribute "
+            "`epoch`"
         )
 
 

@@ -210,7 +210,6 @@ class Epoch:
     counters: Counters = field(default_factory=Counters)
     turns: Turns | None = None  # choose the requests if these do not ascend
     dataset_epoch: int | None = None  # the dataset's own number for it
-    moved: str | None = None  # as in ``LoaderState``
     saved: Any = None  # the ``LoaderState`` that it resumes from
     first: dict[int, Any] = field(default_factory=dict)  # states of iterables' readers
     reads_ahead: bool = False  # samples are read before their batch is requested

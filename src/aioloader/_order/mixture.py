@@ -12,15 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from operator import index, itemgetter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from aioloader._order.ranks import Share
 from aioloader._order.stream_states import checksum
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Until: TypeAlias = Literal["all", "first"]
-Array: TypeAlias = Any  # of integers
+Array: TypeAlias = "NDArray[np.integer[Any]]"
 # One for each source, or by name; or stages: from which position on they apply.
 Weighting: TypeAlias = Sequence[float] | Mapping[str, float]
 Weights: TypeAlias = Weighting | Sequence[tuple[int, Weighting]]
@@ -72,7 +75,7 @@ class Proportions:
         self._total = self._weights[-1]
         self._planned: dict[tuple[int, int, int], Array] = {}
 
-    def counts(self, first: int, more: Array = 0) -> list[tuple[int, Array]]:
+    def counts(self, first: int, more: "Array | int" = 0) -> list[tuple[int, Any]]:
         """Return how many of the ``first + more`` first positions each source has.
 
         Each is the number for ``first``, and an array of what ``more`` adds to it.

@@ -7,6 +7,7 @@ iteration returns its lease.
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from aioloader._base.cpu_threads import (
     CpuThread,
@@ -41,11 +42,28 @@ from aioloader.protocols import own_datasets
 # How long a close waits for user code that does not return, in seconds.
 GRACE = 10.0
 _NAME = "aioloader pipeline"  # of an iteration's task
-# A ``Pipeline``, which imports this module.
-Pipeline: TypeAlias = Any
+# What is done with a pipeline, if any; sets the latch when its lease is back.
+Step: TypeAlias = Callable[[Any, Latch], None]
 Place: TypeAlias = (
     Literal["inline", "thread", "pool", "loop"] | asyncio.AbstractEventLoop
 )
+
+
+class Hosted(Protocol):
+    """What a host runs: a ``Pipeline``, which owns a lease of it."""
+
+    context: contextvars.Context
+    ended: Latch  # set when the lease was returned
+    exit_error: BaseException | None
+    is_closing: bool
+
+    async def main(self) -> None: ...
+    def most_concurrency(self) -> int: ...
+    def end(self) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def release_workers(self) -> None: ...
+    def join(self) -> bool: ...
+    def joins_at_once(self) -> bool: ...
 
 
 class Host:
@@ -74,7 +92,7 @@ class Host:
         # What the lifespan raised on exit, raised by the host's close.
         self.exit_error: BaseException | None = None
         self._broken: BaseException | None = None
-        self._pipelines: set[Pipeline] = set()
+        self._pipelines: set[Hosted] = set()
         self._leases = 1  # its maker's
         self._is_open = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may run in between
@@ -98,7 +116,7 @@ class Host:
         """Tell whether this is a forked child's copy, which has no threads."""
         return os.getpid() != self._pid
 
-    def ending(self) -> list[Pipeline]:
+    def ending(self) -> list[Hosted]:
         """Return the pipelines that were dismissed and have not ended."""
         with self._lock:
             return [one for one in self._pipelines if one.is_closing]
@@ -109,7 +127,7 @@ class Host:
             if not self._is_open:
                 self._is_open = self.cpu.post(self._open)
 
-    def admit(self, pipeline: Pipeline) -> None:
+    def admit(self, pipeline: Hosted) -> None:
         """Start running ``pipeline``, which holds a lease."""
         with self._lock:
             self._pipelines.add(pipeline)
@@ -120,7 +138,7 @@ class Host:
         else:
             pipeline.fail(broken)
 
-    def dismiss(self, pipeline: Pipeline) -> None:
+    def dismiss(self, pipeline: Hosted) -> None:
         """Start ending ``pipeline``, which returns its lease; safe in finalizers."""
         if not self.is_foreign():
             self._run(self._end, pipeline, pipeline.ended)
@@ -148,7 +166,7 @@ class Host:
         """Tell whether nothing runs here any more, so that a wait would never end."""
         return self.is_foreign()
 
-    def give_up(self, returned: Latch, pipeline: Pipeline | None) -> None:
+    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
         """Take back a lease that a lost host cannot return."""
 
     def check_loop(self) -> None:
@@ -177,23 +195,18 @@ class Host:
         else:
             self.opened.set()
 
-    def _run(
-        self,
-        step: Callable[[Any, Latch], None],
-        pipeline: Pipeline | None,
-        returned: Latch,
-    ) -> None:
+    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
         """Take a step in the host's thread; from any thread, and finalizers."""
         self.cpu.post_nowait(partial(step, pipeline, returned))
 
-    def _start(self, pipeline: Pipeline) -> None:  # noqa: ARG002  (it needs no more)
+    def _start(self, pipeline: Hosted) -> None:  # noqa: ARG002  (it needs no more)
         self.open()
 
-    def _end(self, pipeline: Pipeline, ended: Latch) -> None:
+    def _end(self, pipeline: Hosted, ended: Latch) -> None:
         pipeline.end()
         self._return(pipeline, ended)
 
-    def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
+    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
         """Take back a lease; close after the last one."""
         if self._take_back(pipeline):
             self._close()
@@ -218,7 +231,7 @@ class Host:
         for pipeline in pipelines:
             pipeline.fail(error)
 
-    def _take_back(self, pipeline: Pipeline | None) -> bool:
+    def _take_back(self, pipeline: Hosted | None) -> bool:
         """Take back a lease, a pipeline's only once; return whether it was the last."""
         with self._lock:
             self._leases -= pipeline is None or pipeline in self._pipelines
@@ -249,10 +262,10 @@ class CallerHost(Host):
                 self.lifespan.enter()
                 self.opened.set()
 
-    def _run(self, step: Any, pipeline: Pipeline | None, returned: Latch) -> None:
+    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
         step(pipeline, returned)
 
-    def _start(self, pipeline: Pipeline) -> None:
+    def _start(self, pipeline: Hosted) -> None:
         pass  # its samples are read by workers, which enter the lifespan
 
     def _close(self) -> None:
@@ -279,7 +292,7 @@ class LoopHost(Host):
         if caller is None and "gevent.monkey" in sys.modules:
             refuse_gevent()
         super().__init__(lifespan, shares_threads=shares_threads)
-        self._waiting: list[Pipeline] = []  # for the lifespan
+        self._waiting: list[Hosted] = []  # for the lifespan
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening: Any = None  # anyio's cancel scope
         self._wanted = asyncio.Event()
@@ -328,7 +341,7 @@ class LoopHost(Host):
         if self.is_callers and self.loop.is_closed():
             self._finish()
 
-    def give_up(self, returned: Latch, pipeline: Pipeline | None) -> None:
+    def give_up(self, returned: Latch, pipeline: Hosted | None) -> None:
         """Take back a lease in this thread, whether or not the loop runs again."""
         if self.is_foreign() or returned.is_set():
             return
@@ -391,21 +404,16 @@ class LoopHost(Host):
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _run(
-        self,
-        step: Callable[[Any, Latch], None],
-        pipeline: Pipeline | None,
-        returned: Latch,
-    ) -> None:
+    def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
         if not call_threadsafe(self.loop, step, pipeline, returned):
             self._finish()  # it failed, or the caller closed its loop
             self._take_back(pipeline)
             returned.set()
 
-    def _start(self, pipeline: Pipeline) -> None:
+    def _start(self, pipeline: Hosted) -> None:
         self._run(self._begin, pipeline, pipeline.ended)
 
-    def _begin(self, pipeline: Pipeline, ended: Latch) -> None:
+    def _begin(self, pipeline: Hosted, ended: Latch) -> None:
         """Start a pipeline; if it cannot start, fail it and take back its lease."""
         if self._broken is not None:  # it has failed with the others
             return
@@ -425,14 +433,14 @@ class LoopHost(Host):
             self._tasks.add(task)
             task.add_done_callback(partial(self._left, pipeline))
 
-    def _left(self, pipeline: Pipeline, task: asyncio.Task[None]) -> None:
+    def _left(self, pipeline: Hosted, task: asyncio.Task[None]) -> None:
         """Take back the lease of a pipeline whose task has ended."""
         self._tasks.discard(task)
         if task.cancelled():  # perhaps before its first step, so nothing has run
             pipeline.release_workers()
         self._return(pipeline, pipeline.ended)
 
-    def _end(self, pipeline: Pipeline, ended: Latch) -> None:
+    def _end(self, pipeline: Hosted, ended: Latch) -> None:
         """End a pipeline; its lease ends with its task."""
         pipeline.end()
         if pipeline in self._waiting:  # it has not started
@@ -440,7 +448,7 @@ class LoopHost(Host):
             pipeline.fail(LoaderClosedError("the iterator was closed; make a new one"))
             self._return(pipeline, ended)
 
-    def _return(self, pipeline: Pipeline | None, returned: Latch) -> None:
+    def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
         is_given_up = returned.is_set()
         if not is_given_up and self._take_back(pipeline):
             self._over.set()
@@ -557,7 +565,7 @@ class Hosts:
             for released in self._released():
                 stack.push_async_callback(wait_released_async, *released)
 
-    def _released(self) -> list[tuple[Host, Latch, Pipeline | None]]:
+    def _released(self) -> list[tuple[Host, Latch, Hosted | None]]:
         """Release the kept hosts; return them and the pipelines still ending.
 
         The iterators of these were dropped, so nobody else waits for them.
@@ -566,7 +574,7 @@ class Hosts:
             kept = self._kept[:]
             self._kept.clear()
             hosts = list(self._hosts)
-        ending: list[tuple[Host, Latch, Pipeline | None]] = [
+        ending: list[tuple[Host, Latch, Hosted | None]] = [
             (host, host.release(), None) for host in kept
         ]
         for host in hosts:
@@ -589,9 +597,7 @@ def _release_all(kept: list[Host]) -> None:
 # -- waiting for the release ------------------------------------------------------
 
 
-def wait_released(
-    host: Host, returned: Latch, pipeline: Pipeline | None = None
-) -> None:
+def wait_released(host: Host, returned: Latch, pipeline: Hosted | None = None) -> None:
     """Wait for a lease's return, and for ``host`` if it was the last; bounded.
 
     The workers and stages of the pipeline that held it are joined, and what the dataset
@@ -613,7 +619,7 @@ def wait_released(
 
 
 async def wait_released_async(
-    host: Host, returned: Latch, pipeline: Pipeline | None = None
+    host: Host, returned: Latch, pipeline: Hosted | None = None
 ) -> None:
     """Wait as ``wait_released`` does, without blocking the loop.
 
@@ -678,7 +684,7 @@ def _note_stuck(host: Host) -> None:
     )
 
 
-def _raise_exit_errors(host: Host, pipeline: Pipeline | None) -> None:
+def _raise_exit_errors(host: Host, pipeline: Hosted | None) -> None:
     """Raise what went wrong while closing, once."""
     for holder in (pipeline, host):
         if holder is not None:

@@ -4,6 +4,7 @@ Coroutines are awaited on the host's loop; plain code runs in the host's thread;
 pools make whole batches, or transform and collate samples that were read here.
 """
 
+import abc
 import asyncio
 import contextlib
 import time
@@ -31,7 +32,6 @@ from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import Host
 from aioloader._pipeline.lanes import RESERVE, Lanes, Tune
 from aioloader._pipeline.ready import ReadyQueue
-from aioloader._pipeline.roles import Pool
 from aioloader._pipeline.stream import Stream
 from aioloader.errors import LoaderClosedError
 from aioloader.protocols import Kind
@@ -52,6 +52,36 @@ _TURNS = 8
 _UNWATCHED = 0.02
 _CLOSED = "the iterator was closed; make a new one"
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
+
+
+class Pool(abc.ABC):
+    """Workers that make batches, or transform and collate samples read here."""
+
+    reads: bool  # whether workers read the samples too
+    pumps: bool = False  # whether the consumer itself collects results while it waits
+
+    def open(self, pipeline: "Pipeline") -> None:  # noqa: B027  (a default)
+        """Start for ``pipeline``, or fail it; may take long. Idempotent."""
+
+    @abc.abstractmethod
+    def submit(self, pipeline: "Pipeline", task: BatchTask) -> None:
+        """Take a task; calls ``pipeline.deliver`` with its result."""
+
+    @abc.abstractmethod
+    def forget(self, pipeline: "Pipeline") -> None:
+        """Drop the requests of ``pipeline``, which has ended. Idempotent."""
+
+    @abc.abstractmethod
+    def explain(self, task: BatchTask) -> str:
+        """Describe the worker that has ``task``, and its stack; may take a second."""
+
+    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
+        """Replace the worker that has ``task``; return whether it was replaced."""
+        return False
+
+    def join(self) -> bool:
+        """Wait, bounded, for the workers to end; return whether they have."""
+        return True
 
 
 @dataclass(eq=False, repr=False)

@@ -73,12 +73,10 @@ class Loads:
         """
         assert self._first is not None
         (first,), now, self.is_pending = self._first, dataset.state_dict(), False
+        is_kept = self._begun is not None and _is_same(now, self._begun)
         moves = self._is_beside or not _is_same(now, self._loaded)
-        is_again = self._begun is not None and _is_same(now, self._begun) and moves
-        is_again |= is_empty and self._is_beside
-        if not is_again or _is_same(first, self._loaded):
-            return {}
-        return {"dataset": first}
+        is_again = (is_kept and moves) or (is_empty and self._is_beside)
+        return {"dataset": first} if is_again else {}
 
 
 def _is_same(one: Any, other: Any) -> bool:

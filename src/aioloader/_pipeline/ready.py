@@ -16,15 +16,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioloader._base.forks import fork_safe
 from aioloader._base.waiting import LOOK_UP, Waiters
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader.errors import LoaderClosedError
 
-if TYPE_CHECKING:
-    from aioloader._pipeline.roles import LastingPool
+
+class Pump:
+    """Workers whose results the consumer reads while it waits."""
+
+    def descriptors(self) -> Sequence[int]:
+        """Return what becomes readable when ``collect`` has something to do."""
+        return ()
+
+    def collect(self) -> None:
+        """Deliver the results that have arrived."""
 
 
 class ReadyQueue(Waiters):
@@ -37,8 +45,7 @@ class ReadyQueue(Waiters):
         self, *, in_order: bool, start: int = 0, without: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()
-        # The workers whose results the consumer collects while it waits, or None.
-        self.pump: LastingPool | None = None
+        self.pump: Pump | None = None
         self._in_order = in_order
         self._next = start
         self._without = without

@@ -1,58 +1,19 @@
-"""What makes batches elsewhere: a pool of workers, and a lease on one that lasts."""
+"""Workers that outlive an iteration, and one iteration's lease on them."""
 
 import abc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias
 
 from aioloader._base.forks import fork_safe
 from aioloader._pipeline.batch_task import BatchTask
-
-# A ``Pipeline``, which imports this module.
-Pipeline: TypeAlias = Any
-
-
-class Pool(abc.ABC):
-    """Workers that make batches, or transform and collate samples read here."""
-
-    reads: bool  # whether workers read the samples too
-    pumps: bool = False  # whether the consumer itself collects results while it waits
-
-    def open(self, pipeline: Pipeline) -> None:  # noqa: B027  (a default)
-        """Start for ``pipeline``, or fail it; may take long. Idempotent."""
-
-    @abc.abstractmethod
-    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        """Take a task; calls ``pipeline.deliver`` with its result."""
-
-    @abc.abstractmethod
-    def forget(self, pipeline: Pipeline) -> None:
-        """Drop the requests of ``pipeline``, which has ended. Idempotent."""
-
-    @abc.abstractmethod
-    def explain(self, task: BatchTask) -> str:
-        """Describe the worker that has ``task``, and its stack; may take a second."""
-
-    def restart(self, task: BatchTask) -> bool:  # noqa: ARG002  (a default)
-        """Replace the worker that has ``task``; return whether it was replaced."""
-        return False
-
-    def join(self) -> bool:
-        """Wait, bounded, for the workers to end; return whether they have."""
-        return True
+from aioloader._pipeline.pipeline import Pipeline, Pool
+from aioloader._pipeline.ready import Pump
 
 
-class LastingPool(Pool):
+class LastingPool(Pool, Pump):
     """Workers that may outlive an iteration; each has a lease on them."""
-
-    def descriptors(self) -> Sequence[int]:
-        """Return what becomes readable when ``collect`` has something to do."""
-        return ()
-
-    def collect(self) -> None:
-        """Deliver the results that have arrived."""
 
     @abc.abstractmethod
     def is_open(self) -> bool:

@@ -24,8 +24,7 @@ import torch
 
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import Pool
+from aioloader._pipeline.pipeline import Pipeline, Pool
 from aioloader._transport.codec import Buffers, decode
 from aioloader._workers.info import worker_thread
 from aioloader._workers.remote_tasks import (

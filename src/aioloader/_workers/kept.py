@@ -22,7 +22,8 @@ from aioloader._pipeline.host import GRACE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aioloader._pipeline.roles import LastingPool, Pool
+    from aioloader._pipeline.pipeline import Pool
+    from aioloader._pipeline.roles import LastingPool
     from aioloader._transport.channel import Channel
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from aioloader._base.cpu_threads import CpuThread, stack_of
 from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.roles import Pool
+from aioloader._pipeline.pipeline import Pipeline, Pool
 from aioloader._workers.info import call_init, worker_thread
 
 # How long a close waits for a batch in progress, in seconds.

@@ -57,9 +57,6 @@ class WorkerSpec(Recipe):
     lifespan: Any = None
     # States for the copies of a map-style dataset, by worker.
     datasets: dict[int, Any] = field(default_factory=dict)
-    # Whether the user's objects hold random generators, of which each worker has a
-    # copy.
-    has_generators: bool = False
     # What the user has registered: the script does not run in workers.
     default_collate_fn_map: dict[Any, Any] = field(default_factory=changed_rules)
 
@@ -72,7 +69,7 @@ class WorkerSpec(Recipe):
         or the user's init function may have made them so. The turns are torch's.
         """
         is_own = self.rng == "worker" or self.worker_init_fn is not None
-        return is_own or self.has_generators or self.is_stream() or self.keeps_state
+        return is_own or self.is_stream() or self.keeps_state
 
     def begin(self, worker: int) -> None:
         """Make this process a worker, and seed its generators."""

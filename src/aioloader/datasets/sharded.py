@@ -45,7 +45,7 @@ from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.cuts import Cuts
 from aioloader.datasets._streams.engine import ByteFormat, Make
 from aioloader.datasets._streams.lane import Lane
-from aioloader.datasets._streams.shards import Shard, ShardFormat, Summary
+from aioloader.datasets._streams.shards import ShardFormat, Summary
 from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
@@ -257,7 +257,7 @@ class ShardedStream(Stream[Sample_co]):
 class _Listing(NamedTuple):
     """The shards, their summary, and their lengths if the deal depends on them."""
 
-    shards: Sequence[Shard]
+    shards: Sequence[Any]
     summary: Summary
     sizes: Sequence[int] | None
 

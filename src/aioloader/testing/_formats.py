@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._streams.shards import Position, Shard, ShardFormat, ShardReader
+from aioloader.datasets._streams.shards import Position, ShardFormat, ShardReader
 from aioloader.testing._frozen import frozen, shown
 
 _BUDGETS, _LIMITS = (1, 1 << 14, 1 << 24), (1, 2, 7, 1000)
@@ -61,7 +61,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
 
 
 async def _check_positions(
-    made_by: ShardFormat, shard: Shard, expected: list[Any], samples: int
+    made_by: ShardFormat, shard: Any, expected: list[Any], samples: int
 ) -> None:
     """Read the rest from the position after each sample, and after each of a block."""
     for limit in (1, 5):
@@ -82,7 +82,7 @@ async def _check_positions(
                 count += length
 
 
-async def _check_closing(made_by: ShardFormat, shard: Shard) -> None:
+async def _check_closing(made_by: ShardFormat, shard: Any) -> None:
     """Close a reader after a pull that was cancelled, and before it has started."""
     for turns in _TURNS:
         before = asyncio.all_tasks()
@@ -101,7 +101,7 @@ async def _check_closing(made_by: ShardFormat, shard: Shard) -> None:
 
 async def _read(
     made_by: ShardFormat,
-    shard: Shard,
+    shard: Any,
     position: Position | None = None,
     *,
     limit: int = 1000,

@@ -8,14 +8,13 @@ and synchronous.
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from aioloader._order.epoch import Bookmark, Progress
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
+from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.position import has_state
 from aioloader.errors import WorkerDiedError
-
-Pipeline: TypeAlias = Any  # an iteration, by identity
 
 
 @dataclass(eq=False)

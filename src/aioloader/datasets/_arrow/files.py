@@ -69,7 +69,7 @@ class Decoding(NamedTuple):
     tail: bytes = b""  # the end of the file, if that is known and read again
 
 
-class TableFormat(ShardFormat):
+class TableFormat(ShardFormat[Part]):
     """Tables in files, each with one or more shards.
 
     A format says what is known of a file (``_read_end``), and how a part of it is

@@ -44,7 +44,7 @@ Piece: TypeAlias = "tuple[ds.Fragment, int, int]"
 Row: TypeAlias = dict[str, Any]
 
 
-class MemoryFormat(ShardFormat):
+class MemoryFormat(ShardFormat[Range]):
     """Ranges of rows of a table."""
 
     def __init__(self, table: pa.Table, wanted: Wanted) -> None:

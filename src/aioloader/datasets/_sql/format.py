@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SQLShard: TypeAlias = tuple[Span | None, Session]
 
 
-class SQLFormat(ShardFormat):
+class SQLFormat(ShardFormat[SQLShard]):
     """Read a table or query in ranges of a key, in the order of the key.
 
     All ranges of an iteration read one snapshot. The key must be unique and not NULL,

@@ -10,7 +10,6 @@ from aioloader.datasets._stores.versions import saved
 from aioloader.datasets._streams.cursors import Replayed, State, skip
 from aioloader.datasets._streams.shards import (
     Position,
-    Shard,
     ShardFormat,
     ShardReader,
     Summary,
@@ -40,7 +39,7 @@ class Lane(Replayed):
     def __init__(
         self,
         made_by: ShardFormat,
-        shards: Sequence[Shard],
+        shards: Sequence[Any],
         places: Sequence[int],
         budget: int,
         state: State,

@@ -9,13 +9,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Generic, Literal, TypeAlias
+
+from typing_extensions import TypeVar
 
 from aioloader._base.blocks import Block
 from aioloader.datasets._stores.addresses import Address, name_of
 from aioloader.datasets._stores.versions import Version
 
-Shard: TypeAlias = Any
+Shard = TypeVar("Shard", default=Any)  # a format's own
 Position: TypeAlias = dict[str, Any]
 # Summary of all shards, kept in a state.
 Summary: TypeAlias = dict[str, Any]
@@ -76,7 +78,7 @@ class ShardReader(abc.ABC):
         """Stop pending work and wait for it to end."""
 
 
-class ShardFormat(abc.ABC):
+class ShardFormat(abc.ABC, Generic[Shard]):
     """How the shards of one dataset are listed and opened.
 
     Only ``shards``, ``summary`` and ``open`` have no default.

@@ -10,18 +10,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from aioloader._base.blocks import Block, join, pick, weave
 from aioloader._base.outlast import cancel, off_loop
-from aioloader._order.mixture import Schedule
+from aioloader._order.mixture import Array, Schedule
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.lane import Lane
 
-# The input that each of the next samples comes from: an array.
-Order: TypeAlias = Any
 # Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
 # Most samples that are mixed at once, and seconds that these may take to come.
@@ -65,11 +63,11 @@ class Weaver(Replayed):
         found = [passes for one in self.inputs if (passes := one.passes()) is not None]
         return min(found, default=None)
 
-    async def _order(self, limit: int) -> Order:
-        """Fill inputs; return the order of about ``limit`` samples, or of more."""
+    async def _order(self, limit: int) -> Array:
+        """Fill inputs; return which gives each of about ``limit`` samples, or more."""
         raise NotImplementedError
 
-    def _woven(self, order: Order, blocks: Sequence[Block]) -> Block:
+    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
         """Return the samples of the blocks of those inputs that have some, in order."""
         raise NotImplementedError
 
@@ -86,7 +84,7 @@ class Weaver(Replayed):
         self.own = self._after(self.own, order, len(order))
         return block
 
-    def _counts(self, order: Order) -> list[int]:
+    def _counts(self, order: Array) -> list[int]:
         counts: list[int] = np.bincount(order, minlength=len(self.inputs)).tolist()
         return counts
 
@@ -146,7 +144,7 @@ class Interleaved(Weaver):
         active = len(self.inputs) - len(before["ended"])
         return {**before, "turn": (before["turn"] + count) % max(1, active)}
 
-    async def _order(self, limit: int) -> Order:
+    async def _order(self, limit: int) -> Array:
         """Wait until all lanes have samples; return whole rounds of those that do."""
         lanes, turns = self.inputs, self._turns()
         if not self._has_begun:  # all at once, not each when its turn comes
@@ -161,7 +159,7 @@ class Interleaved(Weaver):
             rounds = min(rounds, max(1, max(limit, _WOVEN) // len(going)))
         return np.tile(np.array(going, np.intp), rounds)
 
-    def _woven(self, order: Order, blocks: Sequence[Block]) -> Block:
+    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
         """Return the samples in turn; blocks are of the lanes in ascending order."""
         first = int(np.argmin(order[: len(blocks)]))  # where the lowest lane is
         return weave([*blocks[-first:], *blocks[:-first]] if first else blocks)
@@ -174,7 +172,7 @@ class AsTheyCome(Interleaved):
         super().__init__(lanes, state, summary)
         self._fills: dict[int, asyncio.Task[bool]] = {}
 
-    async def _order(self, limit: int) -> Order:
+    async def _order(self, limit: int) -> Array:
         """Wait until a lane has samples; return it alone."""
         while turns := self._turns():
             for at in turns:
@@ -230,21 +228,21 @@ class Mixed(Weaver):
         self._ask, self._is_light = 0, False
         self._finished: set[int] = set()  # inputs without more samples than are ready
         # Streams of the next samples, the number of the first one, and which had ended.
-        self._planned: Order = np.empty(0, np.intp)
+        self._planned: Array = np.empty(0, np.intp)
         self._planned_at: tuple[int, list[int]] = 0, []
 
     def _after(self, before: State, what: Any, count: int) -> State:
         added = zip(before["counts"], self._counts(what[:count]), strict=True)
         return {**before, "counts": [*map(sum, added)]}
 
-    def _woven(self, order: Order, blocks: Sequence[Block]) -> Block:
+    def _woven(self, order: Array, blocks: Sequence[Block]) -> Block:
         # Sorted by stream, the samples are those of the blocks, one after the other.
         places = np.empty(len(order), np.int64)
         places[np.argsort(order, kind="stable")] = np.arange(len(order))
         indices: Any = places.tolist()
         return pick(join(blocks), indices)
 
-    async def _order(self, limit: int) -> Order:
+    async def _order(self, limit: int) -> Array:
         """Plan many samples, and get those of the streams."""
         # As many as come quickly: each sample of a stream may have to be waited for.
         most, began = max(limit, self._ask), time.perf_counter()
@@ -263,7 +261,7 @@ class Mixed(Weaver):
             self.own = {**self.own, "ended": ended}
         return np.empty(0, np.intp)
 
-    async def _fill(self, plan: Order, until: float) -> int:
+    async def _fill(self, plan: Array, until: float) -> int:
         """Fill the streams for a plan; return for how many of its samples they suffice.
 
         After the time ``until`` each stream is asked only once.
@@ -281,7 +279,7 @@ class Mixed(Weaver):
                 length = min(length, int(places[one.ready]))
         return length
 
-    def _plan(self) -> Order:
+    def _plan(self) -> Array:
         """Return the streams of the next samples, at least of one."""
         at, ended = sum(self.own["counts"]), self.own["ended"]
         first, known = self._planned_at
