@@ -224,7 +224,11 @@ async def test_a_shard_is_read_in_spite_of(bad: Bad, number: int) -> None:
     body = bytes_of(pa.table({"x": range(9)}), "parquet")
     with serving(bad, [number], body) as url:
         table = ParquetDataset("a.parquet", store=url, requests=SOON)
-        assert [row["x"] async for row in table] == [*range(9)]
+        if number == 0 and bad in {less, page, tagged_page}:  # as without ranges
+            with pytest.raises(DatasetError, match="must be read by ranges"):
+                _ = [row async for row in table]
+        else:
+            assert [row["x"] async for row in table] == [*range(9)]
     with serving(bad, [number]) as url:
         lines = [x async for x in TextDataset("a.txt", store=url, requests=SOON)]
     assert len(lines) == 30_000

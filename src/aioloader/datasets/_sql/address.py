@@ -259,7 +259,7 @@ def _failure_of(
     elif address.is_sqlite and _UNWRITABLE.search(text):
         text += (
             "; its directory cannot be written, as WAL mode needs: copy the file to "
-            "one that can, or, if no -wal or -journal file is beside it and nothing "
+            "one that can, or, if no -wal or -journal file is next to it and nothing "
             "writes it, add ?immutable=1 to the URL"
         )
     elif _PASSING.search(code):
