@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from obstore.store import MemoryStore
 
 from aioloader import warm_up
+from aioloader._order.epoch import UNDER_WAY
 from aioloader.testing import Resources
 
 settings.register_profile(
@@ -72,6 +73,8 @@ def nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread, a descriptor or a child behind."""
     before = Resources.now()
     yield
+    left, _ = UNDER_WAY.get(), UNDER_WAY.set(None)
+    assert left is None, "an epoch is under way after the test"
     before.assert_unchanged()
 
 

@@ -45,7 +45,7 @@ class Costs:
     # From collated until the consumer, or the device stage, can take it.
     transport: Floats
     step: Floats  # from when the consumer takes it until it asks for the next
-    draw: Floats  # drawing indices, in the consumer's thread
+    sampler: Floats  # making indices, in the consumer's thread
     copy: Floats  # moving it to the device
     slowest: Floats  # the longest of its reads
     awaited: Floats  # transforming its samples by coroutines, one after another

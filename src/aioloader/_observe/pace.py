@@ -112,7 +112,7 @@ def _parts(costs: Costs, setting: Setting) -> Floats:
         front = np.maximum(costs.slowest, alone)
         front = front + costs.awaited / np.minimum(costs.samples, others)
     step = costs.step + costs.locked * setting.is_shared
-    return np.stack([flow, front, lane, back, costs.copy, step, costs.draw], 1)
+    return np.stack([flow, front, lane, back, costs.copy, step, costs.sampler], 1)
 
 
 def pace(taken: Sequence[float]) -> float:

@@ -280,7 +280,7 @@ class _Case:
         what this process computes takes turns at the GIL.
         """
         setting, then = self.setting, change.setting
-        drawing = float(self.costs.draw.mean()) / max(self.measured, 1e-9)
+        drawing = float(self.costs.sampler.mean()) / max(self.measured, 1e-9)
         waits = _inverse(1 - max(0.0, self.wait_share - drawing))
         if change.start < 0:
             return 1.0  # only starts are saved

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioloader._base.records import is_clocked
-from aioloader._order.epoch import Epoch
+from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.host import CallerHost, Host
@@ -49,8 +49,11 @@ class InlineFeed(Feed):
     def next(self) -> Any:
         asked = began = perf_counter()
         while True:
-            task = self._maker.task(self._draw())
-            result = self._maker.make(task, self._read)
+            task, outer = self._maker.task(self._draw()), UNDER_WAY.get()
+            try:
+                result = self._maker.make(task, self._read)
+            finally:
+                UNDER_WAY.set(outer)  # an interrupt may have left it
             result.state, result.size, result.made = task.state, task.size, task.made()
             taken = perf_counter()
             self._drawn += max(0.0, task.began - began)

@@ -178,8 +178,8 @@ class PlainFeed(Feed):
         clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
         stage, outer = "fetch", UNDER_WAY.get()
-        UNDER_WAY.set(self.counters)
         try:
+            UNDER_WAY.set(self.counters)
             for index in indices:
                 samples.append(self._get(index))  # noqa: PERF401  (kept if one fails)
             if holds_awaitables(samples):
