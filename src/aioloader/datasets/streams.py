@@ -484,7 +484,7 @@ class Mixture(Stream[Any]):
         self._names = [*streams]
         self._schedule = Schedule(self._names, weights, until)
         ends = all if until == "first" else any
-        self.is_endless = ends(one.is_endless for one in self.sources)
+        self.is_endless: bool = ends(one.is_endless for one in self.sources)
 
     def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
         states = state.get("up") or [{} for _ in self.sources]
