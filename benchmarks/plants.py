@@ -19,6 +19,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 BATCHES = 160
 WARM = 32  # batches before the clock starts: workers start, windows fill
+LONG = 4  # times as many batches in an epoch that a start of workers is worth
 TAIL = 16  # batches after it stops: a slow worker's last one comes late
 NO_GAIN = 5.0  # percent: less is none
 # Cores that other processes may use during a run; else it is made again, some times.
@@ -139,7 +141,7 @@ PLANTS = {
         ("num_workers",),
     ),
     "slow collate": Plant(
-        awaited(8, 0.004),
+        awaited(8 * LONG, 0.004),
         {"batch_size": 8, "collate_fn": Compute(0.020)},
         0.013,
         "collate",
@@ -318,7 +320,7 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
         for epoch in range(plant.epochs):
             if epoch == 1:
                 began, times = time.perf_counter(), []
-            for _ in loader:
+            for _ in islice(loader, BATCHES):
                 times.append(time.perf_counter())
                 if "device" in settings:  # the batch must be there, as for any step
                     torch.cuda.synchronize()
