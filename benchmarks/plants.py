@@ -315,6 +315,7 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
     with ExitStack() as stack:
         loader = DataLoader(make(stack), **settings)
         stack.enter_context(loader)
+        loader.report()  # what blocks an event loop is looked for
         gc.collect()
         began, times = time.perf_counter(), []
         for epoch in range(plant.epochs):
@@ -538,13 +539,14 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds or args.runs
     started = time.perf_counter()
     runs: dict[str, list[Any]] = {name: [] for name in names}
+    head, cells = (FOLLOW_HEAD, row) if args.follow else (HEAD, line)
     options = Options(url="log " * args.log + "follow" * args.follow)
     for number in range(rounds):
         for name in names:
             show(f"run {number + 1}: {name}")
             runs[name].append(quiet_run(name, options))
+            print(" | ".join(cells(name, runs[name][-1:])), file=sys.stderr)
     show("")
-    head, cells = (FOLLOW_HEAD, row) if args.follow else (HEAD, line)
     print(render([head, *(cells(name, each) for name, each in runs.items())]))
     wrong = [
         name

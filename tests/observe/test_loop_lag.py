@@ -8,12 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aioloader
 from aioloader._base.machine import RunTimes
+from aioloader._base.records import Counters
 from aioloader._pipeline import loop_watch
 from aioloader._pipeline.loop_watch import Counts, LoopWatch, watch_of
 
@@ -72,6 +74,7 @@ def loader_of(dataset: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("dataset", [Blocking(0.04), Computing(0.12), Stream(0.04)])
 def test_it_is_named(dataset: Any) -> None:
     with loader_of(dataset) as loader:
+        loader.report()
         assert sum(1 for _ in loader) == STEPS
         lag, report = loader.stats().loop_lag, loader.report()
     method = "__aiter__" if isinstance(dataset, Stream) else "__getitem__"
@@ -87,11 +90,35 @@ def test_it_is_named(dataset: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_report_asks_what_blocks_the_loop(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Until then no thread looks, unless a trace or a debug logger asks."""
+    with loader_of(Blocking(0.04)) as loader:
+        for _ in loader:
+            threads = {thread.name for thread in threading.enumerate()}
+            assert "aioloader-watch" not in threads
+        first = loader.report()
+        assert (first.stage, first.advice) == ("loop", None)
+        assert "call report() again" in str(first)
+        assert loader.report().stage == "loop"  # no batch has come since
+        list(loader)
+        assert "Blocking.__getitem__" in loader.report().headline
+    with loader_of(Blocking(0.04)) as loader, loader.trace(tmp_path / "trace.json"):
+        list(loader)
+        assert "Blocking.__getitem__" in loader.report().headline
+    with caplog.at_level("DEBUG", "aioloader"), loader_of(Blocking(0.04)) as loader:
+        list(loader)
+    assert "Blocking.__getitem__" in caplog.text
+
+
+@pytest.mark.slow
 async def test_the_callers_loop() -> None:
     """Its own step holds up the reads; they can be on another loop."""
 
     async def main() -> Any:
         async with loader_of(Blocking(0.0), loop="caller") as loader:
+            loader.report()
             async for _ in loader:
                 block(0.04)
             return loader.stats().loop_lag
@@ -122,7 +149,7 @@ async def test_lag_is_asked_for_as_a_timer_is_late() -> None:
             found.append(watch.lag(Counts()))
 
     watch._lateness = Asking()
-    with watch.reading(time.monotonic()):
+    with watch.reading(time.monotonic(), Counters()):
         watch.due -= 1.0
         watch._tick()
         assert watch._timer is not None
@@ -150,6 +177,7 @@ def test_a_coroutine_that_waits_for_the_lock_is_not_blamed() -> None:
 
 def test_nobody_looks_on_after_the_end() -> None:
     with loader_of(Blocking(0.04)) as loader:
+        loader.report()
         for _ in loader:
             pass
     for thread in threading.enumerate():
@@ -177,6 +205,7 @@ async def test_no_timer_is_left() -> None:
 def test_a_forked_child_looks_too() -> None:
     """It has no copy of the thread that looks in its parent."""
     with loader_of(Blocking(0.04)) as loader:
+        loader.report()
         for _ in loader:
             if any(one.name == "aioloader-watch" for one in threading.enumerate()):
                 break
@@ -187,6 +216,7 @@ def test_a_forked_child_looks_too() -> None:
             code = 1
             try:
                 with loader_of(Blocking(0.04)) as another:
+                    another.report()
                     list(another)
                     lag = another.stats().loop_lag
                 code = 0 if lag is not None and lag.culprit else 2
@@ -206,7 +236,7 @@ async def test_long_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(loop_watch, "run_times", lambda: next(times))
     monkeypatch.setattr(loop_watch, "_look_at", looked.append)
     watch = LoopWatch(is_callers=True)
-    with watch.reading(time.monotonic()):
+    with watch.reading(time.monotonic(), Counters(is_asked=True)):
         for _ in range(5):
             watch.due -= 1.0
             watch._clocks = watch._clocks[0] - 1.0, watch._clocks[1]

@@ -238,6 +238,8 @@ class LoopLag:
             system call.
         is_callers: Whether it is the caller's loop.
         busy: Share of the time in which its thread computed, or could have.
+        is_unseen: Whether nobody had asked what blocks it: ``DataLoader.report`` does,
+            for later batches.
     """
 
     seconds: float
@@ -246,6 +248,7 @@ class LoopLag:
     computes: bool = False
     is_callers: bool = False
     busy: float = 0.0
+    is_unseen: bool = False
 
 
 @dataclass(slots=True)
@@ -274,6 +277,7 @@ class Counters:
     # Returns how the event loop that reads samples is blocked; None if there is no
     # loop.
     lag: Callable[[], LoopLag | None] | None = None
+    is_asked: bool = False  # whether a thread may look for what blocks it
     # The latest copies to the device; added by the thread that makes them.
     copies: Latest[Copy] = field(default_factory=Latest)
     moved_bytes: int = 0  # device memory of all moved batches; written by that thread

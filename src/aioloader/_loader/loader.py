@@ -514,6 +514,9 @@ class DataLoader(TorchLoader[Batch]):
         256, would be with other arguments, and advises the one with the largest
         speed-up. Takes 0.05 to 0.3 s. ``print`` shows it.
 
+        From the first call on, also one before the first epoch, it is looked for what
+        blocks an event loop that reads samples.
+
         Args:
             ranks: Also says which rank waits longest for these batches, and which ranks
                 have not called this in the same epoch. A name for this loader, the same
@@ -523,6 +526,7 @@ class DataLoader(TorchLoader[Batch]):
         from aioloader._observe import verdict
 
         stats, length = self.stats(), self._epoch_length()
+        self._live.ask()
         before = max(0, stats.epoch)
         setting = replace(stats._setting, length=length, epochs_before=before)
         found = verdict.report(stats._records, setting, stats, stats._copies)

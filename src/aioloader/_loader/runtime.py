@@ -1,6 +1,7 @@
 """What a loader has in its own process: its epochs, and what they share."""
 
 import copy
+import logging
 import threading
 import weakref
 from contextlib import AsyncExitStack, ExitStack
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from aioloader._pipeline.iterator import BatchIterator, Steps
     from aioloader._pipeline.tuner import Tuning
 
+_LOG = logging.getLogger("aioloader")
+
 
 class Runtime:
     """What a loader has in its own process and never copies."""
@@ -60,6 +63,7 @@ class Runtime:
         self.slots = SlotPool()
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []
+        self.is_reported = False  # whether ``report()`` was called
         self.open: weakref.WeakKeyDictionary[BatchIterator[Any], None]
         self.open = weakref.WeakKeyDictionary()
         self.numbers = numbers
@@ -221,6 +225,7 @@ class Runtime:
         epoch = feed.epoch
         self.numbers.begin(epoch)
         self.epoch = epoch
+        epoch.counters.is_asked = self.is_reported or _LOG.isEnabledFor(logging.DEBUG)
         for trace in self.traces:
             self._show(trace, epoch.counters)
         if self.loaded is epoch.saved:  # no other was loaded meanwhile
@@ -237,7 +242,15 @@ class Runtime:
             self._show(trace, latest)
 
     def _show(self, trace: "Trace", counters: Counters) -> None:
+        counters.is_asked = True
         trace.follow(counters, self._whole(counters))
+
+    def ask(self) -> None:
+        """Let it be looked for what blocks the loop, from now on."""
+        self.is_reported = True
+        for iterator in self.iterators():
+            if iterator.counters:
+                iterator.counters.is_asked = True
 
     def setting(self) -> Setting:
         """Return how the loader is set up for the latest epoch, as it is tuned now."""

@@ -350,7 +350,7 @@ class _Case:
         if self.lag is not None and self.wait_share >= _WAITS:
             freed = self._freed(self.lag, advice)
             if freed is not None:
-                return "loop", freed
+                return "loop", freed if self.lag.culprit else None
         return stage, advice
 
     def _slowest(self) -> str:
@@ -366,7 +366,8 @@ class _Case:
 
         It is None if the loop is not the cause.
         """
-        if not lag.culprit or lag.share < _LAGS or self.is_guess:
+        is_known = lag.culprit or lag.is_unseen
+        if not is_known or lag.share < _LAGS or self.is_guess:
             return None
         # As many calls at a time as a process pool or asyncio.to_thread makes.
         setting = self.setting
@@ -399,6 +400,8 @@ class _Case:
         is_on_host = stage == "device" and self.setting.stays_on_host
         if stage == "start":
             return f"Starting workers is the bottleneck: it takes {took} of each epoch."
+        if stage == "loop" and not culprit:
+            return f"The event loop that reads samples is blocked: {waits}."
         if stage == "loop":
             return f"The bottleneck is {culprit}, which blocks the event loop: {waits}."
         words = _ON_HOST if is_on_host else _WORDS[stage]
@@ -440,8 +443,10 @@ class _Case:
         )
         queued += "Raise the limit there: the size of a connection pool, a semaphore, "
         queued += "threads."
+        unseen = "Iterate on, and call report() again: it then says what blocks it."
         texts = (
             (stage == "nothing", idle),
+            (stage == "loop", unseen),
             (self.is_guess, few),
             (stage == "read" and self.costs.served > 0, queued),
             (self.is_doubtful, doubtful),

@@ -2,15 +2,16 @@
 
 A timer on the loop is due at regular intervals. If it is late, the loop was blocked, so
 the share of late timers is the share of time in which it was blocked. Only if that
-happens often, a thread watches for a while what runs on the loop when a timer is
-overdue, and counts the coroutines that it finds there twice in a row. It counts none
-while the loop's thread waits for a processor, or for the interpreter's lock: then the
-watching thread waits for it too.
+happens often, and a reader asks for it, a thread watches for a while what runs on the
+loop when a timer is overdue, and counts the coroutines that it finds there twice in a
+row. It counts none while the loop's thread waits for a processor, or for the
+interpreter's lock: then the watching thread waits for it too.
 """
 
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import operator
 import sys
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 from aioloader._base.forks import fork_safe
 from aioloader._base.machine import RunTimes, run_times
-from aioloader._base.records import LoopLag
+from aioloader._base.records import Counters, LoopLag
 
 # Seconds between two timers.
 _EVERY = 0.02
@@ -52,6 +53,7 @@ _MOST = 50
 
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PACKAGE = str(Path(__file__).parents[1])
+_LOG = logging.getLogger("aioloader")
 
 
 class Counts(NamedTuple):
@@ -80,7 +82,9 @@ class LoopWatch:
         # When the latest timers were late, also in seconds that it was not blocked.
         self._late_at = deque([(0.0, -math.inf)] * _SUSPECT, maxlen=_SUSPECT)
         self._free = 0.0
-        self._readers = 0
+        self._readers: list[Counters] = []
+        # Whether it was often blocked, and nobody asked by what.
+        self._is_unseen = False
         self._rests_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._clocks = 0.0, RunTimes()  # of the latest timer: wall, and the thread's
@@ -88,10 +92,10 @@ class LoopWatch:
         self._held = self._computed = 0.0
 
     @contextlib.contextmanager
-    def reading(self, since: float) -> Iterator[None]:
+    def reading(self, since: float, counters: Counters) -> Iterator[None]:
         """Watch during the ``with`` block, which started then; called on the loop."""
-        self._readers += 1
-        if self._readers == 1:
+        self._readers.append(counters)
+        if len(self._readers) == 1:
             self.thread = threading.get_ident()
             self.native = threading.get_native_id()
             self.due = since
@@ -100,7 +104,7 @@ class LoopWatch:
         try:
             yield
         finally:
-            self._readers -= 1
+            self._readers.remove(counters)
             if not self._readers and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -121,6 +125,7 @@ class LoopWatch:
             computes=self.computes(),
             is_callers=self.is_callers,
             busy=busy / watched if watched > 0 else 0.0,
+            is_unseen=self._is_unseen,
         )
 
     def computes(self) -> bool:
@@ -131,18 +136,24 @@ class LoopWatch:
         """Tell whether the thread should watch what runs on the loop."""
         now = time.monotonic()
         is_calm = now - self._late_at[-1][0] > _CALM
-        return self._readers > 0 and not is_calm and now >= self._rests_until
+        return self._is_asked() and not is_calm and now >= self._rests_until
 
     def blame(self, code: CodeType | None) -> None:
         """Count a coroutine that was found; old counts are halved from time to time.
 
         None: the thread waited for a processor or the lock.
         """
-        self.found["" if code is None else _name(code)] += 1
+        name = "" if code is None else _name(code)
+        self.found[name] += 1
+        if name and self.found[name] == _NAMED:
+            _LOG.debug("%s blocks the event loop that reads samples", name)
         if self.found.total() >= _ENOUGH:
             halved = {name: count // 2 for name, count in self.found.items()}
             self.found = Counter(halved)
             self._rests_until = time.monotonic() + _REST
+
+    def _is_asked(self) -> bool:
+        return any(counters.is_asked for counters in self._readers)
 
     def _set(self) -> None:
         self.due += _EVERY
@@ -173,8 +184,10 @@ class LoopWatch:
             busy + spent.cpu + spent.delayed,
         )
         is_often = self._free - self._late_at[0][1] < _WITHIN
-        if is_late and is_often and self.is_suspect():
-            _look_at(self)
+        if is_late and is_often:
+            self._is_unseen = not self._is_asked()
+            if self.is_suspect():
+                _look_at(self)
         self._set()
 
 

@@ -263,7 +263,7 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         watch = watch_of(loop, is_callers=self.host.is_callers)
         self.counters.lag = partial(watch.lag, watch.counts)
-        watching.enter_context(watch.reading(since))
+        watching.enter_context(watch.reading(since, self.counters))
 
     def _break(self, error: BaseException) -> None:
         """Hand an error to the consumer: of its close, or else of its next step."""
