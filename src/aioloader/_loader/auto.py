@@ -10,7 +10,6 @@ from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
 from aioloader.protocols import Kind, is_async_function
 
 if TYPE_CHECKING:
-    from aioloader._pipeline.autotune import Controller
     from aioloader._pipeline.tuner import Tuner, Tuning
 
 # The greatest concurrency; that of workers that read is fixed.
@@ -104,20 +103,19 @@ def settle(loader: Any) -> None:
 def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
     from aioloader._pipeline.tuner import Tuner
 
-    concurrency: Controller | None = None
-    prefetch: Controller | None = None
+    limits: dict[str, tuple[int, int, int]] = {}
     given = int(options.prefetch_factor or 2)
     size = options.global_batch_size or 1
     if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
-        start = options.concurrency
-        concurrency = tuning.controller("concurrency", start, 1, _MOST_CONCURRENCY)
+        limits["concurrency"] = options.concurrency, 1, _MOST_CONCURRENCY
     if isinstance(options.prefetch_factor, Chosen):
         most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
-        prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
+        limits["prefetch_factor"] = given, min(given, 2), most
+    chosen = {name: tuning.controller(name, *each) for name, each in limits.items()}
     return Tuner(
         tuning=tuning,
-        concurrency=concurrency,
-        prefetch=prefetch,
+        concurrency=chosen.get("concurrency"),
+        prefetch=chosen.get("prefetch_factor"),
         given=given,
         readers=max(1, options.num_workers),
         batch_size=max(1, size // options.part.world_size),
