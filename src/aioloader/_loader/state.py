@@ -342,13 +342,9 @@ def note_first(
         first = before.progress.bookmark().datasets | first
     else:
         copies = options.num_workers if options.has_copies else 1
-        first = dict.fromkeys(range(copies), _own_state(options)) | first
+        first = dict.fromkeys(range(copies), saved_state(options.dataset)) | first
     for worker, one in first.items():
         epoch.progress.leave(worker, one)
-
-
-def _own_state(options: Options) -> Any:
-    return saved_state(options.dataset)
 
 
 def continued(
@@ -384,7 +380,12 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
         return {reader: {**one, "is_over": True} for reader, one in states.items()}
     if not options.is_stateful:
         return {}
-    first = {"read": 0, "skip": 0, "dataset": _own_state(options), "is_first": True}
+    first = {
+        "read": 0,
+        "skip": 0,
+        "dataset": saved_state(options.dataset),
+        "is_first": True,
+    }
     return dict.fromkeys(range(options.readers), first)
 
 
@@ -393,7 +394,7 @@ def _datasets_of(options: Options, epoch: Epoch | None) -> State:
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
     if epoch is None or not epoch.reads_ahead:
-        return {_LOADER: _own_state(options)}
+        return {_LOADER: saved_state(options.dataset)}
     found = epoch.progress.bookmark().datasets
     return _by_name(found) if options.has_copies else {_LOADER: found[0]}
 
