@@ -359,8 +359,6 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs = self._epochs.copy(index_sampler_of(*own))
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
 
-    # -- iteration ----------------------------------------------------------------
-
     def __iter__(self) -> BatchIterator[Batch]:  # type: ignore[override]
         return self._get_iterator()
 
@@ -446,8 +444,6 @@ class DataLoader(TorchLoader[Batch]):
             steps.prepared.open(requests=not is_async)
         return iterator
 
-    # -- its state ----------------------------------------------------------------
-
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
 
@@ -473,8 +469,6 @@ class DataLoader(TorchLoader[Batch]):
             return
         found, options = unsealed(state), self._options(settles=True)
         self._live.load_state_dict(options, found, strict=strict)
-
-    # -- what it reports ----------------------------------------------------------
 
     def stats(self) -> "LoaderStats":
         """Return the statistics of the latest epoch so far; ``print`` shows a table."""
@@ -592,8 +586,6 @@ class DataLoader(TorchLoader[Batch]):
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
             f"open={len(self._live.open)})"
         )
-
-    # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
         self._live.hosts.keep()

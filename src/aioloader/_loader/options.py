@@ -144,8 +144,6 @@ class Options(Added):
             self.rng is None and bool(self.num_workers)
         )
 
-    # -- what is read -------------------------------------------------------------
-
     @cached_property
     def is_stateful(self) -> bool:
         return is_stateful(self.dataset)
@@ -190,8 +188,6 @@ class Options(Added):
         ranks = None if self.rank is None else (part.rank, part.world_size)
         tail, has_peers = self.tail or "wrap", part.has_peers
         return stream.for_epoch(ranks, tail, has_peers=has_peers, is_skipped=is_skipped)
-
-    # -- where it is made ---------------------------------------------------------
 
     @property
     def has_copies(self) -> bool:
@@ -285,8 +281,6 @@ class Options(Added):
         is_one_by_one = not self.batched or batch_getter(self.dataset) is None
         is_map = self.kind is Kind.MAP and type(self.dataset) is not TensorDataset
         return self.is_inline and is_map and is_one_by_one and not is_more
-
-    # -- which samples ------------------------------------------------------------
 
     @property
     def index_sampler(self) -> Any:

@@ -105,8 +105,6 @@ class Runtime:
 
         return Tuning()
 
-    # -- an epoch starts ----------------------------------------------------------
-
     def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
         """Draw when torch draws, so that the generators stay in step with torch's."""
         if saved is not None:
@@ -252,8 +250,6 @@ class Runtime:
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
 
-    # -- what is known of epochs --------------------------------------------------
-
     def iterators(self) -> "list[BatchIterator[Any]]":
         """Return the iterators that still exist; other threads may make more."""
         found = [reference() for reference in self.open.keyrefs()]
@@ -296,8 +292,6 @@ class Runtime:
         if self._pools is not None:
             self._pools.close()
 
-    # -- states -------------------------------------------------------------------
-
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
         now, loaded = options(), self.loaded
@@ -328,8 +322,6 @@ class Runtime:
             )
         restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
-
-    # -- the end ------------------------------------------------------------------
 
     def close(self) -> None:
         iterators = self._dismissed()

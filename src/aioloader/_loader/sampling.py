@@ -40,9 +40,6 @@ from aioloader.protocols import Kind, OwnStream, set_epoch_of
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
 
-# -- ranks -------------------------------------------------------------------------
-
-
 def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | None:
     """Return the part that a loader's arguments give, or None.
 
@@ -238,9 +235,6 @@ def warn_of_repeats() -> bool:
         "DistributedSampler, or rank=0, world_size=1 if that is meant"
     )
     return True
-
-
-# -- samplers ----------------------------------------------------------------------
 
 
 def make_samplers(

@@ -270,9 +270,6 @@ def _mover(options: Options, live: Kept) -> "Mover | None":
     return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
-# -- what makes one batch -------------------------------------------------------------
-
-
 def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
     samples, before = options.samples, epoch.bookmark.delivered()
@@ -342,9 +339,6 @@ def _around(options: Options) -> Callable[[BatchTask], Any]:
         return swapped_for
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     return use_batch_rng if is_here else nothing_around
-
-
-# -- workers --------------------------------------------------------------------------
 
 
 def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool | None:

@@ -194,9 +194,6 @@ def _refuse_damage(name: str, found: Any) -> NoReturn:
     )
 
 
-# -- written ------------------------------------------------------------------------
-
-
 def state_of(
     options: Options,
     numbers: EpochNumbers,
@@ -322,9 +319,6 @@ def _by_name(states: States) -> State:
     return {str(reader): one for reader, one in states.items()}  # for JSON
 
 
-# -- of the dataset -----------------------------------------------------------------
-
-
 def note_first(
     options: Options, epoch: Epoch, before: Epoch | None, *, is_kept: bool
 ) -> None:
@@ -406,9 +400,6 @@ def _latest_of(state: LoaderState) -> Any:
     return saved[_LOADER if _LOADER in saved else latest]
 
 
-# -- read ---------------------------------------------------------------------------
-
-
 def restore(options: Options, state: LoaderState, loads: Loads) -> None:
     """Set what this process has as it was when a state was saved.
 
@@ -477,9 +468,6 @@ def start_of(options: Options, state: LoaderState) -> Bookmark:
         if copies and len(copies) != options.num_workers:
             copies = dict.fromkeys(range(options.num_workers), _latest_of(state))
     return Bookmark(state.done, frozenset(state.beyond), states, copies)
-
-
-# -- what is no part of it ----------------------------------------------------------
 
 
 def warn_of_what_is_lost(

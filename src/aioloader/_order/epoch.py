@@ -240,8 +240,6 @@ class Epoch:
         is_there = now.done == then.done and now.beyond == then.beyond
         return is_there and not self.progress.is_over
 
-    # -- what is to be delivered --------------------------------------------------
-
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
         """Return the remaining requests, drawn as they are pulled; called once.
 

@@ -201,9 +201,6 @@ def _listed(chunk: torch.Tensor | range) -> list[int]:
     return list(chunk) if isinstance(chunk, range) else chunk.tolist()
 
 
-# -- draws ------------------------------------------------------------------------
-
-
 def packed(state: torch.Tensor) -> State:
     """Return the state of a CPU generator and its seed, ready for JSON."""
     generator = torch.Generator()
@@ -294,9 +291,6 @@ class Draws:
         if self._saved is not None:
             return {self._key: self._saved}
         return {} if self._before is None else {self._key: packed(self._before)}
-
-
-# -- samplers ---------------------------------------------------------------------
 
 
 def nested(sampler: Any) -> Iterator[Any]:

@@ -176,8 +176,6 @@ class EvenedFeed(AheadFeed):
             self._is_exhausted = True
         return end.is_over() and end.is_agreed
 
-    # -- waiting for the other ranks ----------------------------------------------
-
     def _limit(self) -> float | None:
         limit = super()._limit()
         if not self._queue.end.needs_others():

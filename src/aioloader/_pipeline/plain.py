@@ -83,8 +83,6 @@ class Feed(abc.ABC):
             text = "the loader was interrupted; start a new iteration"
             raise LoaderClosedError(text) from None
 
-    # -- the end of each batch ------------------------------------------------------
-
     def _deliver(self, batch: Any, state: Any, record: RecordTuple) -> None:
         """Count a batch and record it; note that it was delivered."""
         number = record[0]
@@ -126,8 +124,6 @@ class Feed(abc.ABC):
         finally:
             del error  # its traceback has this frame
         return False
-
-    # -- the end --------------------------------------------------------------------
 
     def dismiss(self) -> None:  # noqa: B027  (a default)
         """Start ending; ``close`` and ``aclose`` wait for it."""
