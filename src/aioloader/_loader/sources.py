@@ -14,7 +14,6 @@ from aioloader._base.failures import FailurePolicy
 from aioloader._base.machine import lack_of_processes
 from aioloader._base.records import Setting
 from aioloader._base.waiting import running_loop
-from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_talk
 from aioloader._order.epoch import Epoch, EpochNumbers
@@ -40,9 +39,13 @@ if TYPE_CHECKING:
 
     from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.tuner import Tuning
+    from aioloader._pipeline.tuner import Tuner, Tuning
     from aioloader._workers.kept import Pools
     from aioloader._workers.worker_spec import WorkerSpec
+
+# What "auto" chooses at most: samples in flight, and batches requested ahead, without
+# workers and by each worker.
+_MOST_SAMPLES, _MOST_AHEAD, _MOST_PER_WORKER = 1024, 32, 8
 
 
 class Kept(Protocol):
@@ -90,7 +93,7 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
     reads, place = options.pool_reads, _place(options, is_async=is_async)
     window = _window(options, on_device=on_device, is_async=is_async)
     is_tuned = options.chooses or options.prefetch_bytes is not None
-    tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
+    tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(
         _setting, options, window, reads=reads, on_device=on_device
     )
@@ -180,6 +183,29 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         spare,
         samples=options.concurrency * readers,
         per_hop=is_beside and options.is_own_stream,
+    )
+
+
+def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
+    from aioloader._pipeline.tuner import Tuner
+
+    limits: dict[str, tuple[int, int, int]] = {}
+    given = int(options.prefetch_factor or 2)
+    size = options.global_batch_size or 1
+    if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
+        limits["concurrency"] = options.concurrency, 1, _MOST_SAMPLES
+    if isinstance(options.prefetch_factor, Chosen):
+        most = _MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
+        limits["prefetch_factor"] = given, min(given, 2), most
+    chosen = {name: tuning.controller(name, *each) for name, each in limits.items()}
+    return Tuner(
+        tuning=tuning,
+        concurrency=chosen.get("concurrency"),
+        prefetch=chosen.get("prefetch_factor"),
+        given=given,
+        readers=max(1, options.num_workers),
+        batch_size=max(1, size // options.part.world_size),
+        prefetch_bytes=options.prefetch_bytes,
     )
 
 
@@ -391,7 +417,7 @@ def _spec(
         # What keeps its samples in flight, and as many spare ones as in a window.
         per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
     is_open = isinstance(options.prefetch_factor, Chosen)
-    most = max(per_worker, MOST_PER_WORKER) if is_open else per_worker
+    most = max(per_worker, _MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
         **(maker.given() | given),
