@@ -142,12 +142,10 @@ class Runtime:
                 elif epoch is None or (saved and epoch.saved is not saved):
                     epoch = self.draw(options, saved)
                 epoch.saved = saved
-                if self._reserve(epoch, claim):
+                if saved is None or self._claims(epoch, claim):
                     break  # otherwise another thread resumes from the state
-            if saved is not None:
-                self._base_seed = epoch.base_seed
-                if self._pools is not None:
-                    self._pools.drop()  # as in torchdata, workers start from the state
+            if saved is None:
+                self.numbers.reserve(epoch)
             self._begin(options, epoch)
             if is_async or not options.is_bare:
                 from aioloader._loader.sources import make_source
@@ -170,23 +168,23 @@ class Runtime:
             claim.is_held = False
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
-    def _reserve(self, epoch: Epoch, claim: "Steps") -> bool:
-        """Number an epoch; return False if another iteration has claimed its state."""
-        if epoch.saved is None:
-            self.numbers.reserve(epoch)
-            return True
+    def _claims(self, epoch: Epoch, claim: "Steps") -> bool:
+        """Claim the state of an epoch, and number it; False if another thread has."""
         with self._lock:
-            if self._saved(claim) is not epoch.saved:
-                return False
-            self._claim, claim.is_held = weakref.ref(claim), True
-            self.numbers.reserve(epoch)
-        return True
+            is_free = self._saved(claim) is epoch.saved
+            if is_free:
+                self._claim, claim.is_held = weakref.ref(claim), True
+                self.numbers.reserve(epoch)
+        return is_free
 
     def _begin(self, options: Options, epoch: Epoch) -> None:
         """Begin an epoch: where its state was saved, or after the latest one."""
         outline = options.outline() if options.is_own_stream else None
         saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
         if saved is not None:
+            self._base_seed = epoch.base_seed
+            if self._pools is not None:
+                self._pools.drop()  # as in torchdata, workers start from the state
             start, before = start_of(options, saved), None
             number = saved.dataset_epoch if start.delivered() else None
         elif outline is not None:
