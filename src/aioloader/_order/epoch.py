@@ -289,7 +289,7 @@ class EpochNumbers:
         return EpochNumbers(sampler, self.next, self._shuffled)
 
     def reserve(self, epoch: Epoch) -> None:
-        """Number an epoch, and its order: anew, or as its ``saved`` state does.
+        """Number an epoch, and its order: a new one, or as its ``saved`` state does.
 
         No other iterator has a new number; it is free again if one is dropped unused.
         """
