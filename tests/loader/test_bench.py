@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from aioloader import DataLoader
+from aioloader._cli.bench import twin_of
 from aioloader._cli.main import main
-from aioloader._cli.torch_twin import twin_of
 from lifespans import pass_on
 from samples import AsyncMap, SyncMap
 

@@ -138,15 +138,16 @@ class FailurePolicy:
 
     def __init__(
         self,
-        on_error: OnError | Skip = "raise",
+        on_error: OnError,
+        at_most: float | None = None,
+        *,
         total: int | None = None,
         before: int = 0,
     ) -> None:
-        self.on_error: OnError
-        self.at_most: float | None
+        self.on_error = on_error
+        self.at_most = at_most
         self._total = total  # samples in the epoch, if known
         self._before = before  # of them, those that an earlier run has tried
-        self.on_error, self.at_most = parts_of(on_error)
         self.attempted: int = 0  # samples that were tried
         self.count: int = 0  # of them, those that failed and were skipped or replaced
         self.retries: int = 0  # of reads

@@ -203,9 +203,6 @@ def _add_bench(add: Callable[..., Any]) -> None:
     add("--page", type=Path, metavar="FILE.html", help="save the report as a page")
 
 
-# -- values of options: argparse shows the error -----------------------------------
-
-
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * (1 << _UNITS[match[2].upper()])) if match else 0

@@ -107,9 +107,6 @@ def _lies_in(inner: str, outer: str) -> bool:
     return Path(inner).resolve().is_relative_to(Path(outer).resolve())
 
 
-# -- files ------------------------------------------------------------------------
-
-
 def _open_files(options: Namespace, kind: str) -> Named:
     src: str = options.src
     if "://" in src:
@@ -244,9 +241,6 @@ def _unlike(names: Iterable[str]) -> Iterator[str]:
             key = f"{stem}-{next(numbers)}"
         keys.add(key)
         yield f"{folder}{slash}{key}"
-
-
-# -- shards of other formats ------------------------------------------------------
 
 
 def _rows(kind: str, options: Namespace) -> Source:

@@ -372,8 +372,6 @@ def _is_buffer(value: object) -> bool:
     return is_read_only and not isinstance(value, (Iterable, np.generic))
 
 
-# -- how long it takes ----------------------------------------------------------------
-
 # Limits on leaves, bytes and fields of a batch that takes a fraction of a millisecond.
 _FEW_LEAVES, _FEW_BYTES, _FEW_FIELDS = 1024, 1 << 20, 32
 _NUMBERS = {int, float, bool, np.float32, np.float64, np.int32, np.int64, type(None)}

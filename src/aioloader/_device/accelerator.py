@@ -105,8 +105,6 @@ class Accelerator:
             tensor.record_stream(stream)
         return self.mark()
 
-    # -- overridden for CUDA ------------------------------------------------------
-
     def _new_stream(self) -> Any:
         """Return a stream; None if copies must block."""
         found = torch.accelerator.current_accelerator()

@@ -52,8 +52,6 @@ class Staged:
         self._room = Waiters(self._may_go_on)
         self._thread = CpuThread("aioloader-device")
 
-    # -- for the consumer ---------------------------------------------------------
-
     def pop_nowait(self) -> tuple[int, BatchResult] | None:
         if not self._has_started:
             self._has_started = True
@@ -95,8 +93,6 @@ class Staged:
             self._taken.append(moved)
             if self._is_stopped and moved.late:  # the thread may not look again
                 moved.end()
-
-    # -- in the stage's thread ----------------------------------------------------
 
     def _serve(self) -> None:
         try:

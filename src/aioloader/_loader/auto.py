@@ -1,6 +1,6 @@
-"""Arguments that are ``"auto"``: where refused, their first values, their limits."""
+"""Arguments that are ``"auto"``: where refused, and their first values."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import TensorDataset
 
@@ -9,18 +9,10 @@ from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
 from aioloader.protocols import Kind, is_async_function
 
-if TYPE_CHECKING:
-    from aioloader._pipeline.autotune import Controller
-    from aioloader._pipeline.tuner import Tuner, Tuning
-
-# The greatest concurrency; that of workers that read is fixed.
-_MOST_CONCURRENCY = 1024
+# The concurrency of workers that read, which is fixed.
 _IN_WORKERS = 64
 # Workers of the first epoch; later ones get more if that helps.
 _FIRST_WORKERS = 8
-# Batches requested ahead: without workers, and by each worker.
-_MOST_AHEAD = 32
-MOST_PER_WORKER = 8
 # Values that mean "not given", also when a loader is rebuilt from its attributes.
 _TORCHS = (None, default_collate, default_convert)
 
@@ -99,27 +91,3 @@ def settle(loader: Any) -> None:
         value = argument(loader, name)
         if isinstance(value, Chosen) and value != controller.value:
             loader._replace(name, Chosen(controller.value))
-
-
-def tuner_of(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
-    from aioloader._pipeline.tuner import Tuner
-
-    concurrency: Controller | None = None
-    prefetch: Controller | None = None
-    given = int(options.prefetch_factor or 2)
-    size = options.global_batch_size or 1
-    if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
-        start = options.concurrency
-        concurrency = tuning.controller("concurrency", start, 1, _MOST_CONCURRENCY)
-    if isinstance(options.prefetch_factor, Chosen):
-        most = MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
-        prefetch = tuning.controller("prefetch_factor", given, min(given, 2), most)
-    return Tuner(
-        tuning=tuning,
-        concurrency=concurrency,
-        prefetch=prefetch,
-        given=given,
-        readers=max(1, options.num_workers),
-        batch_size=max(1, size // options.part.world_size),
-        prefetch_bytes=options.prefetch_bytes,
-    )

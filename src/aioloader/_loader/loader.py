@@ -24,7 +24,7 @@ from aioloader._loader.options import NAMES, Options, attributes_of, placed
 from aioloader._loader.runtime import Runtime
 from aioloader._loader.sampling import (
     check_batches,
-    end_together,
+    end_talk,
     make_samplers,
     own_order,
     part_asked,
@@ -359,8 +359,6 @@ class DataLoader(TorchLoader[Batch]):
         self._epochs = self._epochs.copy(index_sampler_of(*own))
         self._live = Runtime(self.dataset, self._epochs, loaded=state["_live"])
 
-    # -- iteration ----------------------------------------------------------------
-
     def __iter__(self) -> BatchIterator[Batch]:  # type: ignore[override]
         return self._get_iterator()
 
@@ -423,7 +421,7 @@ class DataLoader(TorchLoader[Batch]):
             options = self._options()
         refuse_again(options.dataset, is_begun=False, readers=options.readers)
         if options.is_own_stream:
-            end_together(options)  # or refuse
+            end_talk(options)  # or refuse
             check_batches(options)
         epoch, seed = None, None if live.loaded is None else live.loaded.seed
         if seed is None:
@@ -433,7 +431,7 @@ class DataLoader(TorchLoader[Batch]):
         steps = Steps(
             partial(live.prepare, options, epoch, is_async=is_async),
             live.begin,
-            options.engine if is_async else (),
+            options.engine if is_async or not options.is_bare else (),
             None if self._IterableDataset_len_called is None else length_check(self),
         )
         if options.has_processes and options.starts_at_iter(is_async=is_async):
@@ -445,8 +443,6 @@ class DataLoader(TorchLoader[Batch]):
         if steps.prepared is not None:
             steps.prepared.open(requests=not is_async)
         return iterator
-
-    # -- its state ----------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Return the position after the last batch that was delivered.
@@ -474,15 +470,13 @@ class DataLoader(TorchLoader[Batch]):
         found, options = unsealed(state), self._options(settles=True)
         self._live.load_state_dict(options, found, strict=strict)
 
-    # -- what it reports ----------------------------------------------------------
-
     def stats(self) -> "LoaderStats":
         """Return the statistics of the latest epoch so far; ``print`` shows a table."""
         from aioloader._observe.stats import Listed, LoaderStats, SourceStats
 
         epoch, servers = self._live.epoch, self._live.pools.servers
         counters = Counters() if epoch is None else epoch.counters
-        policy = None if epoch is None else epoch.failures
+        policy = None if epoch is None else epoch.policy
         is_under_way = any(one.is_under_way() for one in self._live.iterators())
         shards, seconds = counters.listed_shards, counters.listed_seconds
         return LoaderStats(
@@ -493,7 +487,7 @@ class DataLoader(TorchLoader[Batch]):
             failures=0 if policy is None else policy.count,
             worker_deaths=servers.deaths,
             worker_restarts=servers.restarts,
-            resumed_at=0 if epoch is None else epoch.bookmark.read(),
+            resumed_at=0 if epoch is None else epoch.bookmark.delivered(),
             retries=0 if policy is None else policy.retries,
             batch_bytes=counters.bytes / max(1, counters.weighed),
             listed=Listed(shards, seconds) if shards else None,
@@ -586,7 +580,7 @@ class DataLoader(TorchLoader[Batch]):
     @property
     def skipped(self) -> tuple[Failure, ...]:
         """The latest failed samples of the latest epoch, at most 1,000."""
-        policy = None if self._live.epoch is None else self._live.epoch.failures
+        policy = None if self._live.epoch is None else self._live.epoch.policy
         return () if policy is None else tuple(policy.latest)
 
     def __repr__(self) -> str:
@@ -596,8 +590,6 @@ class DataLoader(TorchLoader[Batch]):
             f"num_workers={self.num_workers}, epoch={self._epochs.next}, "
             f"open={len(self._live.open)})"
         )
-
-    # -- the end ------------------------------------------------------------------
 
     def __enter__(self) -> "DataLoader[Batch]":
         self._live.hosts.keep()

@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 from aioloader._base.failures import OnError, Skip, parts_of
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
+from aioloader._collate.collate import collates_as_torch, default_collate
+from aioloader._collate.gather import gatherable
 from aioloader._device.naming import Device, current_accelerator, device_of
 from aioloader._order.epoch import index_sampler_of, order_of
 from aioloader._order.indices import Order, State
@@ -82,9 +84,15 @@ class Options(Added):
         values: All of them, in the order of ``NAMES``.
         part: The part of each batch that this rank delivers.
         chooses: Whether the loader chooses a number, for ``"auto"``.
+        follows_concurrency: Whether the number of batches in flight follows from that
+            of samples, as no number is given.
+        on_failure: What happens to a failed sample.
+        at_most: How many may fail.
         kind: How samples leave the dataset.
         is_own_stream: Whether it is one of aioloader's streams, which know about ranks.
         reads_async: Whether a coroutine reads samples.
+        transforms_async: Whether the transform is async.
+        collates_async: Whether ``collate_fn`` is async.
         is_plain: Whether nothing of the user's is async.
         batched: Whether samples are gathered into batches.
         has_processes: Whether worker processes make batches.
@@ -114,23 +122,27 @@ class Options(Added):
         self.values = values
         self.part = part
         numbers = self.num_workers, self.prefetch_factor, self.concurrency
-        functions = self.transform, self.collate_fn
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
         self.chooses = any(isinstance(one, (Chosen, str)) for one in numbers)
+        self.follows_concurrency = self.prefetch_factor is None or isinstance(
+            self.prefetch_factor, Chosen
+        )
+        self.on_failure, self.at_most = parts_of(self.on_error)
         self.kind = kind = kind_of(self.dataset)
         self.is_own_stream = isinstance(self.dataset, OwnStream)
         self.reads_async = kind is Kind.ASYNC_ITERABLE or (
             kind is Kind.MAP and reads_async(self.dataset)
         )
-        self.is_plain = not (self.reads_async or any(map(is_async_function, functions)))
+        self.transforms_async = is_async_function(self.transform)
+        self.collates_async = is_async_function(self.collate_fn)
+        is_async = self.reads_async or self.transforms_async or self.collates_async
+        self.is_plain = not is_async
         self.batched = self.batch_sampler is not None
         self.has_processes = bool(self.num_workers) and self.workers == "process"
         self.patience: float | None = self.timeout if is_limit else None
         self.is_keyed = self.rng in {"batch", "sample"} or (
             self.rng is None and bool(self.num_workers)
         )
-
-    # -- what is read -------------------------------------------------------------
 
     @cached_property
     def is_stateful(self) -> bool:
@@ -150,6 +162,13 @@ class Options(Added):
         functions = self.transform, self.collate_fn
         return suits(self.workers, self.dataset, *functions)
 
+    @property
+    def pool_reads(self) -> bool | None:
+        """Whether the workers read; None if there are none, or all runs on the loop."""
+        reads = self.reads_in_workers
+        is_idle = not self.num_workers or (not reads and self.collates_async)
+        return None if is_idle else reads
+
     @cached_property
     def readers(self) -> int:
         """How many readers the batches come from, in turn."""
@@ -165,12 +184,10 @@ class Options(Added):
 
     def for_epoch(self, stream: OwnStream) -> OwnStream:
         """Return the part of one of our streams that this rank reads in an epoch."""
-        part, is_skipped = self.part, parts_of(self.on_error)[0] == "skip"
+        part, is_skipped = self.part, self.on_failure == "skip"
         ranks = None if self.rank is None else (part.rank, part.world_size)
         tail, has_peers = self.tail or "wrap", part.has_peers
         return stream.for_epoch(ranks, tail, has_peers=has_peers, is_skipped=is_skipped)
-
-    # -- where it is made ---------------------------------------------------------
 
     @property
     def has_copies(self) -> bool:
@@ -235,6 +252,20 @@ class Options(Added):
         ahead = self.patience or self.prefetch_factor or self.num_workers
         return self.is_plain and not (ahead or self.is_moved)
 
+    @property
+    def gathered(self) -> tuple[torch.Tensor, ...] | None:
+        """The tensors whose batches can be gathered by index, as they are now."""
+        is_more = (
+            self.num_workers
+            or self.pin_memory
+            or self.is_moved
+            or self.transform is not None
+            or self.lifespan is not None
+            or self.part.tail == "pad"
+            or self.collate_fn is not default_collate
+        )
+        return None if is_more or not collates_as_torch() else gatherable(self.dataset)
+
     @cached_property
     def is_bare(self) -> bool:
         """Whether making a batch is only reading samples and collating them."""
@@ -250,8 +281,6 @@ class Options(Added):
         is_one_by_one = not self.batched or batch_getter(self.dataset) is None
         is_map = self.kind is Kind.MAP and type(self.dataset) is not TensorDataset
         return self.is_inline and is_map and is_one_by_one and not is_more
-
-    # -- which samples ------------------------------------------------------------
 
     @property
     def index_sampler(self) -> Any:
@@ -290,21 +319,17 @@ class Options(Added):
             size, drop_last = batches.batch_size, batches.drop_last
         return part.batches(found, size, drop_last=drop_last)
 
+    @property
     def samples(self) -> int | None:
-        """Return how many samples an epoch of this rank has, if that is known.
+        """How many samples of a map-style dataset this rank gets, if that is known.
 
         It is looked up only if a share of them may fail.
         """
-        count, ranks = None, self.part.world_size
-        if not isinstance(parts_of(self.on_error)[1], float):
-            return None
-        if self.is_own_stream:
-            outline = self.outline()
-            count, ranks = outline.total, outline.world_size
-        elif self.kind is Kind.MAP and self.global_batch_size is not None:
+        is_share = isinstance(self.at_most, float) and self.kind is Kind.MAP
+        if is_share and self.global_batch_size is not None:
             with suppress(Exception):  # torch iterates without asking for it
-                count = len(self.index_sampler)
-        return None if count is None else -(-count // ranks)
+                return -(-len(self.index_sampler) // self.part.world_size)
+        return None
 
     def _stream_length(self, part: Part) -> int:
         """Return the number of batches that the readers of this rank make."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterDataPipe
 
 from aioloader._base import machine
-from aioloader._base.forks import fork_safe, import_modules
+from aioloader._base.forks import fork_safe
 from aioloader._base.raising import raisable
 from aioloader._base.records import Counters, Setting
 from aioloader._base.warnings import warn
@@ -26,11 +26,12 @@ from aioloader._loader.state import (
     note_first,
     restore,
     restore_sampler,
-    resume,
+    start_of,
     state_of,
+    warn_of_what_is_lost,
 )
 from aioloader._order.epoch import BEGINNING, Epoch, EpochNumbers
-from aioloader._order.indices import epoch_of
+from aioloader._order.indices import set_epoch
 from aioloader._pipeline.host import Hosts
 from aioloader._pipeline.plain import Feed, PlainFeed
 from aioloader._pipeline.position import Loads
@@ -108,8 +109,6 @@ class Runtime:
 
         return Tuning()
 
-    # -- an epoch starts ----------------------------------------------------------
-
     def draw(self, options: Options, saved: LoaderState | None) -> Epoch:
         """Draw when torch draws, so that the generators stay in step with torch's."""
         if saved is not None:
@@ -140,21 +139,24 @@ class Runtime:
         """
         epoch: Epoch | None = None
         try:
-            refuse_again(options.dataset, is_begun=self.epoch is not None)
-            saved = self._saved(claim)
-            if saved is not None:
-                epoch = self._claimed(options, drawn, claim, saved)
-            if epoch is not None:
-                if self._pools is not None:
-                    self._pools.drop()  # as in torchdata, workers start from the state
-                resume(options, epoch)
-                self._base_seed = epoch.base_seed
-            else:
-                epoch = drawn or self.draw(options, None)
-                self._start_anew(options, epoch)
+            while True:
+                saved, epoch = self._saved(claim), drawn
+                if saved is not None and saved.seed is not None:
+                    epoch = Epoch(saved.seed, options.order_of(saved.order))
+                elif epoch is None or (saved and epoch.saved is not saved):
+                    epoch = self.draw(options, saved)
+                epoch.saved = saved
+                if saved is None or self._claims(epoch, claim):
+                    break  # otherwise another thread resumes from the state
+            if saved is None:
+                self.numbers.reserve(epoch)
+            self._begin(options, epoch)
             if is_async or not options.is_bare:
+                from aioloader._loader.sources import make_source
+
                 # Kept at once: an interrupt may come before the caller has it.
-                feed = claim.prepared = self._made(options, epoch, is_async=is_async)
+                feed = make_source(options, epoch, self, is_async=is_async)
+                claim.prepared = feed
                 return feed
             return PlainFeed(
                 epoch,
@@ -165,38 +167,40 @@ class Runtime:
                 concurrency=options.concurrency,
             )
         except BaseException as error:  # noqa: BLE001  (raised)
-            if epoch is not None:  # it has not started, and may be retried
-                epoch.number = -1
+            if epoch is not None:
                 self.numbers.release(epoch)
             claim.is_held = False
             raise raisable(error, "user code")  # noqa: B904  (it keeps its cause)
 
-    def _start_anew(self, options: Options, epoch: Epoch) -> None:
-        """Give a new epoch its number and its start."""
-        epoch.saved, start = None, BEGINNING
-        epoch.dataset_epoch = epoch_of(options.dataset)
-        number = self.numbers.reserve(epoch)
-        if options.is_own_stream:
-            start = continued(options, self.epoch, number)
-        epoch.begin(number, start, readers=options.readers)
-        if options.is_stateful or options.kind is not Kind.MAP:
-            note_first(options, epoch, self.epoch, is_kept=self.has_kept())
-
-    def _claimed(
-        self, options: Options, drawn: Epoch | None, claim: "Steps", saved: LoaderState
-    ) -> Epoch | None:
-        """Return the epoch of a state; None if another iteration resumes it."""
-        epoch = drawn
-        if saved.seed is not None:
-            epoch = Epoch(saved.seed, options.order_of(saved.order))
-        elif epoch is None or epoch.saved is not saved:
-            epoch = self.draw(options, saved)
+    def _claims(self, epoch: Epoch, claim: "Steps") -> bool:
+        """Claim the state of an epoch, and number it; False if another thread has."""
         with self._lock:
-            if self._saved(claim) is not saved:
-                return None  # another thread was faster
-            self._claim, claim.is_held = weakref.ref(claim), True
-            self.numbers.reserve_again(epoch, saved)
-        return epoch
+            is_free = self._saved(claim) is epoch.saved
+            if is_free:
+                self._claim, claim.is_held = weakref.ref(claim), True
+                self.numbers.reserve(epoch)
+        return is_free
+
+    def _begin(self, options: Options, epoch: Epoch) -> None:
+        """Begin an epoch: where its state was saved, or after the latest one."""
+        outline = options.outline() if options.is_own_stream else None
+        saved, start, before, number = epoch.saved, BEGINNING, self.epoch, None
+        if saved is not None:
+            self._base_seed = epoch.base_seed
+            if self._pools is not None:
+                self._pools.drop()  # as in torchdata, workers start from the state
+            start, before = start_of(options, saved), None
+            number = saved.dataset_epoch if start.delivered() else None
+        elif outline is not None:
+            start = continued(options, outline, before, epoch.number)
+        epoch.begin(start, readers=options.readers, in_order=options.in_order)
+        epoch.dataset_epoch = set_epoch(options.dataset, number)
+        refuse_again(options.dataset, is_begun=self.epoch is not None)
+        if saved is not None:
+            warn_of_what_is_lost(options, epoch, outline)
+        if options.is_stateful or options.kind is not Kind.MAP:
+            is_kept = options.persistent_workers and self.has_kept()
+            note_first(options, epoch, before, is_kept=is_kept)
 
     def _saved(self, claim: "Steps") -> LoaderState | None:
         """Return the state that an iteration with this claim resumes from."""
@@ -207,18 +211,6 @@ class Runtime:
         if saved is None and latest is not None and latest.saved is not None:
             saved = latest.saved if latest.is_untouched() else None
         return saved
-
-    def _made(self, options: Options, epoch: Epoch, *, is_async: bool) -> Feed:
-        """Return the feed of an epoch, but for a plain ``for``."""
-        import_modules(options.engine)  # late: a plain ``for`` needs none of it
-        from aioloader._loader.sources import make_source
-
-        has_read = epoch.bookmark.read()
-        feed = make_source(options, epoch, self, is_async=is_async)
-        is_inline = has_read and not epoch.reads_ahead
-        positions = {} if epoch.saved is None else epoch.saved.generators
-        self.loads.keeps_generator = bool(is_inline and "default" in positions)
-        return feed
 
     def begin(self, feed: Feed) -> None:
         """Start a prepared iteration: its epoch is now the latest."""
@@ -269,8 +261,6 @@ class Runtime:
         setting = self.tuning.tuned(counters.setting)
         return replace(setting, cores=self.cores, used=counters.used())
 
-    # -- what is known of epochs --------------------------------------------------
-
     def iterators(self) -> "list[BatchIterator[Any]]":
         """Return the iterators that still exist; other threads may make more."""
         found = [reference() for reference in self.open.keyrefs()]
@@ -313,8 +303,6 @@ class Runtime:
         if self._pools is not None:
             self._pools.close()
 
-    # -- states -------------------------------------------------------------------
-
     def state_dict(self, options: "Callable[[], Options]") -> State:
         """Return the loaded state, or the position after the last batch."""
         now, loaded = options(), self.loaded
@@ -345,8 +333,6 @@ class Runtime:
             )
         restore(options, state, self.loads)
         self.loaded = copy.deepcopy(state)
-
-    # -- the end ------------------------------------------------------------------
 
     def close(self) -> None:
         iterators = self._dismissed()

@@ -40,9 +40,6 @@ from aioloader.protocols import Kind, OwnStream, set_epoch_of
 _TAILS = (None, "wrap", "pad", "drop", "uneven")
 
 
-# -- ranks -------------------------------------------------------------------------
-
-
 def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | None:
     """Return the part that a loader's arguments give, or None.
 
@@ -112,12 +109,16 @@ def check_batches(options: Options) -> None:
     )
 
 
-def end_together(options: Options) -> bool:
-    """Tell whether ranks must agree on the end: nobody knows how much each has."""
-    dataset, outline = options.dataset, options.outline()
-    rank, ranks = outline.ranks or (0, 1)
+def end_talk(options: Options, epoch: int = 0, start: int = 0, own: Any = None) -> Any:
+    """Return the ``StoreTalk`` of ranks of which nobody knows how much each has.
+
+    By it they agree on the end of an ``epoch`` of which ``start`` batches were
+    delivered, and this rank reads its ``own`` part. None: they need not agree.
+    """
+    outline = options.outline() if own is None else own.outline()
+    dataset, (rank, ranks) = options.dataset, outline.ranks or (0, 1)
     if ranks == 1 or outline.total is not None or outline.is_endless:
-        return False
+        return None
     if options.tail is None:
         raise ValueError(
             f"{dataset!r} is read as rank {rank} of {ranks}, and ranks may have "
@@ -126,14 +127,17 @@ def end_together(options: Options) -> bool:
             "epoch_length(n) as its last step, or the loader's tail='drop', 'wrap' "
             "or 'pad' (ranks end together), or tail='uneven'"
         )
-    if options.tail != "uneven" and outline.end_talk(options.tail, (0, 0)) is None:
+    if options.tail == "uneven":
+        return None
+    talk = outline.end_talk(options.tail, (epoch, start))
+    if talk is None:
         raise ValueError(
             f"tail={options.tail!r} over {dataset!r} needs a store through which "
             f"rank {rank} of {ranks} agrees with the others on the end: initialize "
             "torch.distributed, or use the stream's agree(store), epoch_length(n), "
             "or tail='uneven'"
         )
-    return bool(options.tail != "uneven")
+    return talk
 
 
 def _of_environment() -> tuple[int, int]:
@@ -231,9 +235,6 @@ def warn_of_repeats() -> bool:
         "DistributedSampler, or rank=0, world_size=1 if that is meant"
     )
     return True
-
-
-# -- samplers ----------------------------------------------------------------------
 
 
 def make_samplers(

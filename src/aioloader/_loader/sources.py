@@ -8,22 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch.utils.data import TensorDataset
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from aioloader._base.failures import Skip, parts_of
+from aioloader._base.failures import FailurePolicy
 from aioloader._base.machine import lack_of_processes
 from aioloader._base.records import Setting
 from aioloader._base.waiting import running_loop
-from aioloader._collate.collate import collates_as_torch, default_collate
-from aioloader._collate.gather import gatherable
-from aioloader._loader.auto import MOST_PER_WORKER, tuner_of
 from aioloader._loader.options import FIRST, Chosen, Options
-from aioloader._loader.sampling import end_together
+from aioloader._loader.sampling import end_talk
 from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.indices import IndexOrder
-from aioloader._order.orders import Turns
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
 from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
@@ -41,11 +35,17 @@ from aioloader._workers.rng import keys_of, seed_batch, seed_sample, swapped_for
 from aioloader.protocols import Kind, batch_getter, is_async_function
 
 if TYPE_CHECKING:
+    import torch
+
     from aioloader._device.accelerator import Accelerator
     from aioloader._device.mover import Mover
-    from aioloader._pipeline.tuner import Tuning
+    from aioloader._pipeline.tuner import Tuner, Tuning
     from aioloader._workers.kept import Pools
     from aioloader._workers.worker_spec import WorkerSpec
+
+# What "auto" chooses at most: samples in flight, and batches requested ahead, without
+# workers and by each worker.
+_MOST_SAMPLES, _MOST_AHEAD, _MOST_PER_WORKER = 1024, 32, 8
 
 
 class Kept(Protocol):
@@ -65,7 +65,9 @@ class Kept(Protocol):
 
 
 def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -> Feed:
-    if (tensors := _gathered(options, epoch)) is not None:
+    start, saved = epoch.bookmark, epoch.saved
+    live.loads.keeps_generator = False
+    if isinstance(epoch.order, IndexOrder) and (tensors := options.gathered):
         from aioloader._pipeline.inline import GatherFeed
 
         return GatherFeed(tensors, epoch)
@@ -74,53 +76,45 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
     maker = make_maker(options, epoch, live)
     if is_async and options.loop == "caller":
         maker.side_loop = SideLoop(running_loop())
-    mover = _mover(options, live)
-    if options.is_inline and mover is None and not is_async:
+    if options.is_inline and not is_async:
         from aioloader._pipeline.inline import InlineFeed
 
+        has_read = saved is not None and start.delivered() > 0
+        live.loads.keeps_generator = has_read and "default" in saved.generators
         host = hosts.lease("inline") if options.lifespan else None
         return InlineFeed(epoch, maker, host)
-    pool = _pool(options, epoch, maker, live)
-    reads = None if pool is None else pool.reads
-    if options.readers > 1 and not options.in_order:
-        epoch.turns = Turns(options.readers, epoch.bookmark.done)
+    ready, make_feed = _queue(options, epoch, maker)
+    mover, stage, on_device = _mover(options, live), None, 0
+    if mover is not None:
+        from aioloader._device.stage import Staged
+
+        on_device = options.target.ahead
+        stage = Staged(ready, mover, on_device, epoch.counters)
+    reads, place = options.pool_reads, _place(options, is_async=is_async)
+    window = _window(options, on_device=on_device, is_async=is_async)
     is_tuned = options.chooses or options.prefetch_bytes is not None
-    tuner = tuner_of(options, live.tuning, reads_here=not reads) if is_tuned else None
-    if options.is_own_stream and end_together(options):
-        ready, make_feed = _evened(options, epoch, maker)
-    else:
-        make_feed = AheadFeed
-        ready = ReadyQueue(
-            in_order=options.in_order,
-            start=epoch.bookmark.done,
-            without=epoch.bookmark.beyond - epoch.dropped(),
-        )
-    on_device = options.target.ahead if mover else 0
-    window = _window(options, pool, on_device=on_device, is_async=is_async)
+    tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(
         _setting, options, window, reads=reads, on_device=on_device
     )
     epoch.reads_ahead = True  # samples read are not samples delivered
-    if epoch.bookmark.datasets and not options.has_copies:
-        maker.begins = [*epoch.bookmark.datasets.values()]
-    host = hosts.lease(_place(options, pool, is_async=is_async))
+    if start.datasets and not options.has_copies:
+        maker.begins = [*start.datasets.values()]
+    pool = _pool(options, epoch, maker, live)
+    host = hosts.lease(place)
     release: Callable[[], object] = host.release
     try:
         pipeline = Pipeline(
             maker,
             host,
             ready=ready,
-            bookmark=epoch.bookmark,
+            bookmark=start,
             pool=pool,
-            head_start=_follows_concurrency(options),
+            head_start=options.follows_concurrency,
             tuner=tuner,
             counters=epoch.counters,
         )
-        release = pipeline.dismiss
-        if mover is not None:
-            from aioloader._device.stage import Staged
-
-            pipeline.stage = Staged(ready, mover, on_device, epoch.counters)
+        release, pipeline.stage = pipeline.dismiss, stage
         return make_feed(
             pipeline,
             epoch,
@@ -133,45 +127,34 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
         raise
 
 
-def _evened(
+def _queue(
     options: Options, epoch: Epoch, maker: BatchMaker
 ) -> tuple[ReadyQueue, type[AheadFeed]]:
-    """Return the queue and the feed's class of a rank that ends with the others."""
-    from aioloader._order.shared_end import SharedEnd
-    from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
+    """Return the queue of an epoch's batches, and the class of its feed."""
+    start, dropped, in_order = epoch.bookmark, epoch.dropped, options.in_order
+    if options.is_own_stream:
+        talk = end_talk(options, epoch.number, start.delivered(), maker.dataset)
+        if talk is not None:  # a rank that ends with the others
+            from aioloader._pipeline.evened import EvenedFeed, EvenedQueue
 
-    start = epoch.bookmark
-    outline = maker.dataset.outline()
-    talk = outline.end_talk(options.tail, (epoch.number, start.read()))
-    end = SharedEnd(pads=options.tail != "drop")
-    where = epoch.dropped(), options.readers
-    in_order, done = options.in_order, start.done
-    queue = EvenedQueue(end, talk, *where, in_order=in_order, start=done)
-    return queue, EvenedFeed
-
-
-def _gathered(options: Options, epoch: Epoch) -> tuple[torch.Tensor, ...] | None:
-    """Return the tensors of a dataset whose batches can be gathered by index."""
-    is_more = (
-        options.num_workers
-        or options.pin_memory
-        or options.is_moved
-        or options.transform is not None
-        or options.lifespan is not None
-        or options.part.tail == "pad"
-        or not isinstance(epoch.order, IndexOrder)
-    )
-    if is_more or type(options.dataset) is not TensorDataset:
-        return None
-    if options.collate_fn is not default_collate or not collates_as_torch():
-        return None
-    return gatherable(options.dataset)
+            queue = EvenedQueue(
+                talk,
+                dropped,
+                options.readers,
+                pads=options.tail != "drop",
+                in_order=in_order,
+                start=start.done,
+            )
+            return queue, EvenedFeed
+    without = start.beyond - dropped
+    return ReadyQueue(in_order=in_order, start=start.done, without=without), AheadFeed
 
 
-def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
-    if pool is not None and pool.reads:
-        return "pool" if isinstance(pool, Lease) else "thread"
-    if options.is_plain:
+def _place(options: Options, *, is_async: bool) -> Place:
+    is_here = options.workers == "thread" or isinstance(options.workers, Executor)
+    if options.pool_reads and not is_here:
+        return "pool"
+    if options.is_plain or options.pool_reads:
         return "thread"
     if options.loop == "thread":
         return "loop"
@@ -180,24 +163,22 @@ def _place(options: Options, pool: Pool | None, *, is_async: bool) -> Place:
     return asyncio.get_running_loop()
 
 
-def _window(
-    options: Options, pool: Pool | None, *, on_device: int, is_async: bool
-) -> Window:
+def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
     """Return the window: how many batches may be in flight."""
     if options.is_keyed and not options.num_workers:
         # Keyed seeds replace the user's global generators while a batch is made: no
         # batch may be made before the user requests it.
         return Window(1, is_lazy=True)
-    readers = max(1, options.num_workers)
+    readers, has_pool = max(1, options.num_workers), options.pool_reads is not None
     factor = options.prefetch_factor
     if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
-        hops = is_async and pool is None and not on_device
+        hops = is_async and not has_pool and not on_device
         return Window(readers * (factor or 2) + on_device, per_hop=hops)
     # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
-    is_beside = pool is None and not on_device and options.loop == "thread"
+    is_beside = not has_pool and not on_device and options.loop == "thread"
     return Window(
         spare,
         samples=options.concurrency * readers,
@@ -205,9 +186,26 @@ def _window(
     )
 
 
-def _follows_concurrency(options: Options) -> bool:
-    return options.prefetch_factor is None or isinstance(
-        options.prefetch_factor, Chosen
+def _tuner(options: Options, tuning: "Tuning", *, reads_here: bool) -> "Tuner":
+    from aioloader._pipeline.tuner import Tuner
+
+    limits: dict[str, tuple[int, int, int]] = {}
+    given = int(options.prefetch_factor or 2)
+    size = options.global_batch_size or 1
+    if isinstance(options.concurrency, Chosen) and reads_here and options.reads_async:
+        limits["concurrency"] = options.concurrency, 1, _MOST_SAMPLES
+    if isinstance(options.prefetch_factor, Chosen):
+        most = _MOST_PER_WORKER if options.num_workers else _MOST_AHEAD
+        limits["prefetch_factor"] = given, min(given, 2), most
+    chosen = {name: tuning.controller(name, *each) for name, each in limits.items()}
+    return Tuner(
+        tuning=tuning,
+        concurrency=chosen.get("concurrency"),
+        prefetch=chosen.get("prefetch_factor"),
+        given=given,
+        readers=max(1, options.num_workers),
+        batch_size=max(1, size // options.part.world_size),
+        prefetch_bytes=options.prefetch_bytes,
     )
 
 
@@ -249,8 +247,7 @@ def _setting(
 def _fixed_arguments(options: Options) -> tuple[str, ...]:
     """Return the arguments that the report must not advise to change."""
     names = [name for name in FIRST if isinstance(getattr(options, name), Chosen)]
-    collates_async = is_async_function(options.collate_fn)
-    if collates_async and not options.reads_in_workers:
+    if options.collates_async and not options.reads_in_workers:
         names.append("num_workers")  # everything runs on the loop
     if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
         names.append("concurrency")
@@ -267,14 +264,14 @@ def _transforms_batches(options: Options) -> bool:
     reads_each = options.reads_async and options.kind is Kind.MAP
     if options.batched and batch_getter(options.dataset) is not None:
         reads_each = False
-    return is_async_function(options.transform) and not reads_each
+    return options.transforms_async and not reads_each
 
 
 def inline_setting(options: Options, epoch: Epoch) -> Setting:
     """Return how a loader is set up that makes batches in its consumer's thread."""
     window = Window(1, is_lazy=options.is_keyed)
     setting = replace(_setting(options, window), place="inline")
-    if _gathered(options, epoch) is None:
+    if options.gathered is None or not isinstance(epoch.order, IndexOrder):
         return setting
     fixed = *setting.fixed, "prefetch_factor", "dataset"
     return replace(setting, fixed=fixed)
@@ -299,14 +296,9 @@ def _mover(options: Options, live: Kept) -> "Mover | None":
     return Mover(port, to.keys, to.transform, pins=options.pins)
 
 
-# -- what makes one batch -------------------------------------------------------------
-
-
 def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
     """Return what makes the batches of an epoch, in this process or for workers."""
-    epoch.on_error = options.on_error
-    if isinstance(epoch.on_error, Skip):
-        epoch.samples = options.samples()
+    samples, before = options.samples, epoch.bookmark.delivered()
     dataset, part, collate_fn = options.dataset, options.part, options.collate_fn
     by_sample = options.rng == "sample"
     keys = partial(keys_of, epoch.base_seed, epoch.number, part, by_sample=by_sample)
@@ -317,23 +309,31 @@ def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
     if dataset_epoch is None:
         dataset_epoch = live.numbers.chosen[1]
     if options.is_own_stream:  # it knows about ranks, and yields this rank's part
-        dataset, outline = options.for_epoch(dataset), options.outline()
-        dataset_epoch = outline.chosen_epoch
-        is_even = outline.world_size > 1 and outline.total is not None
+        dataset = options.for_epoch(dataset)
+        outline = dataset.outline()
+        dataset_epoch, total = outline.chosen_epoch, outline.total
+        is_even = outline.world_size > 1 and total is not None
+        samples = None if total is None else -(-total // outline.world_size)
         part = replace(part, rank=0, world_size=1)
+    epoch.policy = FailurePolicy(
+        options.on_failure,
+        options.at_most,
+        total=samples,
+        before=before * (epoch.order.size or 1),
+    )
     return BatchMaker(
         dataset=dataset,
         transform=options.transform,
         collate_fn=collate_fn,
         batched=options.batched,
         drop_last=options.drop_last,
-        on_error=parts_of(options.on_error)[0],
+        on_error=options.on_failure,
         policy=epoch.policy,
         epoch=epoch.number,
         retry=options.retry,
         lease=live.slots.lease,
         loads=live.loads,
-        around=_around(options) if is_keyed else nothing_around,
+        around=_around(options),
         reseed=seed_batch if is_keyed and not num_workers else None,
         seed=use_sample_rng if num_workers else seed_sample,
         keys=keys if is_keyed else None,
@@ -359,19 +359,18 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
+    if not options.is_keyed:
+        return nothing_around
     if not options.num_workers:
         return swapped_for
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
     return use_batch_rng if is_here else nothing_around
 
 
-# -- workers --------------------------------------------------------------------------
-
-
 def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool | None:
-    workers, reads = options.workers, options.reads_in_workers
-    if not options.num_workers or (not reads and maker.collates_async):
-        return None  # everything left runs on the loop
+    workers, reads = options.workers, options.pool_reads
+    if reads is None:
+        return None
     pools = live.pools
     if workers == "thread":
         from aioloader._workers.threads import ThreadWorkers
@@ -410,15 +409,15 @@ def _spec(
     from aioloader._workers.worker_spec import WorkerSpec
 
     transform = options.transform
-    if not reads and is_async_function(transform):
+    if not reads and options.transforms_async:
         transform = None  # applied where samples are read
     read = maker.dataset if reads else None
     per_worker = options.prefetch_factor or 2
-    if _follows_concurrency(options) and reads and not options.is_plain:
+    if options.follows_concurrency and reads and not options.is_plain:
         # What keeps its samples in flight, and as many spare ones as in a window.
         per_worker = math.ceil(options.concurrency / (options.batch_size or 1)) + 3
     is_open = isinstance(options.prefetch_factor, Chosen)
-    most = max(per_worker, MOST_PER_WORKER) if is_open else per_worker
+    most = max(per_worker, _MOST_PER_WORKER) if is_open else per_worker
     given = {"dataset": read, "transform": transform, "reads": reads}
     return WorkerSpec(
         **(maker.given() | given),

@@ -21,12 +21,12 @@ from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
 from aioloader._order.epoch import BEGINNING, Bookmark, Epoch, EpochNumbers
 from aioloader._order.indices import described, epoch_of, packed, set_epoch, unpacked
-from aioloader._order.orders import drawing_part_of, draws_from_default, is_repeatable
+from aioloader._order.orders import drawing_part_of, draws_from_default
 from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind, is_stateful
+from aioloader.protocols import Kind, Outline
 
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, Any]
@@ -194,9 +194,6 @@ def _refuse_damage(name: str, found: Any) -> NoReturn:
     )
 
 
-# -- written ------------------------------------------------------------------------
-
-
 def state_of(
     options: Options,
     numbers: EpochNumbers,
@@ -224,7 +221,7 @@ def state_of(
             order=copy.deepcopy(epoch.order.state()) | rules_of(options),
             dataset_epoch=epoch.dataset_epoch,
         )
-        if bookmark.read():
+        if bookmark.delivered():
             epoch.head = head  # constant, now that the order is drawn
         pulled = {"pulled": epoch.order.pulled} if epoch.order.pulled else {}
         state = replace(
@@ -269,7 +266,8 @@ def _between(
         first = {0: {**epoch.order.end, "is_over": True}}  # it may count epochs
     if epoch is not None and options.is_own_stream:
         # Other ranks may have more of it: see ``merge_states``.
-        first = continued(options, epoch, numbers.next).states
+        outline = options.outline()
+        first = continued(options, outline, epoch, numbers.next).states
         if epoch.progress.is_over:
             state.last = _by_name(epoch.progress.bookmark().states)
     state.states = _by_name(first)
@@ -321,9 +319,6 @@ def _by_name(states: States) -> State:
     return {str(reader): one for reader, one in states.items()}  # for JSON
 
 
-# -- of the dataset -----------------------------------------------------------------
-
-
 def note_first(
     options: Options, epoch: Epoch, before: Epoch | None, *, is_kept: bool
 ) -> None:
@@ -341,18 +336,16 @@ def note_first(
         first = before.progress.bookmark().datasets | first
     else:
         copies = options.num_workers if options.has_copies else 1
-        first = dict.fromkeys(range(copies), _own_state(options)) | first
+        first = dict.fromkeys(range(copies), saved_state(options.dataset)) | first
     for worker, one in first.items():
         epoch.progress.leave(worker, one)
 
 
-def _own_state(options: Options) -> Any:
-    return saved_state(options.dataset)
-
-
-def continued(options: Options, before: Epoch | None, number: int) -> Bookmark:
+def continued(
+    options: Options, outline: Outline, before: Epoch | None, number: int
+) -> Bookmark:
     """Return where the epoch of a number starts: our streams may continue."""
-    if before is None or not options.outline().continues:
+    if before is None or not outline.continues:
         return BEGINNING
     # A copy: a state that the user has loaded stays with the dataset.
     stream, workers = options.for_epoch(copy.copy(options.dataset)), options.readers
@@ -381,7 +374,12 @@ def first_states(options: Options, before: Epoch | None, *, is_kept: bool) -> St
         return {reader: {**one, "is_over": True} for reader, one in states.items()}
     if not options.is_stateful:
         return {}
-    first = {"read": 0, "skip": 0, "dataset": _own_state(options), "is_first": True}
+    first = {
+        "read": 0,
+        "skip": 0,
+        "dataset": saved_state(options.dataset),
+        "is_first": True,
+    }
     return dict.fromkeys(range(options.readers), first)
 
 
@@ -390,7 +388,7 @@ def _datasets_of(options: Options, epoch: Epoch | None) -> State:
     if options.kind is not Kind.MAP or not options.is_stateful:
         return {}
     if epoch is None or not epoch.reads_ahead:
-        return {_LOADER: _own_state(options)}
+        return {_LOADER: saved_state(options.dataset)}
     found = epoch.progress.bookmark().datasets
     return _by_name(found) if options.has_copies else {_LOADER: found[0]}
 
@@ -400,9 +398,6 @@ def _latest_of(state: LoaderState) -> Any:
     saved = state.datasets
     latest = str((state.done - 1) % len(saved))
     return saved[_LOADER if _LOADER in saved else latest]
-
-
-# -- read ---------------------------------------------------------------------------
 
 
 def restore(options: Options, state: LoaderState, loads: Loads) -> None:
@@ -458,13 +453,8 @@ def restore_sampler(options: Options, state: LoaderState) -> None:
         options.index_sampler.load_state_dict(copy.deepcopy(one["sampler"]))
 
 
-def resume(options: Options, epoch: Epoch) -> None:
-    """Start an epoch at the position of its ``saved`` state, which fits the loader.
-
-    Persistent workers must have been released before.
-    """
-    state = epoch.saved
-    assert isinstance(state, LoaderState)
+def start_of(options: Options, state: LoaderState) -> Bookmark:
+    """Return where an epoch starts that resumes from a state."""
     states = {int(reader): one for reader, one in state.states.items()}
     if state.seed is None and options.kind is Kind.MAP:
         states = {}  # ``restore_sampler`` has used them
@@ -477,72 +467,58 @@ def resume(options: Options, epoch: Epoch) -> None:
         copies = {int(worker): one for worker, one in state.datasets.items()}
         if copies and len(copies) != options.num_workers:
             copies = dict.fromkeys(range(options.num_workers), _latest_of(state))
-    bookmark = Bookmark(state.done, frozenset(state.beyond), states, copies)
-    if bookmark.read():
-        set_epoch(options.dataset, state.dataset_epoch)
-    epoch.dataset_epoch = epoch_of(options.dataset)
-    _warn_of_what_is_lost(options, state, bookmark)
-    epoch.begin(state.epoch, bookmark, readers=options.readers)
-    note_first(options, epoch, None, is_kept=False)
+    return Bookmark(state.done, frozenset(state.beyond), states, copies)
 
 
-# -- what is no part of it ----------------------------------------------------------
-
-
-def _warn_of_what_is_lost(
-    options: Options, state: LoaderState, bookmark: Bookmark
+def warn_of_what_is_lost(
+    options: Options, epoch: Epoch, outline: Outline | None
 ) -> None:
     """Warn where the rest of the epoch, or the next one, depends on more than this."""
-    states, dataset = list(bookmark.states.values()), options.dataset
-    name = type(dataset).__name__
+    states, name = list(epoch.bookmark.states.values()), type(options.dataset).__name__
+    delivered = epoch.bookmark.delivered()
     if options.kind is Kind.MAP:
-        if options.reads_async and options.is_stateful and bookmark.read():
+        if options.reads_async and options.is_stateful and delivered:
             warn(
                 f"{name} reads many samples at once, so its state_dict() after a batch "
                 "counts later samples too: the rest of the epoch is exact only if each "
                 "sample follows from its index"
             )
-        _warn_of_sampler(options.index_sampler, state, bookmark)
+        saved = epoch.saved.states.values()
+        has_iterator = any("iterator" in one for one in saved)
+        is_known = delivered or has_iterator or epoch.order.is_restorable
+        if epoch.number and not is_known:
+            name = type(options.index_sampler).__name__
+            warn(
+                f"{name} has no state_dict(): epoch {epoch.number} "
+                "starts as the first one of this process, which is correct only if the "
+                "order is the same in each epoch, or comes from torch's generators; "
+                "give it state_dict() and load_state_dict(), or set_epoch() and the "
+                "attribute `epoch`"
+            )
         return
-    if options.is_own_stream:
-        name = ", ".join(options.outline().reread)
+    if outline is not None:
+        name = ", ".join(outline.reread)
         rereads = counts = bool(name)
     else:
         rereads = not any("iterator" in one or "dataset" in one for one in states)
-        is_known = options.is_stateful or epoch_of(dataset) is not None
+        is_known = options.is_stateful or epoch.dataset_epoch is not None
         is_new = options.has_copies and not options.persistent_workers
         counts = not (is_known or is_new)  # new workers start from this one's dataset
     what = f"{name} has no state_dict()"
-    if options.is_own_stream:
+    if outline is not None:
         what += " that from_iterable uses"
     again = sum(one.get("read", 0) for one in states)
     has_ended = all("ended" in one for one in states)
-    if bookmark.read() and again and rereads and not has_ended:
+    if delivered and again and rereads and not has_ended:
         warn(
             f"{what}: its first {again:,} samples are read again "
             "and dropped, which takes as long as the first time, and is correct only "
             "if they come in the same order"
         )
-    elif state.epoch and counts:
+    elif epoch.number and counts:
         warn(
-            f"{what}: epoch {state.epoch} starts as the first one of this process, "
+            f"{what}: epoch {epoch.number} starts as the first one of this process, "
             "which is correct only if all epochs have the same samples; give it "
             "state_dict() and load_state_dict(), or set_epoch() and the attribute "
-            "`epoch`"
-        )
-
-
-def _warn_of_sampler(sampler: Any, state: LoaderState, bookmark: Bookmark) -> None:
-    """Warn of one that may count its epochs; within an epoch, the order warns."""
-    is_known = is_repeatable(sampler) or is_stateful(sampler)
-    is_known |= any("iterator" in one for one in state.states.values())
-    if is_known or epoch_of(sampler) is not None:
-        return
-    if state.epoch and not bookmark.read():
-        warn(
-            f"{type(sampler).__name__} has no state_dict(): epoch {state.epoch} "
-            "starts as the first one of this process, which is correct only if the "
-            "order is the same in each epoch, or comes from torch's generators; give "
-            "it state_dict() and load_state_dict(), or set_epoch() and the attribute "
             "`epoch`"
         )

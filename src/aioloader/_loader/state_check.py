@@ -57,9 +57,6 @@ _READ = (
 _SEED = "give the loaders of all ranks the same sampler, seeded alike"
 
 
-# -- one loader ---------------------------------------------------------------------
-
-
 def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState:
     """Return a state for a loader, with the states of its stream converted.
 
@@ -188,9 +185,6 @@ def shared(state: LoaderState, readers: int, *, is_part: bool = True) -> State:
         expected=saved,
         found=readers,
     )
-
-
-# -- all ranks ----------------------------------------------------------------------
 
 
 def merge_states(states: Iterable[State]) -> State:

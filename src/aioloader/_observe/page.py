@@ -156,9 +156,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield "</tbody>\n</table>\n</div>"
 
 
-# -- diagrams ------------------------------------------------------------------------
-
-
 def _row(label: str, boxes: Iterable[str], value: str = "", kind: str = "row") -> str:
     """Return a line of a diagram: boxes between a label and a value."""
     words = f"<span>{escape(label)}</span>", f"<b>{escape(value)}</b>"

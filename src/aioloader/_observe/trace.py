@@ -201,9 +201,6 @@ def _extent(events: Iterable[Event]) -> tuple[float, float]:
     return min(times, default=0.0), max(times, default=0.0)
 
 
-# -- events -------------------------------------------------------------------------
-
-
 class _Job(NamedTuple):
     """Slices that follow each other on one track: their names, begins, and the end."""
 
@@ -312,9 +309,6 @@ def _ready(traced: Traced) -> Iterator[tuple[float, int]]:
         for record in filter(is_made, starmap(Record, traced.records)):
             yield record.made[4], 1
             yield record.taken, -1
-
-
-# -- files --------------------------------------------------------------------------
 
 
 def _opened(path: Path, mode: str, encoding: str | None = None) -> Any:

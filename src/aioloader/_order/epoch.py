@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from aioloader._base.failures import FailurePolicy, OnError, Skip
+from aioloader._base.failures import FailurePolicy
 from aioloader._base.forks import fork_safe
 from aioloader._base.records import Counters
 from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
@@ -69,7 +68,7 @@ class Bookmark:
     # by number of the worker.
     datasets: dict[int, Any] = field(default_factory=dict)
 
-    def read(self) -> int:
+    def delivered(self) -> int:
         """Return how many batches were delivered."""
         return self.done + len(self.beyond)
 
@@ -200,14 +199,15 @@ class Epoch:
 
     base_seed: int  # that random draws are keyed with
     order: Order
-    on_error: OnError | Skip = "raise"
-    samples: int | None = None  # how many it has for this rank, if that is known
     number: int = -1  # from 0; -1 before it starts
     shuffled: int | None = None  # the epoch of the loader's ``KeyedOrder``
     seen: int | None = None  # the epoch that this had when it was made
     bookmark: Bookmark = BEGINNING  # where this iteration starts
+    # Of a stream: batches beyond it, which are made but not delivered again.
+    dropped: frozenset[int] = frozenset()
     progress: Progress = field(default_factory=Progress)  # of its consumer
     counters: Counters = field(default_factory=Counters)
+    policy: FailurePolicy | None = None  # for failed samples, if any may be skipped
     turns: Turns | None = None  # choose the requests if these do not ascend
     dataset_epoch: int | None = None  # the dataset's own number for it
     saved: Any = None  # the ``LoaderState`` that it resumes from
@@ -216,38 +216,29 @@ class Epoch:
     head: Any = None  # the constant part of its state, once needed
 
     def begin(
-        self, number: int, bookmark: Bookmark = BEGINNING, *, readers: int = 1
+        self, bookmark: Bookmark, *, readers: int = 1, in_order: bool = True
     ) -> None:
         """Start it, from a position: its order is drawn from now on."""
-        self.number = self.counters.epoch = number
+        self.counters.epoch = self.number
         self.order.prepare(self.shuffled)
         if bookmark is not BEGINNING or readers > 1:
             self.bookmark = bookmark
             self.progress = Progress(bookmark, readers=readers)
-
-    @cached_property
-    def policy(self) -> FailurePolicy:
-        """The policy for failed samples; made when first needed."""
-        before = self.bookmark.read() * (self.order.size or 1)
-        return FailurePolicy(self.on_error, self.samples, before)
-
-    @property
-    def failures(self) -> FailurePolicy | None:
-        """The policy for failed samples, if it was needed."""
-        return vars(self).get("policy")
+            if type(self.order) is Order:  # it must be read past them
+                self.dropped = bookmark.beyond
+        if readers > 1 and not in_order:
+            self.turns = Turns(readers, bookmark.done)
 
     def judge(self) -> None:
         """Raise, once, if at the end it turns out that too many samples failed."""
-        if self.progress.is_over and self.failures is not None:
-            self.failures.end()
+        if self.progress.is_over and self.policy is not None:
+            self.policy.end()
 
     def is_untouched(self) -> bool:
         """Tell whether nothing was delivered yet."""
         now, then = self.progress.bookmark(), self.bookmark
         is_there = now.done == then.done and now.beyond == then.beyond
         return is_there and not self.progress.is_over
-
-    # -- what is to be delivered --------------------------------------------------
 
     def requests(self, *, as_lists: bool = True) -> Iterator[IndexBatch]:
         """Return the remaining requests, drawn as they are pulled; called once.
@@ -264,20 +255,12 @@ class Epoch:
         return self._undelivered(batches) if start.beyond else batches
 
     def _undelivered(self, batches: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
-        beyond = self.bookmark.beyond - self.dropped()
+        beyond = self.bookmark.beyond - self.dropped
         for batch in batches:
             if batch.number in beyond:
                 self.progress.pass_over(batch.number, batch.state)
             else:
                 yield batch
-
-    def dropped(self) -> frozenset[int]:
-        """Return the batches that are made but not delivered again.
-
-        A stream must be read past those delivered beyond the position.
-        """
-        is_stream = type(self.order) is Order
-        return self.bookmark.beyond if is_stream else frozenset()
 
     def draws_long(self, number: int) -> bool:
         return self.order.draws_long(number, self.bookmark.done)
@@ -305,39 +288,35 @@ class EpochNumbers:
     def copy(self, sampler: Any) -> "EpochNumbers":
         return EpochNumbers(sampler, self.next, self._shuffled)
 
-    def reserve(self, epoch: Epoch) -> int:
-        """Return the number for a new epoch, and note its order.
+    def reserve(self, epoch: Epoch) -> None:
+        """Number an epoch, and its order: a new one, or as its ``saved`` state does.
 
-        No other iterator has this number; it is free again if one is dropped unused.
+        No other iterator has a new number; it is free again if one is dropped unused.
         """
+        saved, order = epoch.saved, self._order
         with self._lock:
-            number, order = self.next, self._order
-            if order is not None:
-                epoch.shuffled, epoch.seen = self.upcoming(), order.epoch
             self._reserved.discard(epoch)
+            epoch.seen = None if order is None else order.epoch
             driver = None if self._is_chosen else UNDER_WAY.get()
-            if driver is not None:
+            if saved is not None:
+                number, epoch.shuffled = saved.epoch, saved.order.get("epoch")
+                self.next = number + 1
+            elif driver is not None:
                 number = driver.epoch
                 epoch.shuffled = None if order is None else number
-            for one in self._reserved if driver is None else ():
-                number = max(number, one.number + 1)
-                if epoch.shuffled is not None and one.shuffled is not None:
-                    epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
+            else:
+                number = self.next
+                epoch.shuffled = None if order is None else self.upcoming()
+                for one in self._reserved:
+                    number = max(number, one.number + 1)
+                    if epoch.shuffled is not None and one.shuffled is not None:
+                        epoch.shuffled = max(epoch.shuffled, one.shuffled + 1)
             epoch.number = number  # at once: another thread may reserve the next
-            self._reserved.add(epoch)
-            return number
-
-    def reserve_again(self, epoch: Epoch, saved: Any) -> None:
-        """Note the number and the order of an epoch that resumes from a state."""
-        epoch.saved, epoch.number = saved, saved.epoch
-        epoch.shuffled = saved.order.get("epoch")
-        epoch.seen = None if self._order is None else self._order.epoch
-        with self._lock:
-            self.next = epoch.number + 1
             self._reserved.add(epoch)
 
     def release(self, epoch: Epoch) -> None:
-        """Free the number of an epoch that could not start."""
+        """Free the number of an epoch that could not start, and may be retried."""
+        epoch.number = -1
         with self._lock:
             self._reserved.discard(epoch)
 

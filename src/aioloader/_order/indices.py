@@ -30,6 +30,7 @@ from torch.utils.data import (
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import Part
 from aioloader._order.stream_states import checksum
+from aioloader.protocols import set_epoch_of
 
 State: TypeAlias = dict[str, Any]
 WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -93,6 +94,11 @@ class Order:
     def state(self) -> State:
         """Return what makes the order again, ready for JSON."""
         return {}
+
+    @property
+    def is_restorable(self) -> bool:
+        """Whether a state tells what the sampler yields in the next epoch."""
+        return True
 
     def _own(self, found: Any) -> tuple[Any, int, int]:
         """Return our part of a global batch, how many are added, and what place has it.
@@ -195,9 +201,6 @@ def _listed(chunk: torch.Tensor | range) -> list[int]:
     return list(chunk) if isinstance(chunk, range) else chunk.tolist()
 
 
-# -- draws ------------------------------------------------------------------------
-
-
 def packed(state: torch.Tensor) -> State:
     """Return the state of a CPU generator and its seed, ready for JSON."""
     generator = torch.Generator()
@@ -290,9 +293,6 @@ class Draws:
         return {} if self._before is None else {self._key: packed(self._before)}
 
 
-# -- samplers ---------------------------------------------------------------------
-
-
 def nested(sampler: Any) -> Iterator[Any]:
     """Yield a sampler and those it wraps, by the attributes that wrappers use."""
     seen: list[Any] = []
@@ -362,10 +362,12 @@ def epoch_of(part: Any) -> int | None:
     return getattr(_with_epoch(part), "epoch", None)
 
 
-def set_epoch(part: Any, epoch: int | None) -> None:
-    """Set the epoch that ``epoch_of`` returned, if it did."""
-    if epoch is not None and (counts := _with_epoch(part)) is not None:
-        counts.set_epoch(epoch)
+def set_epoch(part: Any, epoch: int | None) -> int | None:
+    """Set the epoch that ``epoch_of`` returned, if it did; return the present one."""
+    counts = _with_epoch(part)
+    if epoch is not None:
+        set_epoch_of(counts, epoch)
+    return getattr(counts, "epoch", None)
 
 
 def _with_epoch(part: Any) -> Any:

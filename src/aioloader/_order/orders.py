@@ -242,6 +242,11 @@ class IteratedOrder(Order):
         epoch = {} if self._epoch is None else {"epoch": self._epoch}
         return self._name | (self._contents or {}) | self._draws.state() | epoch
 
+    @property
+    def is_restorable(self) -> bool:
+        counts = self._epoch is not None or is_stateful(self.sampler)
+        return counts or is_repeatable(self.sampler)
+
 
 def drawing_part_of(sampler: Any) -> Any:
     """Return the sampler with the user's generator, perhaps a wrapped one, or None."""

@@ -110,9 +110,6 @@ def _spell(value: Any, add: Callable[[str], object]) -> None:
             add(str(index(value)))
 
 
-# -- of one rank, and of all ------------------------------------------------------
-
-
 def part_of(state: State, deal: Deal) -> State:
     """Return the part of a state that one rank needs.
 
@@ -236,9 +233,6 @@ def _named(streams: State) -> str:
 def _listed(readers: Sequence[int]) -> str:
     shown = ", ".join(map(str, readers[:8]))
     return shown if len(readers) <= 8 else f"{shown}... ({len(readers)} in all)"
-
-
-# -- the stream that it belongs to ------------------------------------------------
 
 
 Differences: TypeAlias = tuple[list[str], list[str]]

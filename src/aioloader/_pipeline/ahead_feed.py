@@ -71,12 +71,10 @@ class AheadFeed(Feed):
         timeout: float | None = None,
         restarts: bool = False,
     ) -> None:
-        super().__init__(epoch, epoch.requests())
+        super().__init__(epoch)
         self.pipeline: Final = pipeline
         self._results: Final = pipeline.stage or pipeline.ready
         self._asked = 0.0  # when the consumer asked for its batch
-        self._dropped = epoch.dropped()
-        self._turns = epoch.turns
         self._next = epoch.bookmark.done
         self._tuner = pipeline.tuner
         self._window = window if self._tuner is None else self._tuner.begin(window)

@@ -106,8 +106,6 @@ class Controller:
             return self._judge_more(trial, seen)
         return self._judge_less(trial, seen)
 
-    # -- more ------------------------------------------------------------------
-
     def _try_more(self, seen: Observation, why: str = "") -> str | None:
         """Try a greater value if the consumer waits and there is one."""
         if seen.waited < _WAITS or self.value == self.most:
@@ -140,8 +138,6 @@ class Controller:
                 return self._go(after, f"{words}; less is tried")
         return self._take_rest(before, words)
 
-    # -- less ------------------------------------------------------------------
-
     def _judge_less(self, trial: _Trial, seen: Observation) -> str | None:
         """Keep a smaller value if it achieves enough."""
         words = f"less {seen.words(trial.seen)}"
@@ -152,8 +148,6 @@ class Controller:
         self._trial = _Trial(self.value, seen, _GAIN)
         after = max(self.value // 2, self.value - self._step)
         return self._go(after, f"{words}; still less is tried")
-
-    # -- failures ------------------------------------------------------------------
 
     def _relieve_failures(self, seen: Observation) -> str | None:
         """Halve the value, which may be why reads fail."""
@@ -171,8 +165,6 @@ class Controller:
         self._usual_failures = max(seen.failures, trial.seen.failures)
         why = f"with less of it, {seen.failures:.1%} of the reads fail too"
         return self._go(trial.before, why)
-
-    # -- all ------------------------------------------------------------------
 
     def _end_doubling(self, value: int) -> None:
         self._step = max(1, value // 4)
@@ -195,8 +187,6 @@ class Controller:
         _log.info("%s", decision)
         return decision
 
-
-# -- bytes ----------------------------------------------------------------------
 
 _LATEST = 32  # batches whose sizes are remembered
 _EACH = 8  # the first batches, all of which are measured

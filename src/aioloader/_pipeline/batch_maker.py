@@ -214,8 +214,6 @@ class BatchMaker(Recipe):
         self.around, self.reseed = nothing_around, None
         self.seed = self.at = None
 
-    # -- making a batch, in plain code ---------------------------------------------
-
     def make(
         self,
         task: BatchTask,
@@ -399,8 +397,6 @@ class BatchMaker(Recipe):
             return BatchResult(error=error, state=result.state)
         return result
 
-    # -- making a batch, on a loop -------------------------------------------------
-
     async def amake(
         self,
         task: BatchTask,
@@ -503,8 +499,6 @@ class BatchMaker(Recipe):
         with self.around(task):
             self.apply(task)
 
-    # -- reading again, in a thread or on the loop ------------------------------------
-
     async def _again(
         self,
         task: BatchTask,
@@ -580,8 +574,6 @@ class BatchMaker(Recipe):
             return self.retry.is_worth(error)
         except BaseException as own:
             raise raisable(own, "retry")  # noqa: B904  (it keeps its cause)
-
-    # -- failures -----------------------------------------------------------------
 
     def resolve(
         self, stage: str, task: BatchTask, position: int, error: BaseException

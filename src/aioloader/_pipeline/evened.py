@@ -27,13 +27,14 @@ class EvenedQueue(ReadyQueue):
 
     def __init__(
         self,
-        end: SharedEnd,
         talk: Any,
         dropped: frozenset[int],
         readers: int,
+        *,
+        pads: bool,
         **options: Any,
     ) -> None:
-        self.end, self.talk = end, talk
+        self.end, self.talk = SharedEnd(pads), talk
         self._dropped = dropped
         self._readers = readers
         self._errors: list[Exception] = []  # why ranks cannot agree, once needed
@@ -174,8 +175,6 @@ class EvenedFeed(AheadFeed):
             self._fill(lacking)
             self._is_exhausted = True
         return end.is_over() and end.is_agreed
-
-    # -- waiting for the other ranks ----------------------------------------------
 
     def _limit(self) -> float | None:
         limit = super()._limit()

@@ -29,9 +29,8 @@ class InlineFeed(Feed):
     """
 
     def __init__(self, epoch: Epoch, maker: BatchMaker, host: Host | None) -> None:
-        super().__init__(epoch, epoch.requests())
+        super().__init__(epoch)
         self._maker = maker
-        self._dropped = epoch.dropped()
         self._host = host
         self._stream: Stream | None = None
         self._read: Callable[[BatchTask], None] = maker.read
@@ -82,8 +81,10 @@ class GatherFeed(Feed):
     There is no work per sample: it is fast enough for an async consumer's loop.
     """
 
+    _as_lists = False
+
     def __init__(self, tensors: tuple[torch.Tensor, ...], epoch: Epoch) -> None:
-        super().__init__(epoch, epoch.requests(as_lists=False))
+        super().__init__(epoch)
         self._tensors = tensors
         self._next = epoch.bookmark.done
         self._drawing: Future[list[IndexBatch]] | None = None

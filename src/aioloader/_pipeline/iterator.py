@@ -215,6 +215,8 @@ class Steps:
         with self._lock:
             prepare = self.prepare
             if self.feed is None and prepare is not None:
+                if self.engine:
+                    import_modules(self.engine)
                 # Kept at once: it is started again, or released, after an interrupt.
                 feed = self.prepared = self.prepared or prepare(self)
                 if self.prepare is None:  # another thread has closed it meanwhile
@@ -230,6 +232,7 @@ class Steps:
     def prepare_now(self) -> "Feed":
         """Make the feed, which has workers, before the first batch is requested."""
         assert self.prepare is not None
+        import_modules(self.engine)
         self.prepared = self.prepare(self)
         return self.prepared
 

@@ -41,11 +41,9 @@ TURN = 0.001
 class Feed(abc.ABC):
     """Draws the requests of an epoch, and delivers and counts their batches."""
 
-    # Of streams: batches that are not delivered again, and the order of their readers.
-    _dropped: frozenset[int] = frozenset()
-    _turns: "Turns | None" = None
+    _as_lists: bool = True  # whether requests have lists of indices
 
-    def __init__(self, epoch: Epoch, requests: Iterator[IndexBatch]) -> None:
+    def __init__(self, epoch: Epoch) -> None:
         self.counters: Counters = epoch.counters
         self.is_finished: bool = False  # there are no more batches
         self._drawn = 0.0  # seconds of drawing since a batch was last delivered
@@ -53,7 +51,10 @@ class Feed(abc.ABC):
         self.epoch = epoch
         self._records = epoch.counters.records
         self._progress = epoch.progress
-        self._requests = requests
+        self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
+        # Of streams: batches that are not delivered again, the order of their readers.
+        self._dropped: frozenset[int] = epoch.dropped
+        self._turns: Turns | None = epoch.turns
 
     @abc.abstractmethod
     def next(self) -> Any:
@@ -81,8 +82,6 @@ class Feed(abc.ABC):
         if self._was_interrupted:
             text = "the loader was interrupted; start a new iteration"
             raise LoaderClosedError(text) from None
-
-    # -- the end of each batch ------------------------------------------------------
 
     def _deliver(self, batch: Any, state: Any, record: RecordTuple) -> None:
         """Count a batch and record it; note that it was delivered."""
@@ -126,8 +125,6 @@ class Feed(abc.ABC):
             del error  # its traceback has this frame
         return False
 
-    # -- the end --------------------------------------------------------------------
-
     def dismiss(self) -> None:  # noqa: B027  (a default)
         """Start ending; ``close`` and ``aclose`` wait for it."""
 
@@ -162,7 +159,7 @@ class PlainFeed(Feed):
         batched: bool,
         concurrency: int,
     ) -> None:
-        super().__init__(epoch, epoch.requests())
+        super().__init__(epoch)
         self._get = dataset.__getitem__
         self._collate_fn = collate_fn
         self._batched = batched

@@ -139,7 +139,6 @@ class ReadyQueue(Waiters):
         """Return how many results wait for an earlier one."""
         return len(self._early)
 
-    # -- waiting: the consumer operates the pump, if there is one ---------------------
     # Frames of a traceback may hold this queue for long, but must not hold the pump.
 
     def descriptors(self) -> Sequence[int]:

@@ -118,8 +118,6 @@ class Stream:
     def _name(self) -> str:
         return type(self.maker.dataset).__name__
 
-    # -- before the samples of a batch ------------------------------------------------
-
     async def _prepare(self, task: BatchTask, wanted: int) -> None:
         """Open the stream if needed, and advance to the first sample of ``task``."""
         loads, position = self.maker.loads, self._position
@@ -229,8 +227,6 @@ class Stream:
                 dropped -= source.leaves_out  # it has no position
         return dropped
 
-    # -- the samples of a batch -----------------------------------------------------
-
     async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
         assert self._source is not None
@@ -288,8 +284,6 @@ class Stream:
             samples = await self._source.again(lacking)
             task.samples = join([task.samples, samples])
             task.padding = len(samples)
-
-    # -- after the samples of a batch -------------------------------------------------
 
     def _finish(self, task: BatchTask, found: int, wanted: int) -> None:
         """Count the samples of ``task``; set its result if there is no batch."""

@@ -117,8 +117,6 @@ class Tuner:
         self._period = 0.0, 0, 0.0
         self._on_device = 0
 
-    # -- reads, on the loop -------------------------------------------------------
-
     def note_read(self, began: float, *, failures: int, is_busy: bool) -> int:
         """Note that a read has ended; return how many may be in flight.
 
@@ -160,8 +158,6 @@ class Tuner:
             self._has_changed = controller.observe(seen) is not None
             self._round = None
         return controller.value
-
-    # -- batches, in the consumer's thread --------------------------------------------
 
     def begin(self, window: Window) -> Window:
         """Return the window to start with."""

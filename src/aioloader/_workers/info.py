@@ -66,9 +66,6 @@ def get_worker_info() -> WorkerInfo | None:
     return getattr(_HERE, "info", None) or _process
 
 
-# -- before a batch or a sample --------------------------------------------------------
-
-
 def use_batch_rng(task: BatchTask) -> AbstractContextManager[None]:
     """Set ``rng`` to the generators of a batch, in this thread or task."""
     if task.key is not None:
@@ -102,9 +99,6 @@ SEEDS: Final[dict[str, Any]] = {
     "seed": seed_for_sample,
     "at": use_sample_rng,
 }
-
-
-# -- being a worker --------------------------------------------------------------------
 
 
 @contextmanager

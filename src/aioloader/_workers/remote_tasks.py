@@ -167,9 +167,6 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
         pipeline.receive(task, *opened(result, task))
 
 
-# -- errors ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RemoteError:
     """The user's exception, sent from a worker to the loader with its traceback.

@@ -106,8 +106,6 @@ class RayPool(LastingPool):
         self._sent = 0
         self._thread.post(self._place)
 
-    # -- for iterations, from any thread --------------------------------------------
-
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         if not self._thread.post(partial(self._enter, pipeline, task)):
             self._refuse(pipeline)
@@ -179,8 +177,6 @@ class RayPool(LastingPool):
             f"for room in the cluster; each needs {each}"
         )
 
-    # -- in the thread: actors ------------------------------------------------------
-
     def _place(self) -> None:
         try:
             for number in range(self._spec.num_workers):
@@ -233,8 +229,6 @@ class RayPool(LastingPool):
         reference.future().add_done_callback(
             lambda done: self._thread.post(partial(call, done))
         )
-
-    # -- in the thread: requests ----------------------------------------------------
 
     def _enter(self, pipeline: Pipeline, task: BatchTask) -> None:
         if self._is_over:
@@ -299,8 +293,6 @@ class RayPool(LastingPool):
         ticket.answer = None
         self._put_back(ticket)
 
-    # -- in the thread: answers -----------------------------------------------------
-
     def _take(self, seat: _Seat, ticket: _Ticket, answer: Any, done: Done) -> None:
         if ticket.answer is not answer:  # it was recalled
             return
@@ -334,8 +326,6 @@ class RayPool(LastingPool):
     def _put_back(self, ticket: _Ticket) -> None:
         if not ticket.pipeline.is_closing:
             bisect.insort(self._waiting, ticket, key=lambda one: one.number)
-
-    # -- in the thread: the end -----------------------------------------------------
 
     def _end(self) -> None:
         # By now another cluster or none may be connected: Ray then refuses.
