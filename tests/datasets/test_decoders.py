@@ -26,7 +26,7 @@ from aioloader.datasets import (
     TarDataset,
     write_parquet,
 )
-from aioloader.datasets.decoders import _decode
+from aioloader.datasets import decoders as _decode
 from aioloader.errors import DecodeError
 from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree

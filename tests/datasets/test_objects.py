@@ -13,7 +13,7 @@ import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset, Requests, TextDataset
-from aioloader.datasets._stores.flights import Flights
+from aioloader.datasets._stores.options import Flights
 from aioloader.datasets._stores.requests import Server, Tries, UnreachableError
 from aioloader.datasets._stores.stored import Client, StoredObject
 from aioloader.datasets._stores.stores import ObstoreStore

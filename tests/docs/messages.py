@@ -187,10 +187,10 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
-    "datasets/lines/_json.py:": "a reason in 'the line at byte … is damaged'",
-    "datasets/mds/_encodings.py:_array_decoder": "a reason in 'column …'",
-    "datasets/mds/_encodings.py:_list": "a reason in 'the sample at byte …'",
-    "datasets/mds/_encodings.py:_scalar": "a reason in 'the sample at byte …'",
+    "datasets/lines.py:": "a reason in 'the line at byte … is damaged'",
+    "datasets/mds.py:_array_decoder": "a reason in 'column …'",
+    "datasets/mds.py:_list": "a reason in 'the sample at byte …'",
+    "datasets/mds.py:_scalar": "a reason in 'the sample at byte …'",
     "datasets/_sql/session.py:encoded": "caught where a key is looked up",
     "datasets/tar/_archive.py:_read": "a reason in 'is damaged at byte'",
     "datasets/tar/_archive.py:_Archive._read_header": "a reason there too",
@@ -247,7 +247,7 @@ ELSEWHERE = {
         "what the workers need cannot be pickled: …",
     ),
     "datasets/_checks.py:check_same": (
-        "datasets/_write/manifest.py",
+        "datasets/writers.py",
         "… was started with another …; write to another place, or under another name",
     ),
     "datasets/_stores/options.py:open_store": (

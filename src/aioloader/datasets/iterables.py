@@ -33,8 +33,14 @@ from aioloader._base.blocks import (
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Ahead,
+    Cursor,
+    Reading,
+    Replayed,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError

@@ -23,8 +23,13 @@ from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Cursor,
+    Reading,
+    Replayed,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._checks import check_is
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import check_is, names_options
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden

@@ -21,6 +21,7 @@ from typing import (
     Self,
     SupportsIndex,
     TypeAlias,
+    TypedDict,
     TypeVar,
     Unpack,
 )
@@ -28,8 +29,7 @@ from typing import (
 from aioloader._base.outlast import off_loop
 from aioloader._base.records import COUNTERS
 from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
-from aioloader.datasets._checks import check_at_least, check_is
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
@@ -42,11 +42,9 @@ from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.requests import Requests, policy_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
-from aioloader.datasets._streams.cuts import Cuts
-from aioloader.datasets._streams.engine import ByteFormat, Make
-from aioloader.datasets._streams.lane import Lane
+from aioloader.datasets._streams.engine import ByteFormat, Cuts, Make
 from aioloader.datasets._streams.shards import ShardFormat, Summary
-from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
+from aioloader.datasets._streams.weave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
@@ -66,6 +64,27 @@ MAX_SAMPLE_BYTES = 1 << 28
 _MANY = 1 << 10
 # Deals of passes that are cached for all readers here.
 _DEALS = 2
+
+
+class OrderOptions(TypedDict, total=False):
+    """Keywords of every ``ShardedStream``."""
+
+    shuffle: bool
+    seed: int
+    interleave: int
+    deterministic: bool
+    max_bytes: int
+
+
+class StreamOptions(OrderOptions, total=False):
+    """Keywords of every stream whose shards are in a store or on disk."""
+
+    store: "str | os.PathLike[str] | ObjectStore | Source | None"
+    store_options: Mapping[str, Any] | None
+    requests: Requests | None
+    cache: "str | os.PathLike[str] | None"
+    cache_bytes: int
+    unpack_bytes: int
 
 
 class ShardedStream(Stream[Sample_co]):

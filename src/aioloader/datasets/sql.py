@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 import numpy as np
 from torch.utils.data import Dataset
 
-from aioloader.datasets._checks import check_at_least, position_of
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import check_at_least, names_options, position_of
 from aioloader.datasets._sql.address import Address
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (

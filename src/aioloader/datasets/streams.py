@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._checks import check_at_least, check_is, check_token, check_word
-from aioloader.datasets._options import METHODS, names_options
-from aioloader.datasets._streams.cursors import Cursor, Reading, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._checks import (
+    METHODS,
+    check_at_least,
+    check_is,
+    check_token,
+    check_word,
+    names_options,
+)
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.packing import Last, Packed, Strategy
+from aioloader.datasets._streams.packing import Last, Overlong, Packed, Strategy
 from aioloader.datasets._streams.steps import (
     Batched,
     Decoded,
@@ -35,7 +40,6 @@ from aioloader.datasets._streams.steps import (
 )
 from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.datasets._streams.weave import Mixed
-from aioloader.datasets._tokens.packing import Overlong
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import generator_of, is_async_function

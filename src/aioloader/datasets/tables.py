@@ -9,12 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader._base.extras import imported
-from aioloader.datasets._checks import check_word
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._checks import check_word, names_options
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.relation import Infinity, Numeric
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets.sharded import ShardedStream, StoredStream
+from aioloader.datasets.sharded import (
+    OrderOptions,
+    ShardedStream,
+    StoredStream,
+    StreamOptions,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

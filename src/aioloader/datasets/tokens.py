@@ -26,11 +26,15 @@ from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
 from aioloader._base.outlast import in_thread, off_loop
-from aioloader.datasets._checks import check_at_least, check_is, position_of
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import (
+    check_at_least,
+    check_is,
+    names_options,
+    position_of,
+)
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
+from aioloader.datasets._stores.bytes import read_local
 from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.file_bytes import read_local
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
@@ -47,8 +51,8 @@ from aioloader.datasets._tokens.files import (
     index_of,
     megatron_pair,
 )
-from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
-from aioloader.datasets._write.token_sinks import MakeIndex, make_sink
+from aioloader.datasets._tokens.texts import IGNORED, Array, samples_of
+from aioloader.datasets._write.sinks import MakeIndex, make_token_sink
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan
 
@@ -539,7 +543,7 @@ class TokenWriter:
         if format == "megatron":
             code_of(self._dtype)
             address, index = megatron_pair(address)
-        self._sink = make_sink(address, index, hidden(store_options))
+        self._sink = make_token_sink(address, index, hidden(store_options))
         made_of = dict(metadata or {})
         self._sidecar = Sidecar(format, self._dtype.name, self._eos, made_of)
         self.next_sample: int = 0

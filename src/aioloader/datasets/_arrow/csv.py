@@ -23,8 +23,15 @@ import pyarrow as pa
 from pyarrow import compute, csv
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._arrow.files import Decoding, End, Part, TableFormat
-from aioloader.datasets._arrow.reader import Item, Mark, edges
+from aioloader.datasets._arrow.files import (
+    Decoding,
+    End,
+    Item,
+    Mark,
+    Part,
+    TableFormat,
+    edges,
+)
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._streams.shards import Position, Summary
 from aioloader.errors import DatasetError, TruncatedReadError

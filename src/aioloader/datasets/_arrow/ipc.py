@@ -18,13 +18,14 @@ from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
+    Item,
     Part,
     TableFormat,
     check_footer,
     damaged_footer,
+    edges,
 )
 from aioloader.datasets._arrow.ranges import Span
-from aioloader.datasets._arrow.reader import Item, edges
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import MissingEnd, Position

@@ -18,10 +18,15 @@ import pyarrow as pa
 
 from aioloader._base.blocks import Block
 from aioloader._order.ranks import Share
-from aioloader.datasets._arrow.reader import Opened, TableReader, between, edges
+from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Cursor,
+    Reading,
+    Replayed,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.shards import (
     Position,
     ShardFormat,

@@ -18,19 +18,17 @@ from aioloader._base.outlast import off_loop
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
+    Item,
     Part,
     TableFormat,
-    check_footer,
-    damaged_footer,
-)
-from aioloader.datasets._arrow.ranges import RangeFile, Span
-from aioloader.datasets._arrow.reader import (
-    Item,
     TableReader,
     begin_together,
     between,
+    check_footer,
+    damaged_footer,
     edges,
 )
+from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.shards import Position, ShardReader

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._sql.address import Address, retried
-from aioloader.datasets._sql.connection import driver_of
 from aioloader.datasets._sql.postgres import Postgres
 from aioloader.datasets._sql.relation import Infinity, Numeric, Relation, is_list
-from aioloader.datasets._sql.session import Key, Session, Span, SQLReader, encoded
+from aioloader.datasets._sql.session import (
+    Key,
+    Session,
+    Span,
+    SQLReader,
+    driver_of,
+    encoded,
+)
 from aioloader.datasets._sql.sqlite import SQLite
 from aioloader.datasets._streams.shards import ShardFormat
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from aioloader._base.extras import imported
 from aioloader.datasets._sql.address import LostError, retried
-from aioloader.datasets._sql.postgres_values import (
+from aioloader.datasets._sql.postgres import (
     FLAG,
     FLOATS,
     KNOWN,

@@ -6,13 +6,21 @@ database reads it; bytes are hexadecimal.
 """
 
 import abc
-from collections.abc import Callable, Generator, Sequence
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from aioloader.datasets._sql.address import LostError, retried
+from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread, outlast
+from aioloader.datasets._sql.address import LostError, retried, sqlstate_of
 from aioloader.datasets._sql.relation import Relation, select
-from aioloader.datasets._streams.reader import Made, Reader
+from aioloader.datasets._streams.shards import Made, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -20,9 +28,12 @@ if TYPE_CHECKING:
 
     from aioloader._base.blocks import Block
     from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.connection import Connection
     from aioloader.datasets._streams.shards import Position
 
+_LOG = logging.getLogger("aioloader")
+# Seconds for a call of SQLite to end.
+_PATIENCE = 1.0
+T = TypeVar("T")
 Key: TypeAlias = int | str
 # The keys of some rows, and the rows.
 Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
@@ -32,6 +43,144 @@ Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22
 _MOST = 1 << 16
 GROWTH = 8
+
+
+def driver_of(address: "Address") -> Any:
+    """Import the driver for an address; an ImportError says how to install it."""
+    name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
+    imported("pyarrow.compute", "sql", "databases need ADBC")
+    return imported(f"{name}.dbapi", "sql", "databases need ADBC")
+
+
+class Connection:
+    """A connection, opened by its first call, and its thread.
+
+    The thread is a daemon: a query that cannot be stopped must not keep the process
+    from ending. ``cursor``, ``fetch`` and ``batches`` are for functions that run in it.
+
+    ``like`` is an open connection to the same database, whose driver state is shared:
+    PostgreSQL's driver reads all types, which takes ten times as long as connecting.
+    """
+
+    def __init__(self, address: "Address", like: "Connection | None" = None) -> None:
+        self._address = address
+        self._like = like
+        self._adbc: Any = None  # of adbc_driver_manager.dbapi
+        self._is_closed = False
+        self._lock = threading.Lock()  # another thread may clone it
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        self._thread = threading.Thread(
+            target=self._serve, name="aioloader-sql", daemon=True
+        )
+        self._thread.start()
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Return the result of a function, called in the thread after earlier ones."""
+        return await asyncio.wrap_future(self.post(lambda: function(*args)))
+
+    def post(self, call: Callable[[], T]) -> "Future[T]":
+        """Call a function in the thread after earlier ones, without waiting."""
+        future: Future[T] = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._calls.put((future, call))
+        return future
+
+    async def is_lost(self) -> bool:
+        """Return whether the server hung up, after a failure; a file never does."""
+        if not self._address.is_sqlite:
+            try:
+                await self.run(self.fetch, "SELECT 1")
+            except Exception as exc:  # noqa: BLE001  (the question is whether it does)
+                return not sqlstate_of(exc)
+        return False
+
+    async def aclose(self) -> None:
+        """Stop the running call, disconnect, and join the thread, even if cancelled.
+
+        A query of SQLite that cannot be stopped runs on in its thread, which then
+        disconnects; the process may end before.
+        """
+        await in_thread(self._end)
+
+    def _end(self) -> None:
+        if self._pending:
+            # The call may have ended or not started; or the driver, SQLite's, cannot.
+            with contextlib.suppress(Exception):
+                self._adbc.adbc_cancel()
+        self.post(self._close)
+        self._calls.put(None)
+        self._thread.join(_PATIENCE if self._address.is_sqlite else None)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "a query of %r runs on in its thread after the iteration ended: "
+                "SQLite's driver (ADBC) cannot interrupt it; an index on the key, "
+                "or a table of the query's rows, makes it short",
+                self._address.label,
+            )
+
+    # -- in the thread ------------------------------------------------------------
+
+    def cursor(self) -> Any:
+        """Return a new cursor, a context manager."""
+        if self._adbc is None:
+            self._connect()
+        return self._adbc.cursor()
+
+    def fetch(self, sql: str, parameters: Any = ()) -> list[Any]:
+        """Return the rows of a small result."""
+        with self.cursor() as cursor:
+            cursor.execute(sql, parameters or None)
+            rows: list[Any] = cursor.fetchall()
+            return rows
+
+    def batches(
+        self, sql: str, parameters: Any, options: Mapping[str, str]
+    ) -> "Generator[pa.RecordBatch, None, None]":
+        """Yield the rows of a result in columns, read with options of the driver."""
+        with self.cursor() as cursor:
+            cursor.adbc_statement.set_options(**options)
+            cursor.execute(sql, parameters or None)
+            yield from cursor.fetch_record_batch()
+
+    def _serve(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            future, call = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  (raised where it waits)
+                    future.set_exception(error)
+            del waiting, future, call  # nothing is kept until the next call
+
+    def _connect(self) -> None:
+        like, self._like = self._like, None
+        self._adbc = None if like is None else like.cloned()
+        if self._adbc is None:
+            where = self._address.for_driver()
+            self._adbc = driver_of(self._address).connect(where, autocommit=True)
+
+    def cloned(self) -> Any:
+        """Return another connection of ADBC to the database; None if this is closed."""
+        with self._lock:
+            if self._is_closed or self._adbc is None:
+                return None
+            clone = self._adbc.adbc_clone()
+            clone.adbc_connection.set_autocommit(True)
+            return clone
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._adbc is not None:
+                self._adbc.close()
+
+
+async def close_all(connections: Iterable[Connection]) -> None:
+    """Close connections in parallel; all of them, even if cancelled."""
+    await outlast(asyncio.gather(*(one.aclose() for one in connections)))
 
 
 class Span(NamedTuple):

@@ -14,15 +14,16 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._sql.connection import Connection, close_all
-from aioloader.datasets._sql.postgres_values import selection
+from aioloader.datasets._sql.postgres import selection
 from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
     GROWTH,
+    Connection,
     Key,
     Scan,
     Session,
     Span,
+    close_all,
     encoded,
     fitting,
 )

@@ -1,21 +1,36 @@
-"""The bytes of one shard, read ahead in large pieces, in order.
+"""The bytes of one shard, in order: of an object, or of a file.
 
 An object comes by ranged requests, several in flight; the first ones are smaller, so
 that samples come soon. At most the budget is held. Every piece is checked against the
-size and version that came with the first.
+size and version that came with the first. A file is read in a thread, or without one
+where it is in the page cache.
 """
 
 import asyncio
+import os
 import sys
 from collections import deque
+from collections.abc import Callable
+from io import FileIO
+from typing import Any, TypeVar
 
+import aiofiles
+import numpy as np
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import cancel
-from aioloader.datasets._stores.failures import NoRangesError
+from aioloader._base.outlast import cancel, in_thread, outlast
+from aioloader.datasets._stores.failures import NoRangesError, file_failure, truncated
 from aioloader.datasets._stores.stored import StoredObject
 from aioloader.datasets._stores.stores import WholeObject
-from aioloader.datasets._stores.versions import NOTHING, Known, Piece, Version
+from aioloader.datasets._stores.versions import (
+    NOTHING,
+    Known,
+    Piece,
+    Version,
+    changed,
+    opener,
+    version_of_file,
+)
 
 _LARGEST = 8 << 20
 SMALLEST = 1 << 16
@@ -24,6 +39,13 @@ SMALLEST = 1 << 16
 _AHEAD, _WORTHWHILE = 15, 1 << 20
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
 START_DIVISOR = 8
+T = TypeVar("T")
+
+# A piece of a file fits into one core's cache, where it is parsed; several are worth
+# the switch to a thread.
+_FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
+# A piece read without a thread: parsing it must not hold the loop for long.
+_CACHED_PIECE = 1 << 17
 
 
 class ObjectBytes:
@@ -145,3 +167,145 @@ class ObjectBytes:
         if self.version is None:
             self._known.check(self._object.location, version, self._start)
             self.version = version
+
+
+class FileBytes:
+    """A file's bytes, opened by ``aiofiles`` and read into one buffer."""
+
+    def __init__(
+        self,
+        path: str,
+        start: int,
+        budget: int,
+        known: Known = NOTHING,
+        stop: int | None = None,
+    ) -> None:
+        self.version: Version | None = None  # until it is open
+        self._path, self._known = path, known
+        self._at, self._stop = start, sys.maxsize if stop is None else stop
+        # Bytes best read in one thread call; parsed data needs room besides the buffer.
+        self.at_once: int = max(SMALLEST, min(_FILE_PIECES, budget // 2))
+        self._length = min(_FILE_PIECE, self.at_once)
+        self._buffer = memoryview(b"")
+        self._file: Any = None
+
+    def begin(self) -> None:
+        """Do nothing: a file needs no request."""
+
+    def bytes_ahead(self) -> int:
+        """Return 0: a file is read on demand."""
+        return 0
+
+    async def read(self) -> Buffer:
+        return await self.use(lambda read: read())
+
+    async def use(self, function: Callable[[Callable[[], Buffer]], T]) -> T:
+        """Return what ``function`` makes of the next pieces, in the same thread.
+
+        Its argument reads one piece, which is valid until the next one is read. One
+        thread call is cheaper than one per piece, and pieces stay in that core's cache.
+        """
+        await self.open()
+        return await in_thread(function, self.read_here)
+
+    async def open(self) -> None:
+        if self._file is None:
+            try:
+                await outlast(asyncio.create_task(self._open()))
+            except OSError as error:
+                raise file_failure(self._path, error) from error
+
+    def is_draining(self) -> bool:
+        """Return whether the end is near."""
+        return self.version is not None and self._at >= self._stop
+
+    async def aclose(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            await outlast(asyncio.ensure_future(file.close()))
+
+    async def _open(self) -> None:
+        # Unbuffered: large reads need no second copy.
+        self._file = await aiofiles.open(self._path, "rb", buffering=0, opener=opener)
+        version = version_of_file(self._file.fileno())
+        if self._at or self._known is not NOTHING:
+            self._known.check(self._path, version, self._at)
+        self.version, self._stop = version, min(version.size, self._stop)
+        if self._at:
+            await self._file.seek(self._at)
+
+    def read_here(self, *, is_cached: bool = False) -> Any:
+        """Return the next piece of the open file, which must be unchanged.
+
+        Without a thread it is a small one, ``is_cached``; None if that might wait, for
+        a disk or network.
+        """
+        assert self.version is not None
+        size, most = self.version.size, self._length
+        if is_cached:
+            most = min(_CACHED_PIECE, most)
+        if not self._buffer:
+            # Not mapped: once the C library has freed a block of this size, it keeps as
+            # much for samples, which otherwise cost up to a page fault per 4 KB.
+            self._buffer = np.empty(min(_FILE_PIECES, size), np.uint8).data
+        wanted = min(most, max(0, self._stop - self._at))
+        # The file of aiofiles would use another thread.
+        file: int = self._file.fileno()
+        try:
+            read = _read_cached if is_cached else _read_into
+            length = read(file, self._buffer[:wanted]) if wanted else 0
+            if length is None:
+                return None
+            now = version_of_file(file)
+        except OSError as error:
+            raise file_failure(self._path, error) from error
+        self._at += length
+        if now != self.version:
+            raise changed(self._path, self.version, now)
+        if wanted and not length:
+            raise truncated(self._path, size, self._at, "")
+        return self._buffer[:length]
+
+
+def _read_into(file: int, buffer: memoryview) -> int:
+    return FileIO(file, closefd=False).readinto(buffer) or 0
+
+
+def _read_cached(file: int, buffer: memoryview) -> int | None:
+    """Read what is in the page cache; None if nothing is, or that cannot be known.
+
+    Linux 5.9 and 5.10 may return 0 before the end: then it is not known, either.
+    """
+    try:
+        # -1: where the file is at
+        return os.preadv(file, [buffer], -1, os.RWF_NOWAIT) or None
+    except (AttributeError, OSError):  # no Linux; a file system that may always wait
+        return None
+
+
+def bounds(start: int, stop: int, size: int) -> tuple[int, int]:
+    return max(0, start + size) if start < 0 else start, stop or size
+
+
+def read_local(
+    path: str, start: int, stop: int, version: Version | None
+) -> tuple[bytes, Version]:
+    """Return some bytes of a local file, and its version, as ``Places.part``."""
+    try:
+        with open(path, "rb", buffering=0, opener=opener) as file:
+            current = version_of_file(file.fileno())
+            start, stop = bounds(start, stop, current.size)
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError as error:
+        raise file_failure(path, error) from error
+    Known(version).check(path, current)
+    return checked(data, stop - start, path), current
+
+
+def checked(data: bytes, expected: int, location: str) -> bytes:
+    if len(data) != expected:
+        raise truncated(
+            location, expected, len(data), ": it was rewritten; start again"
+        )
+    return data

@@ -33,10 +33,15 @@ from aioloader.datasets._stores.addresses import (
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import ObjectBytes
+from aioloader.datasets._stores.bytes import (
+    FileBytes,
+    ObjectBytes,
+    bounds,
+    checked,
+    read_local,
+)
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure
-from aioloader.datasets._stores.file_bytes import FileBytes, bounds, checked, read_local
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop

@@ -24,8 +24,14 @@ from aioloader.datasets._stores.failures import (
     no_ranges,
     truncated,
 )
-from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
-from aioloader.datasets._stores.options import Options, check_no_options, open_store
+from aioloader.datasets._stores.options import (
+    Flights,
+    Options,
+    check_no_options,
+    import_obstore,
+    obstore_errors,
+    open_store,
+)
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     OF_A_URL,

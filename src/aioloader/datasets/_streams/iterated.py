@@ -22,8 +22,7 @@ from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._streams.agreement import Agreement, StoreTalk
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
-from aioloader.datasets._streams.descriptions import fitted
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, fitted
 from aioloader.datasets._streams.readers import Alone, Reader, Readers
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator, Outline, OwnStream

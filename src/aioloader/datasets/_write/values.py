@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader.datasets.decoders._decode import encode, is_buffer
+from aioloader.datasets.decoders import encode, is_buffer
 from aioloader.datasets.tar._archive import split_name
 
 _BLOCK = 512

@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._checks import check_at_least, check_word
-from aioloader.datasets._options import StreamOptions, names_options
+from aioloader.datasets._checks import check_at_least, check_word, names_options
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._streams.cuts import CannotCutError, Cuts, nearest, read_whole
-from aioloader.datasets._streams.engine import Feed, Kind
+from aioloader.datasets._streams.engine import (
+    CannotCutError,
+    Cuts,
+    Feed,
+    Kind,
+    nearest,
+    read_whole,
+)
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream
+from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream, StreamOptions
 from aioloader.datasets.tar._archive import samples
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
