@@ -138,7 +138,6 @@ def names_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _unknown(function: Callable[..., Any], first: object, name: str) -> TypeError:
-    """Return the error for an option unknown to ``function(first, ...)``."""
     label, functions = function.__qualname__, [function]
     if function.__name__ == "__init__":
         label = type(first).__name__

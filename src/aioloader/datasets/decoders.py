@@ -100,8 +100,6 @@ def _is_plain(data: bytes) -> bool:
     return data.startswith(_JPEG)
 
 
-# -- other members ----------------------------------------------------------------
-
 _NUMBER = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 _JSON = frozenset({"json", "jsn"})
 

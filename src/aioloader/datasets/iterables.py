@@ -110,8 +110,6 @@ def _repeats(source: Any) -> bool:
 
 
 class _Iterable(Stream[Any]):
-    """A stream of the samples of a plain or async iterable."""
-
     def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
         self._source, self._is_async = source, is_async

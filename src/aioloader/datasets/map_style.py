@@ -174,8 +174,6 @@ class _Position(Replayed):
 
 
 class _Awaited(_Position, MappedAsync):
-    """Reads samples by a coroutine for each, many at a time."""
-
     kind = "from_dataset"
 
 

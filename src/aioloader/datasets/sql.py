@@ -179,8 +179,6 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
     async def _release(self) -> None:
         await self.aclose()
 
-    # -- how ----------------------------------------------------------------------
-
     @property
     def _label(self) -> str:
         return f"{self._relation.label} of {self._address.label!r}"

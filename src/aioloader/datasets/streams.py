@@ -74,8 +74,6 @@ class Stream(Iterated[Sample_co]):
                 raise AttributeError(f"{kind} has no {name!r}: {METHODS[name]}")
             return object.__getattribute__(self, name)
 
-    # -- steps --------------------------------------------------------------------
-
     @names_options
     def map(
         self, function: Callable[[Any], Any], *, concurrency: int = 64
@@ -345,9 +343,6 @@ def _check_function(function: object, *unfit: str) -> None:
         )
 
 
-# -- streams made of streams ------------------------------------------------------
-
-
 class _Step(Stream[Any]):
     """A stream made of another one by a step, whose cursor is of the class ``step``.
 
@@ -393,8 +388,6 @@ class _Step(Stream[Any]):
 
 
 class _Repeat(_Step):
-    """A repeated stream."""
-
     def __init__(self, upstream: Stream[Any], times: int | None) -> None:
         super().__init__(upstream, Repeated, {"times": times})
         self.is_endless |= times is None
@@ -423,8 +416,6 @@ def _repeats(stream: Stream[Any]) -> int:
 
 
 class _EpochLength(_Step):
-    """A stream with epochs of a given length."""
-
     _tail: Tail = "uneven"
 
     def __init__(self, upstream: Stream[Any], count: int) -> None:

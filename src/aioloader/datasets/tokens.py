@@ -241,8 +241,6 @@ class TokenDataset(Dataset[Any]):
     async def __aexit__(self, *exc_info: object) -> None:
         """Release them."""
 
-    # -- how ----------------------------------------------------------------------
-
     def _find(
         self,
         find: Find,
@@ -470,9 +468,6 @@ def _announce(mapped: Buffer, start: int, length: int) -> None:
     if _ADVISES and isinstance(mapped, mmap.mmap):
         offset = start % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
-
-
-# -- writing ------------------------------------------------------------------------
 
 
 class TokenWriter:

@@ -104,7 +104,6 @@ class _Manifest:
         return f"{self.name}-{len(self.shards):06d}.{self.ending}"
 
     def and_then(self, samples: int, size: int, schema: str) -> "_Manifest":
-        """Return the manifest with one more shard."""
         entry = _Entry(self.next_shard, samples, size)
         return replace(self, shards=(*self.shards, entry), schema=schema)
 
@@ -388,8 +387,6 @@ class ShardWriter(abc.ABC):
         count = len(self._manifest.shards)
         place = f"{self._sink.label!r}, {self._manifest.name!r}"
         return f"{type(self).__name__}({place}, {count} shards)"
-
-    # -- the format ---------------------------------------------------------------
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:

@@ -223,8 +223,6 @@ class CSVFormat(TableFormat):
         is_packed = _packing(self.places.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
 
-    # -- beginnings of files --------------------------------------------------------
-
     async def _read_end(self, address: str, location: str) -> End:
         packing, version = _packing(location), await self.places.version(address)
         size = version.size
@@ -272,7 +270,6 @@ class CSVFormat(TableFormat):
         return checked(pa.schema([(name, types[name]) for name in names])), start
 
     def _names_in(self, line: bytes, location: str) -> list[str]:
-        """Return the values of the first line."""
         text = f"{location!r} has no first line with the names of columns"
         if not line.strip():
             raise DatasetError(
@@ -319,8 +316,6 @@ class CSVFormat(TableFormat):
             return types
         return types
 
-    # -- reading --------------------------------------------------------------------
-
     def _unit(self, part: Sequence[Any]) -> str:
         return f"the lines from byte {part[0]:,} on" if any(part) else ""
 
@@ -359,8 +354,6 @@ class CSVFormat(TableFormat):
 
 
 class Lines(NamedTuple):
-    """The lines of a range of a file."""
-
     dialect: Dialect
     parse: Callable[[bytes], pa.Table]  # of whole lines
     names: Sequence[str]  # of all their columns
@@ -448,9 +441,6 @@ class Lines(NamedTuple):
         return Bad(failure)
 
 
-# -- types ---------------------------------------------------------------------------
-
-
 def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
     """Return whether a column that pyarrow reads as floats has integers only."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
@@ -465,9 +455,6 @@ def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
     except ValueError:
         return pa.int64()
     return pa.uint64()
-
-
-# -- compressed files --------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -510,7 +497,6 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
 
 
 def _packing(location: str) -> str | None:
-    """Return how a file of this name is compressed, if it is."""
     ending = location.rpartition(".")[2].lower()  # a label has no query
     if ending in _NOT_READ:
         known = ", ".join(f".{one}" for one in _PACKED)

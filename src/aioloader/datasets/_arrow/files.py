@@ -71,8 +71,6 @@ Item: TypeAlias = pa.RecordBatch | Bad | Mark
 
 
 class Opened(NamedTuple):
-    """An open shard."""
-
     items: Callable[[], Iterator[Item]]  # starts decoding, in a thread
     # Makes the rows to deliver from a checked batch.
     rows_of: Callable[[pa.RecordBatch], pa.RecordBatch]
@@ -376,8 +374,6 @@ class TableFormat(ShardFormat[Part]):
         self._versions: dict[str, Version] = {}
         self._schemas: deque[pa.Schema] = deque(maxlen=_SCHEMAS)
 
-    # -- shards ---------------------------------------------------------------------
-
     async def shards(
         self, stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Part]:
@@ -465,8 +461,6 @@ class TableFormat(ShardFormat[Part]):
         """Return a shard in parts; a part's reader also decodes the rows before it."""
         return [(*shard, number, count) for number in range(count)]
 
-    # -- ends of files --------------------------------------------------------------
-
     async def _known_end(self, address: str) -> End:
         end = self._kept.get(address)
         if end is None:
@@ -502,7 +496,6 @@ class TableFormat(ShardFormat[Part]):
         return found
 
     def _with_name(self, schema: pa.Schema, address: str) -> pa.Schema:
-        """Return the columns of a file, and those in its name."""
         if not self._partitions:
             return schema
         return self._partitions.added(schema, self.places.name(address))
@@ -512,8 +505,6 @@ class TableFormat(ShardFormat[Part]):
         if not self._partitions:
             return None
         return self._partitions.condition(self.places.name(address), own)
-
-    # -- reading --------------------------------------------------------------------
 
     def open(self, shard: Part, position: Position, budget: int) -> TableReader:
         address, *part = shard
@@ -593,7 +584,6 @@ def damaged_footer(place: str, location: str, error: Exception) -> DatasetError:
 
 
 def check_footer(length: int, room: int, size: int, location: str) -> None:
-    """Check that a file of ``size`` bytes has ``room`` for its footer."""
     if not 0 < length <= room:
         raise DatasetError(
             f"{location!r} is damaged: its footer has {length:,} bytes, the whole file "

@@ -78,8 +78,6 @@ class ArrowFormat(TableFormat):
             for part in range(parts)
         ]
 
-    # -- ends of files --------------------------------------------------------------
-
     async def _read_end(self, address: str, location: str) -> End:
         footer, version = await self._tail(address, _footer_length)
         if footer:
@@ -139,8 +137,6 @@ class ArrowFormat(TableFormat):
             text += f": it may be cut short at {size:,} bytes"
             raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
-
-    # -- reading --------------------------------------------------------------------
 
     def _unit(self, part: Sequence[Any]) -> str:
         first, stop, *_ = part
@@ -238,7 +234,6 @@ def _blocks(footer: bytes, size: int, count: int) -> list[list[Span]]:
 def _streamed(
     file: pa.NativeFile, options: Any, location: str, missing_end: MissingEnd
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a stream; check its end."""
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:

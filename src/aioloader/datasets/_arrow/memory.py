@@ -50,8 +50,6 @@ Row: TypeAlias = dict[str, Any]
 
 
 class MemoryFormat(ShardFormat[Range]):
-    """Ranges of rows of a table."""
-
     def __init__(self, table: pa.Table, wanted: Wanted) -> None:
         self._table = table
         self._wanted = wanted.checked(table.schema, "the table")
@@ -109,7 +107,6 @@ class FragmentFormat(ShardFormat):
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> "list[Piece]":
-        """Return the fragments that may have wanted rows."""
         return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
@@ -131,7 +128,6 @@ class FragmentFormat(ShardFormat):
         return found or list(self._dataset.get_fragments())[:1]
 
     def summary(self, shards: "Sequence[Piece]") -> Summary:
-        """Return the number of fragments, and a checksum of their files' names."""
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
@@ -288,7 +284,6 @@ class StreamCursor(Replayed):
 
 
 def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of any object with Arrow data."""
     if isinstance(source, pa.RecordBatch):
         yield source
     elif hasattr(source, "__arrow_c_stream__"):

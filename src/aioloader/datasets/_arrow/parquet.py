@@ -52,8 +52,6 @@ _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """The metadata at the end of a file."""
-
     metadata: pq.FileMetaData
     # Numbers of the wanted leaf columns, once looked up; a nested column has several.
     leaves: list[int] | None = None

@@ -149,7 +149,6 @@ class Ranges:
         self._ask_ahead()
 
     def is_draining(self) -> bool:
-        """Return whether the whole plan was requested."""
         return self._is_closed or self._next >= len(self._plan)
 
     async def aclose(self) -> None:

@@ -42,8 +42,6 @@ Column: TypeAlias = Values | pa.Array
 _NOT_IN_PYTHON = OverflowError, ValueError, LookupError
 _DAY = np.timedelta64(1, "D")
 
-# -- columns ------------------------------------------------------------------------
-
 
 class Part(NamedTuple):
     """Rows from ``start`` to before ``stop`` of columns of one length."""
@@ -245,7 +243,6 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def _columns_of(parts: Iterable[Part]) -> Iterable[tuple[Column, ...]]:
-    """Return the parts of each column, as views."""
     return zip(*map(Part.cut, parts), strict=True)
 
 
@@ -317,7 +314,6 @@ def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
 
 
 def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
-    """Return a column as an Arrow array of its type."""
     if not isinstance(column, np.ndarray):
         return column
     if column.ndim == 1:
@@ -331,9 +327,6 @@ def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
     else:  # pyarrow would divide by the length of a list, which may be 0
         lists = pa.array([[]] * len(column), storage)
     return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
-
-
-# -- numbers of one shape -----------------------------------------------------------
 
 
 def fixed_of(kind: pa.DataType) -> Dtype | None:
@@ -405,9 +398,6 @@ def _shaped(flat: Values, array: pa.Array, fixed: Dtype) -> Values:
 def _valid(array: pa.Array) -> Flags:
     found: Flags = array.is_valid().to_numpy(zero_copy_only=False)
     return found
-
-
-# -- batches ------------------------------------------------------------------------
 
 
 def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
@@ -486,9 +476,6 @@ def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
         return torch.from_numpy(whole)
     np.concatenate(arrays, out=out.numpy())
     return out
-
-
-# -- rows ---------------------------------------------------------------------------
 
 
 def values_of(column: Column) -> list[Any]:

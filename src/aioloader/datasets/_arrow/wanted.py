@@ -305,8 +305,6 @@ class Wanted:
             "filters": None if self.filters is None else self.filters.describe(),
         }
 
-    # -- a listing ------------------------------------------------------------------
-
     def start(self, first: pa.Schema, location: str) -> Self:
         """Start a table with a file; on a copy, while others are reading."""
         given = self.given
@@ -384,8 +382,6 @@ class Wanted:
         self.add(schema, location, is_late=True)
         return self
 
-    # -- reading --------------------------------------------------------------------
-
     def present(self, schema: pa.Schema) -> list[str]:
         """Return which of the columns a file itself has."""
         known = {*schema.names}
@@ -429,9 +425,6 @@ class Wanted:
                     location=location,
                 )
         return batch
-
-
-# -- columns -----------------------------------------------------------------------
 
 
 def checked(schema: pa.Schema | pa.DataType) -> Any:
@@ -483,9 +476,6 @@ def _field_of(schema: pa.Schema, name: str, location: str) -> pa.Field:
         f"{location!r} has {what} {name!r}; its columns are {known}{more}",
         location=location,
     )
-
-
-# -- types -------------------------------------------------------------------------
 
 
 def without_view(kind: pa.DataType) -> pa.DataType:

@@ -120,7 +120,6 @@ class Address:
 
     @property
     def path(self) -> str:
-        """The absolute path of the file."""
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
@@ -164,7 +163,6 @@ class Address:
             )
 
     def scrub(self, text: str) -> str:
-        """Return ``text`` without any secret of this address."""
         for match in _SECRET.finditer(revealed(self._sealed)):
             value = match["account"] or match["value"]
             text = text.replace(unquote(value), "***").replace(value, "***")

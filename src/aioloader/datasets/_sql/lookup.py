@@ -123,8 +123,6 @@ class Lookup(abc.ABC):
 
 
 class SQLiteLookup(Lookup):
-    """Rows of a file."""
-
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._begin()
@@ -320,7 +318,6 @@ class PostgresLookup(Lookup):
 
 
 def import_asyncpg() -> Any:
-    """Import asyncpg; an ImportError says how to install it."""
     return imported("asyncpg", "sql", "SQLRows of PostgreSQL needs asyncpg")
 
 

@@ -173,7 +173,6 @@ def types_by_parts(
 def infinite_error(
     relation: Relation, key: Any, name: str, location: str
 ) -> DatasetError:
-    """Return the error for a row with an infinite date in a column."""
     return DatasetError(
         f"the row of {relation.label} with {relation.key} = {key!r} has an infinite "
         f"date in column {name!r}, which neither Arrow nor Python can represent; read "
@@ -197,8 +196,6 @@ def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatc
 
 
 class Postgres(Session):
-    """One iteration over a relation in a PostgreSQL server."""
-
     _sign = "$"
 
     def __init__(self, *given: Any) -> None:

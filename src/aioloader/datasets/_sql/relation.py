@@ -90,7 +90,6 @@ class Relation:
         }
 
     def table(self) -> str:
-        """Return the quoted name of a table."""
         parts: list[str] = []
         at = 0
         while match := _PART.match(self.text, at):
@@ -147,5 +146,4 @@ def column(name: str) -> str:
 
 
 def select(what: str, rows: str, *more: str) -> str:
-    """Return a statement; all names in it are quoted."""
     return " ".join(("SELECT", what, "FROM", rows, *more))

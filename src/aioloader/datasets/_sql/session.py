@@ -46,7 +46,6 @@ GROWTH = 8
 
 
 def driver_of(address: "Address") -> Any:
-    """Import the driver for an address; an ImportError says how to install it."""
     name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
     imported("pyarrow.compute", "sql", "databases need ADBC")
     return imported(f"{name}.dbapi", "sql", "databases need ADBC")
@@ -124,7 +123,6 @@ class Connection:
     # -- in the thread ------------------------------------------------------------
 
     def cursor(self) -> Any:
-        """Return a new cursor, a context manager."""
         if self._adbc is None:
             self._connect()
         return self._adbc.cursor()
@@ -200,8 +198,6 @@ class Span(NamedTuple):
 
 
 class Session(abc.ABC):
-    """One iteration."""
-
     address: "Address"
     relation: Relation
     deadline: float

@@ -63,8 +63,6 @@ _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
 class SQLite(Session):
-    """One iteration over a relation in an SQLite file."""
-
     _sign = "?"
 
     def __init__(self, *given: Any) -> None:
@@ -204,7 +202,6 @@ class SQLite(Session):
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
     def _declared(self, connection: Connection) -> dict[str, str]:
-        """Return the columns and their declared types."""
         rows = self.relation.select("*")
         if self.relation.parameters:  # a view cannot have parameters
             with connection.cursor() as cursor:
@@ -218,7 +215,6 @@ class SQLite(Session):
         return {str(row[1]): str(row[2] or "").upper() for row in found}
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
-        """Find the columns' Arrow types, and the bytes of a row."""
         row: list[Any] = []
         for at in range(0, len(declared), _MOST_COLUMNS):
             row += self._facts(connection, [*declared][at : at + _MOST_COLUMNS])
@@ -258,7 +254,6 @@ class SQLite(Session):
         return _type_of(found[0], "") if found else nothing
 
     def _check_key(self, connection: Connection) -> None:
-        """Find the one type of all keys."""
         self._refuse_keys(connection, "IS NULL", "NULL")
         # Types are sorted one after the other, so both ends show all of them.
         ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]

@@ -123,7 +123,6 @@ class ObjectBytes:
         await cancel(pieces)
 
     async def _next_chunk(self, whole: WholeObject) -> Buffer:
-        """Return the next part of the whole object, after the start."""
         while True:
             piece = await whole.read()
             self._learn(piece.version)
@@ -216,7 +215,6 @@ class FileBytes:
                 raise file_failure(self._path, error) from error
 
     def is_draining(self) -> bool:
-        """Return whether the end is near."""
         return self.version is not None and self._at >= self._stop
 
     async def aclose(self) -> None:

@@ -139,8 +139,6 @@ class CacheDir:
     def __repr__(self) -> str:
         return f"CacheDir({self.directory!r}, max_bytes={self.max_bytes})"
 
-    # -- the limit ------------------------------------------------------------------
-
     def _has_room(self, size: int) -> bool:
         """Return whether ``size`` bytes may be added now, after a scan if it is due.
 

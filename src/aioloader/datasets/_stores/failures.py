@@ -176,7 +176,6 @@ def _kind_of(exc: Exception, reason: Reason) -> type[DatasetError]:
 def truncated(
     location: str, expected: int, received: int, what: str = " announced"
 ) -> TruncatedReadError:
-    """Return the error for a read of another length than expected."""
     return TruncatedReadError(
         f"{location!r} gave {received:,} of {expected:,} bytes{what}",
         location=location,
@@ -194,7 +193,6 @@ def compressed(location: str, coding: str) -> DatasetError:
 
 
 def file_failure(path: str, cause: Exception) -> DatasetError:
-    """Return the DatasetError for a file that cannot be read."""
     match cause:
         case FileNotFoundError():
             return ObjectNotFoundError(f"no such file: {path!r}", location=path)

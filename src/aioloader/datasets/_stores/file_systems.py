@@ -209,7 +209,6 @@ def _reads_ahead(system: Any) -> bool:
 
 
 def _version_of(info: dict[str, Any]) -> Version:
-    """Return the version in what a file system knows of a file."""
     tag = next((info[name] for name in _TAGS if info.get(name)), None)
     time = next((info[name] for name in _TIMES if info.get(name)), None)
     if isinstance(time, datetime):

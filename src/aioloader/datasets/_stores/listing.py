@@ -66,7 +66,6 @@ class Listing(Iterable[str]):
         return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
-        """Return the size of a key, in bytes; None if it is not listed."""
         at = bisect_left(self.keys, key)
         is_found = at < len(self.keys) and self.keys[at] == key
         return int(self.sizes[at]) if is_found else None

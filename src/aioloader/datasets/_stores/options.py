@@ -42,7 +42,6 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def import_obstore() -> ModuleType:
-    """Import obstore, or raise an ImportError that says how to install it."""
     if sys.modules.get("obstore.store") is None:  # each request asks for it
         imported("obstore.store", "objects", "object stores and HTTP need obstore")
     return sys.modules["obstore"]
@@ -126,13 +125,11 @@ def hidden(options: Mapping[str, Any] | None) -> Options:
 
 
 def check_no_options(path: str, options: Options) -> None:
-    """Check that local files have no options."""
     if names := ", ".join(revealed(options)):
         raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 
 
 def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Return the store of a URL, not of local files."""
     if (text := _complaint(options)) is None:
         try:
             return _made(url, options)

@@ -119,8 +119,6 @@ class Places:
         if self._per_loop is not None:
             self._per_loop.here().users += 1
 
-    # -- addresses ----------------------------------------------------------------
-
     async def expand(self, patterns: Any) -> Listed:
         """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
 
@@ -198,15 +196,12 @@ class Places:
         return self._per_loop.here()
 
     def _store_of(self, address: Address) -> tuple[Store, str]:
-        """Return the store of an address, and the key in it."""
         if self._base is not None:
             return self._base, address
         root, key = split(address)
         if root not in self._stores:
             self._stores[root] = store_of(root, self._options)
         return self._stores[root], key
-
-    # -- bytes --------------------------------------------------------------------
 
     def open(
         self,
@@ -234,7 +229,6 @@ class Places:
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
-        """Return a range of an object."""
         return await self._object(address).read(start, stop, version)
 
     async def part(

@@ -147,8 +147,6 @@ class Store(Server, abc.ABC):
 
 
 class OwnStore(Store):
-    """A user's source."""
-
     def __init__(self, source: Source) -> None:
         label = str(source.label)
         if "://" in label:

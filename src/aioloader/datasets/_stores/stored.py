@@ -99,8 +99,6 @@ class StoredObject:
         assert isinstance(self._store, ObstoreStore)  # no other lacks them
         return WholeObject(self._store, self._key, self._client.tries)
 
-    # -- ranges ---------------------------------------------------------------------
-
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
         """Return a range within one block, at a version; less at the object's end."""
         if self._cache is None:
@@ -167,7 +165,6 @@ class StoredObject:
             await asyncio.to_thread(self._cache.put, f"{self._name}\n{what}", data)
 
     def _warn(self, reason: str) -> None:
-        """Warn once for a store and a cache, in this process."""
         if self._cache is not None:
             warn_once(self._cache, self._store.label, f"the server {reason}")
 

@@ -136,8 +136,6 @@ class ObstoreStore(Store):
             with contextlib.suppress(DatasetError):
                 self._made = os.getpid(), Sealed(self._make(), "")
 
-    # -- the store ------------------------------------------------------------------
-
     def _opened(self) -> "ObjectStore | None":
         """Return the store, if there is one in this process."""
         _claim_runtime()
@@ -192,7 +190,6 @@ class ObstoreStore(Store):
         self._made = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may contain."""
         if self.label == "memory://" and self._given is not None:
             raise pickle.PicklingError(
                 "a MemoryStore is of one process: use worker threads"
@@ -203,8 +200,6 @@ class ObstoreStore(Store):
         # Not at the first read: that runs on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
-
-    # -- requests -------------------------------------------------------------------
 
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
@@ -266,8 +261,6 @@ class ObstoreStore(Store):
         if is_final or reason.status in FINAL:
             return RefusedError(failure)
         return UnreachableError(failure) if reason.is_unreachable else failure
-
-    # -- the whole ------------------------------------------------------------------
 
     async def whole(self, key: str, size: int) -> "Bytes":
         """Return all of an object: by one ranged request if its size is known."""
@@ -415,9 +408,6 @@ class WholeObject:
         return Piece(chunk, self._version)
 
 
-# -- names of stores --------------------------------------------------------------
-
-
 def _misplaced(store: Any, options: Options) -> TypeError:
     return TypeError(
         f"{', '.join(revealed(options))}: store_options are for a URL; pass them to "
@@ -426,7 +416,6 @@ def _misplaced(store: Any, options: Options) -> TypeError:
 
 
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
-    """Yield the names of secrets in a store that the caller made."""
     if carries_secret(getattr(store, "url", "")):
         yield OF_A_URL
     for name in ("config", "client_options"):
@@ -451,7 +440,6 @@ def _label_of_url(address: Address) -> str:
 
 
 def _label_of_store(store: "ObjectStore") -> str:
-    """Return an address for a store that the caller made."""
     kind = type(store).__name__.removesuffix("Store").lower()
     config: Mapping[str, Any] = getattr(store, "config", None) or {}
     prefix = str(getattr(store, "prefix", None) or "")
@@ -477,6 +465,5 @@ def _path_of_web(label: str) -> str:
 
 
 def version_of(meta: Any) -> Version:
-    """Return the version in obstore's metadata of an object."""
     modified = meta["last_modified"].timestamp() or None  # zero means unknown
     return Version(meta["size"], meta.get("e_tag"), modified)

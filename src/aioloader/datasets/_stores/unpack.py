@@ -111,7 +111,6 @@ class _Members:
                 yield data
 
     def error(self, failure: Exception, location: str, given: int) -> DatasetError:
-        """Return the error for a failure after ``given`` unpacked bytes."""
         # Whether it needs more memory, and a power of two that suffices: lzma does not
         # say how much it is.
         is_large = "memory" in str(failure).lower()

@@ -101,7 +101,6 @@ class Known(NamedTuple):
         return cls(version, position.get("size"), position.get("stamp"))
 
     def check(self, location: str, found: Version, start: int = 0) -> None:
-        """Check that a shard is the one that is known."""
         if self.version is not None and not found.is_of(self.version):
             raise changed(location, self.version, found)
         now = saved(location, found).get("stamp", "") if self.stamp else ""
@@ -132,7 +131,6 @@ NOTHING = Known()
 
 
 def changed(location: str, before: Version, now: Version) -> DatasetError:
-    """Return the error for a shard that was replaced during an iteration."""
     what = f"it had {before.size:,} bytes and has {now.size:,}"
     if before.size == now.size:
         what = f"it has {now.size:,} bytes as before, but another ETag or date"

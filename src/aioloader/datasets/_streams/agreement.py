@@ -20,8 +20,6 @@ from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
 
-# -- lists of shards ----------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -111,8 +109,6 @@ class Agreement:
 def _shown(summary: Any) -> str:
     return f"{summary['count']:,} shards (digest {digest(summary)})"
 
-
-# -- ends of epochs -----------------------------------------------------------------
 
 # How many iterations this process has begun, by what they read: each has separate keys,
 # equal in all processes if these iterate equally often.

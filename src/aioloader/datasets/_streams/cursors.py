@@ -118,8 +118,6 @@ class Replayed:
         """Return the number of the pass of an endless repeat below; None if none is."""
         return None
 
-    # -- for steps over it ----------------------------------------------------------
-
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
         if not self.ready:
@@ -144,8 +142,6 @@ class Replayed:
         making, self._making = self._making, None
         await cancel([making] if making is not None else [])
         await self._close()
-
-    # -- for what interleaves several ------------------------------------------------
 
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` more samples; return whether there are any."""
@@ -177,8 +173,6 @@ class Replayed:
         while self._made and self._passed >= self._made[0].length:
             self._passed -= self._made.popleft().length
 
-    # -- how it makes ----------------------------------------------------------------
-
     async def _more(self, limit: int) -> Block:
         """Make the next block, and note where it began."""
         if self.makes_ahead:
@@ -202,7 +196,6 @@ class Replayed:
         return self._making
 
     def _note(self, before: State, block: Block) -> None:
-        """Note that ``block`` was made, from the state ``before`` it."""
         known, self._known = self._known, None
         if len(block):
             before, what = known or (before, unreadable(block))

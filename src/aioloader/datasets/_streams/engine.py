@@ -352,7 +352,6 @@ Make: TypeAlias = Kind | Callable[[ShardFile], Iterable[Any]]
 
 
 def kind_of(make: Make) -> Kind:
-    """Return how a format reads a shard."""
     if isinstance(make, Kind):
         return make
     is_async = generator_of(make) == "async generator" or is_async_function(make)
@@ -452,8 +451,6 @@ class ByteReader(Reader):
 
     def is_draining(self) -> bool:
         return self._source.is_draining()
-
-    # -- steps ----------------------------------------------------------------------
 
     async def make_here(self) -> Made | None:
         """Make a block of bytes that are here, or in the page cache.

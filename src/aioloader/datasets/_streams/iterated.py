@@ -58,8 +58,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.continues: bool = any(one.continues for one in sources)
         self.reread: list[str] = [name for one in sources for name in one.reread]
 
-    # -- iterating ----------------------------------------------------------------
-
     def __aiter__(self) -> "StreamIterator[Sample_co]":
         """Return an iteration over this rank's part.
 
@@ -165,8 +163,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return self._clone(num_readers=check_at_least(count, 1, "count"))
 
-    # -- what kinds of streams differ in ---------------------------------------------
-
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
         raise NotImplementedError
@@ -196,8 +192,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def places(self) -> list[str]:
         """Return what distinguishes its sources from others of equal description."""
         return [place for one in self.sources for place in one.places()]
-
-    # -- among ranks ----------------------------------------------------------------
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return the stream whose ranks have equal parts.

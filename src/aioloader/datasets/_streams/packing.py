@@ -161,9 +161,6 @@ def laid_out(
     ]
 
 
-# -- one document after the other ---------------------------------------------------
-
-
 class Passed(NamedTuple):
     """What need not be read again once a row or a failure was passed on."""
 
@@ -236,7 +233,6 @@ class Concatenation:
         return Passed(0, failed=place) if place else self._begin(0)
 
     def _next(self) -> None:
-        """Turn to the next document."""
         self._waiting.popleft()
         self._held += 1
         self._at = 0
@@ -246,9 +242,6 @@ class Concatenation:
         passed = Passed(self._held, offset)
         self._pieces, self._room, self._held = [], self._length, 0
         return passed
-
-
-# -- whole documents -------------------------------------------------------------------
 
 
 def fitted(documents: Iterable[Document], length: int, overlong: Overlong) -> list[Row]:

@@ -239,8 +239,6 @@ class Reader(ShardReader):
         self._making: asyncio.Task[Made] | None = None
         self._failure: BaseException | None = None
 
-    # -- what a subclass says -------------------------------------------------------
-
     @abc.abstractmethod
     async def make(self) -> Made:
         """Make the next blocks, mostly by ``gather`` in a thread; runs in a task."""
@@ -281,8 +279,6 @@ class Reader(ShardReader):
         """Start ``make``, or another step for this reader; unless one runs already."""
         if self._making is None and not self.is_over:
             self._making = asyncio.create_task(self.make() if step is None else step)
-
-    # -- what a lane calls ----------------------------------------------------------
 
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end.

@@ -102,9 +102,6 @@ class Step(Replayed):
         return since
 
 
-# -- functions --------------------------------------------------------------------
-
-
 class Mapped(Step):
     """Applies a plain function to each sample, a block at a time, in a thread."""
 
@@ -314,9 +311,6 @@ class Tokenized(Mapped):
         return [one if type(one) is Bad else next(each) for one in made]
 
 
-# -- counts -----------------------------------------------------------------------
-
-
 class Taken(Step):
     """Takes the first samples; the stream after them is not read."""
 
@@ -472,9 +466,6 @@ class Shuffled(Windowed):
             del whole[-_PULL:]
             pause()
         return permuted
-
-
-# -- passes -----------------------------------------------------------------------
 
 
 class Repeated(Step):

@@ -168,8 +168,6 @@ class Lane(Replayed):
             if reader is not None:
                 await reader.aclose()
 
-    # -- the next shards -------------------------------------------------------------
-
     def _open(self, number: int, position: Position) -> ShardReader:
         return self._format.open(
             self._shards[self._places[number]], position, self._budget

@@ -72,9 +72,6 @@ def code_of(dtype: np.dtype[Any]) -> int:
     return _CODES[dtype.name]
 
 
-# -- the sidecar --------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sidecar:
     """What a writer says of a file of tokens, finished or not."""
@@ -137,9 +134,6 @@ class Sidecar:
         del begun["documents"], begun["tokens"]
         check_same(begun, json.loads(self.dump()), _OTHER, repr(location))
         return found
-
-
-# -- the index of Megatron ----------------------------------------------------------
 
 
 class Index(NamedTuple):
@@ -310,9 +304,6 @@ def index_of(dtype: np.dtype[Any], documents: int, sizes: BinaryIO) -> Iterator[
     for first in range(0, documents + 1, _AT_ONCE):
         last = min(first + _AT_ONCE, documents + 1)
         yield np.arange(first, last, dtype="<i8").tobytes()
-
-
-# -- a file to read -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ _SIZE_BYTES = 4
 def make_sink(
     destination: "str | os.PathLike[str] | ObjectStore", options: Options
 ) -> "Sink":
-    """Return the sink of an address, or of a store of obstore."""
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
         if not address:  # often an unset variable; it would be the current directory
@@ -60,9 +59,6 @@ def make_sink(
             check_no_options(folder, options)
             return FolderSink(folder)
     return StoreSink(ObstoreStore(destination, options))
-
-
-# -- directories ------------------------------------------------------------------
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
@@ -221,9 +217,6 @@ def is_at(file: BinaryIO, path: Path) -> bool:
     return False
 
 
-# -- stores -----------------------------------------------------------------------
-
-
 class StoreSink:
     """A store, or the folder in it that a URL names; otherwise like ``FolderSink``."""
 
@@ -338,7 +331,6 @@ Sink: TypeAlias = FolderSink | StoreSink
 def make_token_sink(
     address: Address, index: Address | None, options: Options
 ) -> "TokenSink":
-    """Return the sink of a file of tokens, and of its index if it has one."""
     if is_local(address):
         path = path_of(address)
         check_no_options(path, options)

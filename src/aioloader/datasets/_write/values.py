@@ -28,9 +28,6 @@ _REPR = reprlib.Repr()
 _REPR.maxother = 60
 
 
-# -- members of a tar ---------------------------------------------------------------
-
-
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     """Return the members of a sample with their headers, the same ones in each run."""
     named = [(n.lower(), v) for n, v in sample.items() if not n.startswith("__")]
@@ -66,9 +63,6 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
             raise
         parts += [header, data, bytes(-len(data) % _BLOCK)]
     return b"".join(parts)
-
-
-# -- rows of a table ----------------------------------------------------------------
 
 
 def table_of(

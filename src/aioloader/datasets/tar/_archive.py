@@ -55,9 +55,6 @@ class DamageError(Exception):
     """What is damaged, without its place."""
 
 
-# -- headers: pure functions of whole blocks ----------------------------------------
-
-
 def _read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
     """Return the size in a header; -1 if the checksum or another field is not plain.
 
@@ -186,9 +183,6 @@ def split_name(name: str) -> tuple[str, str] | None:
     return key, field.lower()
 
 
-# -- archives -----------------------------------------------------------------------
-
-
 def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
     """Yield the samples of an archive; a ``Bad`` for one that fails, or for the rest.
 
@@ -268,8 +262,6 @@ class _Archive:
                 if field is not None:
                     self._fields[field] = body
 
-    # -- members with a plain header, whole in the piece -----------------------------
-
     def _read_plain_ones(self) -> _Member | None:
         """Read all; return the next member if only its body is not whole here."""
         feed, view, at = self._feed, self._feed.view, self._feed.used
@@ -317,8 +309,6 @@ class _Archive:
             self._tail = block[_TAIL:]
             self._tail_sum = sum(self._tail.translate(None, b"\0"))
         return is_plain
-
-    # -- members of any kind ----------------------------------------------------------
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
         """Read the headers of one member; None at the end of the archive."""
@@ -387,8 +377,6 @@ class _Archive:
             expected = size if received < size else padded
             raise self._cut(owner, begin, expected, received)
         return data
-
-    # -- the end ----------------------------------------------------------------------
 
     def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
         """Read what follows the last member, from its first block on."""
@@ -464,8 +452,6 @@ class _Archive:
         if self._key is None or self._bad is not None:
             return todo
         return f"; sample {self._key!r} at byte {self._start:,} is lost{todo}"
-
-    # -- samples ----------------------------------------------------------------------
 
     def _place(self, name: bytes, size: int, start: int) -> str | None:
         """Return the field for a member's body; None to skip it.
