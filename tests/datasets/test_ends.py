@@ -26,7 +26,7 @@ from aioloader.datasets import (
 )
 from aioloader.datasets._stores.failures import NoRangesError
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.sources import Requests
 from aioloader.datasets._stores.versions import Version
 from aioloader.datasets._streams.engine import cut_shards
 from aioloader.datasets.tar import write_index

@@ -210,7 +210,7 @@ PASSED_ON = {
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
     "datasets/_sql/lookup.py:PostgresLookup._find": "carries another error",
     "datasets/_sql/session.py:SQLReader._batch": "carries another error",
-    "datasets/_stores/stored.py:StoredObject._get": "carries another error",
+    "datasets/_stores/bytes.py:StoredObject._get": "carries another error",
     "datasets/_stores/sources.py:failure_of_source": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.check_coding": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.failure": "carries another error",

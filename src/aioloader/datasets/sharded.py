@@ -39,7 +39,7 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.sources import Requests, policy_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.engine import ByteFormat, Cuts, Make

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._checks import check_at_least, names_options, position_of
-from aioloader.datasets._sql.address import Address
+from aioloader.datasets._sql.address import Address, Infinity, Numeric, Relation
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._sql.lookup import (
     Keys,
@@ -26,7 +26,6 @@ from aioloader.datasets._sql.lookup import (
     compact,
     import_asyncpg,
 )
-from aioloader.datasets._sql.relation import Infinity, Numeric, Relation
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
 from aioloader.datasets._stores.redact import Sealed
 from aioloader.errors import ObjectNotFoundError

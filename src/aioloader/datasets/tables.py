@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader._base.extras import imported
 from aioloader.datasets._checks import check_word, names_options
+from aioloader.datasets._sql.address import Infinity, Numeric
 from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.relation import Infinity, Numeric
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import (
     OrderOptions,

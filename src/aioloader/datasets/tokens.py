@@ -38,7 +38,7 @@ from aioloader.datasets._stores.failures import file_failure
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.sources import Requests, policy_of
 from aioloader.datasets._stores.versions import Known, Version, changed, version_of_file
 from aioloader.datasets._tokens.files import (
     Documents,

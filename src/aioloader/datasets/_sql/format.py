@@ -11,9 +11,15 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._sql.address import Address, retried
+from aioloader.datasets._sql.address import (
+    Address,
+    Infinity,
+    Numeric,
+    Relation,
+    is_list,
+    retried,
+)
 from aioloader.datasets._sql.postgres import Postgres
-from aioloader.datasets._sql.relation import Infinity, Numeric, Relation, is_list
 from aioloader.datasets._sql.session import (
     Key,
     Session,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from aioloader._base.extras import imported
-from aioloader.datasets._sql.address import LostError, retried
+from aioloader.datasets._sql.address import LostError, column, retried
 from aioloader.datasets._sql.postgres import (
     FLAG,
     FLOATS,
@@ -26,14 +26,12 @@ from aioloader.datasets._sql.postgres import (
     selection,
     types_by_parts,
 )
-from aioloader.datasets._sql.relation import column
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import asyncpg
 
-    from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.relation import Relation
+    from aioloader.datasets._sql.address import Address, Relation
 
 Row: TypeAlias = Mapping[str, Any]
 Keys: TypeAlias = "np.ndarray[Any, Any] | list[Any]"

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from aioloader._base.blocks import Bad
 from aioloader._base.outlast import outlast
-from aioloader.datasets._sql.address import sqlstate_of
-from aioloader.datasets._sql.relation import Infinity, Relation, column, quoted
+from aioloader.datasets._sql.address import (
+    Infinity,
+    Relation,
+    column,
+    quoted,
+    sqlstate_of,
+)
 from aioloader.datasets._sql.session import (
     GROWTH,
     Connection,

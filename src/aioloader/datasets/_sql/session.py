@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._base.extras import imported
 from aioloader._base.outlast import in_thread, outlast
-from aioloader.datasets._sql.address import LostError, retried, sqlstate_of
-from aioloader.datasets._sql.relation import Relation, select
+from aioloader.datasets._sql.address import (
+    LostError,
+    Relation,
+    retried,
+    select,
+    sqlstate_of,
+)
 from aioloader.datasets._streams.shards import Made, Reader
 from aioloader.errors import DatasetError
 

@@ -14,8 +14,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from aioloader._base.blocks import Bad
+from aioloader.datasets._sql.address import column, quoted, select
 from aioloader.datasets._sql.postgres import selection
-from aioloader.datasets._sql.relation import column, quoted, select
 from aioloader.datasets._sql.session import (
     GROWTH,
     Connection,

@@ -18,8 +18,7 @@ from anyio.from_thread import start_blocking_portal
 
 from aioloader._base.outlast import each
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import USUAL, Requests, Tries
-from aioloader.datasets._stores.sources import Store
+from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
 # Empty keys of a listing that are looked up.

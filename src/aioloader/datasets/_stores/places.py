@@ -34,20 +34,21 @@ from aioloader.datasets._stores.addresses import (
     split,
 )
 from aioloader.datasets._stores.bytes import (
+    Client,
     FileBytes,
     ObjectBytes,
+    StoredObject,
     bounds,
     checked,
     read_local,
+    warn_once,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, file_failure
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.requests import USUAL, Requests
-from aioloader.datasets._stores.sources import OwnStore, Store
-from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
+from aioloader.datasets._stores.sources import USUAL, OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file

@@ -41,8 +41,16 @@ from aioloader.datasets._stores.redact import (
     revealed,
     secret_options,
 )
-from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
-from aioloader.datasets._stores.sources import FINAL, OwnStore, Sized, Source, Store
+from aioloader.datasets._stores.sources import (
+    FINAL,
+    OwnStore,
+    RefusedError,
+    Sized,
+    Source,
+    Store,
+    Tries,
+    UnreachableError,
+)
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError

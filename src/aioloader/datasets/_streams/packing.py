@@ -169,81 +169,6 @@ class Passed(NamedTuple):
     failed: int | None = None  # position of a failed one among those that are
 
 
-class Concatenation:
-    """Documents laid end to end, and cut into rows.
-
-    The first ``offset`` tokens of the first document are left out.
-    """
-
-    def __init__(self, length: int, offset: int) -> None:
-        self._length = length
-        self._waiting: deque[Document | Bad] = deque()
-        self._at = offset  # in the first waiting one
-        # The open row, and the documents since its start that are no longer waiting.
-        self._pieces: list[Document] = []
-        self._room = length
-        self._held = 0
-
-    def add(self, documents: Iterable[Document | Bad]) -> None:
-        self._waiting.extend(documents)
-
-    def cut(self, limit: int) -> list[tuple[Row | Bad, Passed]]:
-        """Return up to ``limit`` rows, and failures where the documents would be."""
-        made: list[tuple[Row | Bad, Passed]] = []
-        while self._waiting and len(made) < limit:
-            document = self._waiting[0]
-            if type(document) is Bad:
-                made.append((document, self._failed()))
-                continue
-            assert isinstance(document, Document)
-            start, size = self._at, len(document.tokens)
-            stop = start + self._room
-            if stop > size:
-                if start < size:
-                    self._pieces.append(document.part(start) if start else document)
-                    self._room = stop - size
-                self._next()
-                continue
-            self._pieces.append(document.part(start, stop))
-            following = document.label(stop) if stop < size else IGNORED
-            row = Row(self._pieces, following)
-            if stop < size:
-                self._at = stop
-            else:
-                self._next()
-            made.append((row, self._begin(self._at)))
-        return made
-
-    def last(self) -> list[tuple[Row | Bad, Passed]]:
-        """Return the open row, if it has tokens."""
-        return [(Row(self._pieces), self._begin(0))] if self._pieces else []
-
-    @property
-    def has_some(self) -> bool:
-        """Whether the open row has tokens."""
-        return bool(self._pieces)
-
-    def lacking(self, rows: int) -> int:
-        """Return how many tokens so many rows lack, if none is waiting."""
-        return (rows - 1) * self._length + self._room
-
-    def _failed(self) -> Passed:
-        place = self._held
-        self._next()
-        return Passed(0, failed=place) if place else self._begin(0)
-
-    def _next(self) -> None:
-        self._waiting.popleft()
-        self._held += 1
-        self._at = 0
-
-    def _begin(self, offset: int) -> Passed:
-        """Begin a row; all documents before it may be forgotten."""
-        passed = Passed(self._held, offset)
-        self._pieces, self._room, self._held = [], self._length, 0
-        return passed
-
-
 def fitted(documents: Iterable[Document], length: int, overlong: Overlong) -> list[Row]:
     """Pack documents into rows by best fit, the longest first.
 
@@ -374,7 +299,11 @@ class Concatenated(Step):
 
     def __init__(self, *args: Any, **parameters: Any) -> None:
         super().__init__(*args, **parameters)
-        self._rows = Concatenation(self.length, self.own["offset"])
+        self._waiting: deque[Document | Bad] = deque()
+        self._at: int = self.own["offset"]  # in the first waiting one
+        # The open row, and the documents since its start that are no longer waiting.
+        self._pieces: list[Document] = []
+        self._room, self._held = self.length, 0
         # Of each row and failure that was not passed on, and whether it was lost.
         self._marks: deque[tuple[Passed, bool]] = deque()
         self._read = self._tokens = 0
@@ -384,19 +313,20 @@ class Concatenated(Step):
         self._before: int = max([offset, *(at + 1 for at in self._failed)])
 
     async def _more(self, limit: int) -> Block:
-        rows, upstream = self._rows, self.upstream
+        upstream = self.upstream
         since: int | None = None
-        while not (made := rows.cut(limit)):
-            since = None if rows.has_some else self._made_nothing(since)
+        while not (made := self._cut(limit)):
+            since = None if self._pieces else self._made_nothing(since)
             ask = self._ask(limit)
             if not (upstream.ready or await upstream.fill(ask)):
                 self._check([])
-                made = rows.last() if self.last == "pad" else []
+                if self.last == "pad" and self._pieces:
+                    made = [(Row(self._pieces), self._begin(0))]
                 break
             block = upstream.take(ask)
             self._check(block)
             documents = await self._documents(block)
-            rows.add(documents)
+            self._waiting.extend(documents)
             self._read += len(documents)
             self._tokens += sum(
                 len(one.tokens) for one in documents if isinstance(one, Document)
@@ -406,12 +336,53 @@ class Concatenated(Step):
             self._marks.append((passed, is_lost))
         return [one for one, _ in made]
 
+    def _cut(self, limit: int) -> list[tuple[Row | Bad, Passed]]:
+        """Return up to ``limit`` rows, and failures where the documents would be."""
+        made: list[tuple[Row | Bad, Passed]] = []
+        while self._waiting and len(made) < limit:
+            document = self._waiting[0]
+            if type(document) is Bad:
+                place = self._held
+                self._next()
+                passed = Passed(0, failed=place) if place else self._begin(0)
+                made.append((document, passed))
+                continue
+            assert isinstance(document, Document)
+            start, size = self._at, len(document.tokens)
+            stop = start + self._room
+            if stop > size:
+                if start < size:
+                    self._pieces.append(document.part(start) if start else document)
+                    self._room = stop - size
+                self._next()
+                continue
+            self._pieces.append(document.part(start, stop))
+            following = document.label(stop) if stop < size else IGNORED
+            row = Row(self._pieces, following)
+            if stop < size:
+                self._at = stop
+            else:
+                self._next()
+            made.append((row, self._begin(self._at)))
+        return made
+
+    def _next(self) -> None:
+        self._waiting.popleft()
+        self._held += 1
+        self._at = 0
+
+    def _begin(self, offset: int) -> Passed:
+        """Begin a row; all documents before it may be forgotten."""
+        passed = Passed(self._held, offset)
+        self._pieces, self._room, self._held = [], self.length, 0
+        return passed
+
     def _ask(self, limit: int) -> int:
         """Return how many documents to read: as many as are enough by their mean."""
         if not self._tokens:
             return min(limit, _DOCUMENTS)
-        lacking = self._rows.lacking(limit) * self._read // self._tokens
-        return min(1 + lacking, _DOCUMENTS)
+        tokens = (limit - 1) * self.length + self._room  # that so many rows lack
+        return min(1 + tokens * self._read // self._tokens, _DOCUMENTS)
 
     def _check(self, block: Block) -> None:
         """Check that the same documents can be read as before a load."""
