@@ -192,9 +192,9 @@ INTERNAL = {
     "datasets/mds.py:_list": "a reason in 'the sample at byte …'",
     "datasets/mds.py:_scalar": "a reason in 'the sample at byte …'",
     "datasets/_sql/session.py:encoded": "caught where a key is looked up",
-    "datasets/tar/_archive.py:_read": "a reason in 'is damaged at byte'",
-    "datasets/tar/_archive.py:_Archive._read_header": "a reason there too",
-    "datasets/tar/_archive.py:_Archive._read_end": "a reason there too",
+    "datasets/tar.py:_read": "a reason in 'is damaged at byte'",
+    "datasets/tar.py:_Archive._read_header": "a reason there too",
+    "datasets/tar.py:_Archive._read_end": "a reason there too",
     "datasets/_write/values.py:_array": "a reason in 'column … cannot be written'",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }

@@ -232,13 +232,7 @@ def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:
 
 
 def samples(decoder: Decoder, max_bytes: int, feed: Feed) -> Steps:
-    """Yield the samples of lines.
-
-    Args:
-        decoder: Makes the samples.
-        max_bytes: Longer lines fail, and are not kept.
-        feed: The bytes, from the start of a line on.
-    """
+    """Yield the samples of lines; those over ``max_bytes`` fail, and are not kept."""
     at = feed.at
     # Of a line that crosses into the next piece: what is kept, and its length.
     parts, length = list[bytes](), 0

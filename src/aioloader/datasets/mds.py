@@ -224,13 +224,7 @@ class MDSShard(NamedTuple):
 
 
 class MDSFormat(ByteFormat):
-    """Shards that an ``index.json`` lists.
-
-    Args:
-        addresses: Those of the directories with an index.
-        places: Opens addresses.
-        allow_unsafe_types: Whether pickles are loaded.
-    """
+    """Shards that the ``index.json`` of directories list."""
 
     def __init__(
         self, addresses: Any, places: Places, *, allow_unsafe_types: bool
@@ -348,16 +342,10 @@ def _joined(folder: Address, name: str) -> Address:
 
 
 def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Steps:
-    """Yield the samples of a shard.
+    """Yield the samples of a shard, which end at ``stop``: of all, the shard's end.
 
     A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
     and so do bytes after the last sample.
-
-    Args:
-        columns: Columns of its samples.
-        count: Number of samples.
-        stop: End of the samples: for a whole shard, its length.
-        feed: The bytes from the beginning, or from the start of a sample on.
     """
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     fixed = sum(size or 0 for *_, size in columns)

@@ -113,14 +113,10 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Return whole lines as a table.
+        """Return whole lines as a table, perhaps without those of another length.
 
-        Args:
-            data: The lines.
-            names: All their columns; empty: the first line has them.
-            types: Types of columns; those of others are guessed.
-            include: The columns to return; empty: all.
-            skip_wrong: Whether lines of another length are left out.
+        Without ``names`` the first line has them; without ``include`` all columns are
+        returned; columns without ``types`` are guessed.
         """
         if data.startswith(_BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
@@ -197,10 +193,7 @@ class CSVFormat(TableFormat):
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[Part]) -> Summary:
-        """Return the number of shards, and checksums of their names and ranges.
-
-        Where a file is cut depends on its length, which may grow.
-        """
+        """Return also where files are cut: that depends on lengths, which may grow."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
@@ -364,11 +357,8 @@ class Lines(NamedTuple):
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that start in a range, in blocks, and their positions.
 
-        Args:
-            read: Returns the next bytes of the range; none at the end.
-            at: Its first byte.
-            stop: One past its last byte; 0: no end.
-            is_inside: Whether the first byte belongs to a line that started earlier.
+        It starts ``at`` a byte, perhaps of a line that started earlier (``is_inside``),
+        and ends before ``stop`` (0: never). ``read`` returns its next bytes.
         """
         data, is_last = b"", False
         while not is_last:

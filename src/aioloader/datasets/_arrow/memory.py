@@ -231,10 +231,7 @@ class ArrowStream(Stream[Row]):
 
 
 class StreamCursor(Replayed):
-    """A stream of record batches; each of N readers keeps every Nth row of it.
-
-    It is started by ``make``, in a thread.
-    """
+    """A stream that ``make`` starts; each of N readers keeps every Nth row of it."""
 
     def __init__(
         self,

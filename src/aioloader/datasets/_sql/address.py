@@ -136,11 +136,8 @@ class Address:
     def for_driver(self) -> str:
         """Return a URI that opens the file for reading, or the server's for libpq.
 
-        It holds the password.
-
-        Raises:
-            OSError: If the file does not exist or cannot be read; drivers are less
-                clear.
+        It holds the password. An OSError if the file is missing or cannot be read;
+        drivers are less clear.
         """
         before, query = self._parts()
         if not self.is_sqlite:  # the last of a name counts
@@ -207,16 +204,9 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, repeated while its failure may pass.
 
-    Args:
-        attempt: Uses the database.
-        doing: What it does, as in ``"read table 'rows'"``.
-        address: The database.
-        deadline: Seconds after the first failure in which it must succeed.
-        warns: Whether the first failure is logged.
-
-    Raises:
-        DatasetError: If it does not. The error does not refer to the driver's
-            exception: tracebacks print that, and it may know the password.
+    It must succeed within ``deadline`` seconds after the first failure, or else there
+    is a DatasetError. That does not refer to the driver's exception: tracebacks print
+    that, and it may know the password. ``doing`` is as in ``"read table 'rows'"``.
     """
     clock = asyncio.get_running_loop().time
     count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)

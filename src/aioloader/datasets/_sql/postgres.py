@@ -126,10 +126,8 @@ ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1
 def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
     """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
 
-    Args:
-        columns: For each, the type and the expression that reads it, with ``{}``
-            for the column; empty: as it is, with NULL for infinite dates.
-        infinity: As in ``Relation``.
+    ``columns`` have a type and the expression that reads them, with ``{}`` for the
+    column; empty: as it is, with NULL for infinite dates.
     """
     parts: list[str] = []
     cases: list[str] = []
@@ -347,11 +345,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return the quantiles of the key.
-
-        In a table, some hundred pages are sampled; in a view or query, all keys are
-        read.
-        """
+        """Return quantiles of the key: of a table's some hundred pages, or of all rows."""
         sample = ""
         if not self.relation.is_query:
             found = connection.fetch(_SIZE, (self.relation.table(),))

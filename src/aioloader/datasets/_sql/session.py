@@ -217,10 +217,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the relation in it.
-
-        A ValueError if the key is unsuitable, or a column does not exist.
-        """
+        """Take a snapshot, and divide it; a ValueError if key or columns are wrong."""
 
     @abc.abstractmethod
     async def join(self) -> "Connection":

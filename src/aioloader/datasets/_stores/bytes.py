@@ -81,7 +81,6 @@ class Client:
 
     Attributes:
         listings: The last listing of each root and folder.
-        tries: Makes requests by the policy.
         users: Iterations, or contexts of the dataset, that are open on this loop.
         ranged: Hashes of objects of which the server gave a range.
     """

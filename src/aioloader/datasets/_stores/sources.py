@@ -137,10 +137,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return keys and sizes, page by page; only those after a key, if it is given.
-
-        That key was the largest of pages that came in order.
-        """
+        """Return pages of keys and sizes, perhaps those ``after`` a largest key."""
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
@@ -367,10 +364,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(RefusedError):
-    """Wraps an error of a request that could not be sent.
-
-    It is retried, but only for seconds if the server never answered.
-    """
+    """A request could not be sent: retried only for seconds if none ever was."""
 
     error: DatasetError
 
@@ -394,18 +388,16 @@ class Tries:
     ) -> T:
         """Return the result of ``attempt``, retried until the deadline.
 
+        A ``DatasetError`` is retried; so is an ``UnreachableError``, for seconds only
+        if the server never answered; a ``RefusedError`` is not.
+
         Args:
-            attempt: Makes one request. A ``DatasetError`` is retried; so is an
-                ``UnreachableError``, for seconds only if the server never answered; a
-                ``RefusedError`` is not.
+            attempt: Makes one request.
             server: Who is asked.
             key: What is asked for.
             began: Start of the deadline, by the loop's clock; default: now.
             sent: Attempts that failed before, since ``began``.
             may_hedge: Whether two attempts may run at once.
-
-        Raises:
-            DatasetError: If no attempt succeeded.
         """
         policy, clock = self._policy, asyncio.get_running_loop().time
         attempt = partial(self._timed, attempt) if may_hedge else attempt

@@ -34,9 +34,8 @@ _LARGEST = 33
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
     """Return what unpacks a shard of this name, or None if it is not packed.
 
-    Returns:
-        A function of the shard's redacted address, for errors, and of the memory, in
-        bytes, that it may take; it raises an ImportError.
+    It takes the shard's redacted address, for errors, and how many bytes of memory it
+    may use; it raises an ImportError.
     """
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (

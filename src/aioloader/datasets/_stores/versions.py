@@ -146,11 +146,7 @@ def changed(location: str, before: Version, now: Version) -> DatasetError:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file whose size says how many bytes it has: an ``opener`` of ``open``.
-
-    Raises:
-        OSError: Also for any other.
-    """
+    """Open as ``open`` does; an OSError if the size is not how many bytes it has."""
     file = os.open(path, flags | NO_WAIT)
     try:
         _check_size(file)

@@ -237,12 +237,8 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
 
     An unreadable shard counts as one failed sample. If it can be read now, or another
     one no longer can, all later samples shift, and the wrong ones would be dropped.
-
-    Args:
-        block: Samples that were read again; empty at the end.
-        at: Position of the block among the ``count`` samples passed on.
-        count: How many samples were passed on.
-        known: Positions of those that were unreadable then; None: not known.
+    ``block`` was read again, at position ``at`` of ``count``; it is empty at the end.
+    ``known`` are positions of those that were unreadable then; None: not known.
     """
     if known is None:
         return

@@ -82,13 +82,9 @@ class Part(NamedTuple):
     version: Version | None
 
 
-class CannotCutError(Exception):
-    """Internal: why a shard cannot be cut, and what to do."""
-
-
 # Finds where all but the first of ``count`` even parts of a shard start, in order, by
-# its address, size and ``count``; or raises a CannotCutError.
-Cuts: TypeAlias = Callable[[Places, Address, int, int], Awaitable[Sequence[int]]]
+# its address, size and ``count``; or returns why it cannot be cut, and what to do.
+Cuts: TypeAlias = Callable[[Places, Address, int, int], Awaitable[Sequence[int] | str]]
 
 
 async def cut_shards(
@@ -107,10 +103,11 @@ async def cut_shards(
         if unpacker_of(places.label(shard)):
             reasons[at] = "is compressed: unpack or split it"
         elif numbers[at] > 1:
-            try:
-                inner = [*await cuts(places, shard, version.size, numbers[at])]
-            except CannotCutError as error:
-                reasons[at] = str(error)
+            found = await cuts(places, shard, version.size, numbers[at])
+            if isinstance(found, str):
+                reasons[at] = found
+            else:
+                inner = [*found]
         return [
             Part(shard, *edges, version)
             for edges in pairwise([0, *inner, version.size])
@@ -527,13 +524,10 @@ class ByteReader(Reader):
     def _blocks(
         self, most: int, read: Callable[[], Buffer | None], seconds: float = math.inf
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Run the generator until a block is full, or bytes are missing.
+        """Run the generator until a block is full, or ``read`` has no piece yet.
 
-        Args:
-            most: Bytes after which no further piece is read; with ``seconds``, only if
-                there are no samples.
-            read: Returns a piece; None if it is not there yet.
-            seconds: Processor time after which a block ends.
+        No piece is read after ``most`` bytes; with ``seconds`` (of processor time,
+        after which a block ends), only if there are no samples.
         """
         feed, count, limit = self._feed, 0, self._limit
         stop = time.thread_time() + seconds
@@ -579,11 +573,7 @@ class ByteReader(Reader):
 
 
 class ByteFormat(ShardFormat):
-    """Shards of bytes at some ``addresses``, which are patterns.
-
-    ``make`` makes samples of the bytes; ``cuts`` finds where a shard can be cut; None:
-    nowhere.
-    """
+    """Shards at ``addresses``, which are patterns; ``cuts``: where they can be cut."""
 
     def __init__(
         self, addresses: Any, places: Places, make: Make, cuts: Cuts | None = None

@@ -209,13 +209,9 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
 class Reader(ShardReader):
     """One shard, read a step at a time.
 
-    A subclass makes the steps, and the positions: of ``mark`` and ``taken``, or of
-    ``passed``, each with ``skip`` added.
-
-    Args:
-        location: Redacted address of the shard.
-        mark: The mark before the first block; then that before the current one.
-        skip: Samples that are still to be dropped.
+    A subclass makes the steps, and the positions: of ``mark`` (that before the current
+    block) and ``taken``, or of ``passed``, each with ``skip``, samples still to be
+    dropped, added.
     """
 
     is_ahead = False  # whether the next step runs while the blocks of one are passed on

@@ -57,12 +57,8 @@ def samples_of(
 class Tokenizer:
     """A copy of a ``tokenizers.Tokenizer``, which nothing else changes.
 
+    ``saved`` is its ``to_str``. If it ``splits``, special tokens in a text are text.
     ``described`` tells its vocabulary and settings from others, in any process.
-
-    Args:
-        saved: What its ``to_str`` returned.
-        splits: Whether special tokens in a text are text: ``encode_special_tokens``.
-        truncates: Whether it truncates texts, if its settings say so.
     """
 
     def __init__(self, saved: str, *, splits: bool, truncates: bool = True) -> None:

@@ -252,11 +252,7 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small object if it equals ``before``; return whether it did.
-
-        Of several concurrent writers one succeeds, where the store has conditional
-        writes.
-        """
+        """As for ``FolderSink``, where the store has conditional writes."""
         found, mode = await self._version(file)
         if found != before:
             return False
@@ -295,10 +291,7 @@ class StoreSink:
         self._upload = None
 
     async def aclose(self) -> None:
-        """Make the store discard the parts of an incomplete shard; end all requests.
-
-        Errors of the store are ignored.
-        """
+        """Make the store discard an incomplete shard, and end all requests."""
         try:
             if self._upload is not None:
                 error = RuntimeError("aborted")

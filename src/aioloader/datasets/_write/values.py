@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from aioloader.datasets.decoders import encode, is_buffer
-from aioloader.datasets.tar._archive import split_name
+from aioloader.datasets.tar import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8
@@ -71,13 +71,7 @@ def table_of(
     """Return rows as a table of pyarrow, of a given schema or of their own.
 
     A ValueError if a row would not be read back unchanged: it is taken out of ``rows``.
-
-    Args:
-        pa: The module.
-        rows: The rows.
-        first: Number of the first row.
-        schema: Its schema, or None.
-        may_round: Whether numbers may be rounded to floats of the schema.
+    ``first`` is the number of the first row. Numbers ``may_round`` to floats.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
