@@ -13,18 +13,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
+from typing import Any, ClassVar, TypeAlias, Unpack
 
 import numpy as np
 
 from aioloader._base.blocks import Bad
 from aioloader.datasets._checks import check_at_least, names_options
 from aioloader.datasets._streams.engine import Cuts, Feed, Kind, Steps, at_line_ends
-from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream, StreamOptions
+from aioloader.datasets.sharded import (
+    MAX_SAMPLE_BYTES,
+    Addresses,
+    ByteStream,
+    StreamOptions,
+)
 from aioloader.errors import DatasetError
-
-if TYPE_CHECKING:
-    from aioloader.datasets.sharded import Addresses
 
 # orjson reads integers with fewer digits exactly.
 _DIGITS = 19
@@ -145,7 +147,7 @@ class JSONLinesDataset(ByteStream[Any]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         *,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         **options: Unpack[StreamOptions],
@@ -170,7 +172,7 @@ class TextDataset(ByteStream[str]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         *,
         encoding: str = "utf-8",
         max_sample_bytes: int = MAX_SAMPLE_BYTES,

@@ -17,7 +17,7 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from io import BytesIO
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, cast
+from typing import Any, NamedTuple, TypeAlias, Unpack, cast
 
 import numpy as np
 
@@ -44,11 +44,8 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.datasets.sharded import StoredStream, StreamOptions
+from aioloader.datasets.sharded import Addresses, StoredStream, StreamOptions
 from aioloader.errors import DatasetError, TruncatedReadError
-
-if TYPE_CHECKING:
-    from aioloader.datasets.sharded import Addresses
 
 Decode = Callable[[bytes], Any]
 _SCALARS = (
@@ -203,7 +200,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         *,
         allow_unsafe_types: bool = False,
         **options: Unpack[StreamOptions],

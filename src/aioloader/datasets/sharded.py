@@ -4,7 +4,7 @@ import copy
 import operator
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -49,15 +49,12 @@ from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
-
     from obstore.store import ObjectStore
 
     from aioloader.datasets._stores.sources import Source
 
-    Addresses: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
+Addresses: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
@@ -79,10 +76,10 @@ class OrderOptions(TypedDict, total=False):
 class StreamOptions(OrderOptions, total=False):
     """Keywords of every stream whose shards are in a store or on disk."""
 
-    store: "str | os.PathLike[str] | ObjectStore | Source | None"
+    store: "str | PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
     requests: Requests | None
-    cache: "str | os.PathLike[str] | None"
+    cache: "str | PathLike[str] | None"
     cache_bytes: int
     unpack_bytes: int
 
@@ -328,13 +325,13 @@ class StoredStream(ShardedStream[Sample_co]):
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         made_by: Callable[[list[Address], Places], ShardFormat],
         *,
-        store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
+        store: "str | PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
-        cache: "str | os.PathLike[str] | None" = None,
+        cache: "str | PathLike[str] | None" = None,
         cache_bytes: int = CACHE_BYTES,
         unpack_bytes: int = UNPACK_BYTES,
         **order: Unpack[OrderOptions],
@@ -361,7 +358,7 @@ class StoredStream(ShardedStream[Sample_co]):
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
-        self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
+        self, directory: "str | PathLike[str]", max_bytes: int = CACHE_BYTES
     ) -> Self:
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
@@ -400,7 +397,7 @@ class ByteStream(StoredStream[Sample_co]):
     cuts: ClassVar[Cuts | None] = None
 
     def __init__(
-        self, addresses: "Addresses", make: Make, **options: Unpack[StreamOptions]
+        self, addresses: Addresses, make: Make, **options: Unpack[StreamOptions]
     ) -> None:
         made_by = partial(ByteFormat, make=make, cuts=type(self).cuts)
         super().__init__(addresses, made_by, **options)

@@ -7,9 +7,10 @@ read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
@@ -43,12 +44,6 @@ from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import generator_of, is_async_function
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping
-
-    StrPath: TypeAlias = str | os.PathLike[str]
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Default bound of a cache, in bytes.
@@ -305,7 +300,9 @@ class Stream(Iterated[Sample_co]):
         described |= {**for_best_fit, "seed": operator.index(seed)}
         return _Step(self, Packed, described, size=window)
 
-    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
+    def cache(
+        self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
+    ) -> Self:
         """Return the stream with its shards' bytes cached in a directory.
 
         Workers and other processes share it; the least recently used entries go first.
@@ -466,7 +463,7 @@ class Mixture(Stream[Any]):
 
     def __init__(
         self,
-        streams: "Mapping[str, Stream[Any]]",
+        streams: Mapping[str, Stream[Any]],
         weights: Weights | None,
         until: Until,
     ) -> None:
@@ -481,7 +478,7 @@ class Mixture(Stream[Any]):
         ends = all if until == "first" else any
         self.is_endless: bool = ends(one.is_endless for one in self.sources)
 
-    def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
+    def _each(self, state: State) -> Iterable[tuple[Stream[Any], State]]:
         states = state.get("up") or [{} for _ in self.sources]
         return zip(self.sources, states, strict=True)
 

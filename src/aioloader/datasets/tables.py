@@ -14,6 +14,7 @@ from aioloader.datasets._sql.address import Infinity, Numeric
 from aioloader.datasets._sql.format import SQLFormat
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import (
+    Addresses,
     OrderOptions,
     ShardedStream,
     StoredStream,
@@ -22,8 +23,6 @@ from aioloader.datasets.sharded import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from aioloader.datasets.sharded import Addresses
 
 Row = dict[str, Any]
 
@@ -71,7 +70,7 @@ class ParquetDataset(StoredStream[Row]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
@@ -112,7 +111,7 @@ class ArrowDataset(StoredStream[Row]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
@@ -167,7 +166,7 @@ class CSVDataset(StoredStream[Row]):
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         column_names: Sequence[str] | None = None,

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Unpack
+from typing import Any, ClassVar, TypeAlias, Unpack
 from zlib import adler32
 
 from typing_extensions import Buffer
@@ -39,13 +39,13 @@ from aioloader.datasets._streams.engine import (
     read_whole,
 )
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets.sharded import MAX_SAMPLE_BYTES, ByteStream, StreamOptions
+from aioloader.datasets.sharded import (
+    MAX_SAMPLE_BYTES,
+    Addresses,
+    ByteStream,
+    StreamOptions,
+)
 from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
-
-if TYPE_CHECKING:
-    from aioloader.datasets.sharded import Addresses
-
-    StrPath = str | os.PathLike[str]
 
 _LOG = logging.getLogger("aioloader")
 _BLOCK = 512
@@ -73,6 +73,7 @@ _SLASH, _LOW_LINE = ord("/"), ord("_")
 # The last character of a key whose base name is empty: that of a hidden file. Of
 # those in folders WebDataset makes samples named "folder/", which nobody wants.
 _NO_STEM = frozenset({"", "/"})
+StrPath: TypeAlias = str | os.PathLike[str]
 # The field for the body of a member (None: to skip it), and the body's size.
 _Member: TypeAlias = tuple[str | None, int]
 _PIECE = 1 << 20
@@ -627,7 +628,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         *,
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         missing_end: MissingEnd = "error",
@@ -640,7 +641,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         super().__init__(addresses, kind, **options)
 
 
-def write_index(path: "StrPath", index: "StrPath | None" = None) -> int:
+def write_index(path: StrPath, index: StrPath | None = None) -> int:
     """Write the index of a tar archive on disk, completely or not at all.
 
     Args:
