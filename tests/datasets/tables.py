@@ -19,8 +19,8 @@ from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._stores.bytes import FileBytes
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._stores.places import Listed, Places
-from aioloader.datasets._stores.versions import Version
 from aioloader.errors import DatasetError
 from datasets.shards import bytes_of, put
 

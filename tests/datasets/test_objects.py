@@ -14,6 +14,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset, Requests, TextDataset
 from aioloader.datasets._stores.bytes import Client, StoredObject
+from aioloader.datasets._stores.failures import Piece
 from aioloader.datasets._stores.options import Flights
 from aioloader.datasets._stores.sources import (
     OwnStore,
@@ -22,7 +23,6 @@ from aioloader.datasets._stores.sources import (
     UnreachableError,
 )
 from aioloader.datasets._stores.stores import ObstoreStore
-from aioloader.datasets._stores.versions import Piece
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

@@ -208,7 +208,7 @@ PASSED_ON = {
     "_base/raising.py:Unsaved": "says what a user's state_dict() raised",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
-    "datasets/_sql/lookup.py:PostgresLookup._find": "carries another error",
+    "datasets/sql.py:PostgresLookup._find": "carries another error",
     "datasets/_sql/session.py:SQLReader._batch": "carries another error",
     "datasets/_stores/bytes.py:StoredObject._get": "carries another error",
     "datasets/_stores/sources.py:failure_of_source": "carries another error",

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aioloader.datasets._stores.failures import Piece, Version
     from aioloader.datasets._stores.sources import Requests, Source
-    from aioloader.datasets._stores.versions import Piece, Version
     from aioloader.datasets._streams.engine import ShardFile
     from aioloader.datasets._streams.shards import ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HOLDERS = {
     "_streams.engine": ("ShardFile",),
     "_stores.sources": ("Requests", "Source"),
-    "_stores.versions": ("Piece", "Version"),
+    "_stores.failures": ("Piece", "Version"),
     "_streams.shards": ("ShardFormat", "ShardReader"),
     "arrow": ("from_arrow",),
     "decoders": ("Decoder",),

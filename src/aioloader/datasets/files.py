@@ -20,10 +20,14 @@ from torch.utils.data import Dataset
 
 from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
-from aioloader.datasets._stores.failures import file_failure, truncated
+from aioloader.datasets._stores.failures import (
+    NO_WAIT,
+    check_is_file,
+    file_failure,
+    truncated,
+)
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
-from aioloader.datasets._stores.versions import NO_WAIT, check_is_file
 from aioloader.datasets.named import Named
 from aioloader.errors import DatasetError
 

@@ -24,7 +24,13 @@ from aioloader.datasets._checks import (
 )
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.packing import Last, Overlong, Packed, Strategy
+from aioloader.datasets._streams.packing import (
+    Last,
+    Overlong,
+    Packed,
+    Strategy,
+    Unbatched,
+)
 from aioloader.datasets._streams.steps import (
     Batched,
     Decoded,
@@ -39,7 +45,6 @@ from aioloader.datasets._streams.steps import (
     Taken,
     Tokenized,
 )
-from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.datasets._streams.weave import Mixed
 from aioloader.datasets._tokens.texts import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec

@@ -126,7 +126,6 @@ def _size_of_pax(block: bytes) -> int | None:
 
 
 def _read_extended_size(block: bytes) -> int:
-    """Return the size of a long name or of PAX records."""
     size = _read_number(block[124:136])
     if size > _EXTENDED_BYTES:
         raise DamageError(f"a long name or PAX header of {size:,} bytes, over 1 MiB")

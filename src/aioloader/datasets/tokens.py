@@ -34,12 +34,17 @@ from aioloader.datasets._checks import (
 )
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
 from aioloader.datasets._stores.bytes import read_local
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import (
+    Known,
+    Version,
+    changed,
+    file_failure,
+    version_of_file,
+)
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.sources import Requests, policy_of
-from aioloader.datasets._stores.versions import Known, Version, changed, version_of_file
 from aioloader.datasets._tokens.files import (
     Documents,
     Index,
@@ -266,7 +271,6 @@ class TokenDataset(Dataset[Any]):
         return find(name, look=_version, read=read)
 
     def _start(self, index: SupportsIndex) -> int:
-        """Return the first token of a sample."""
         return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
@@ -455,7 +459,6 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 def _copied(file: Any, index: Index) -> Documents:
-    """Return the documents of an index that was copied to a file."""
     file.flush()
     return Documents(_map(file.fileno()), index)
 
@@ -649,7 +652,6 @@ class TokenWriter:
         return document
 
     async def _take(self) -> tuple[bytes, bytes]:
-        """Return the bytes of the documents that are not saved, and their sizes."""
         waiting, sizes = self._waiting, np.asarray(self._sizes, "<i4")
         self._begin()
         return await in_thread(b"".join, waiting), sizes.tobytes()

@@ -100,7 +100,6 @@ class _Manifest:
 
     @property
     def next_shard(self) -> str:
-        """Name of the shard after the finished ones."""
         return f"{self.name}-{len(self.shards):06d}.{self.ending}"
 
     def and_then(self, samples: int, size: int, schema: str) -> "_Manifest":
@@ -280,7 +279,6 @@ class ShardWriter(abc.ABC):
 
     @property
     def _count(self) -> int:
-        """Number of samples of the unfinished shard."""
         return self.next_sample - self._first
 
     def _begin(self) -> None:

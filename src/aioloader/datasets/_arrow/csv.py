@@ -439,7 +439,6 @@ def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> boo
 
 
 def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
-    """Return the type of a column of integers; int64, if some fit no type."""
     try:
         parse(types={name: pa.uint64()}, include=[name])
     except ValueError:

@@ -30,9 +30,8 @@ from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.rows import Rows
 from aioloader.datasets._arrow.wanted import Partitions, Wanted
 from aioloader.datasets._stores.addresses import sealed, shown_addresses
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import Known, Version, file_failure
 from aioloader.datasets._stores.places import Listed, Places
-from aioloader.datasets._stores.versions import Known, Version
 from aioloader.datasets._streams.shards import (
     Made,
     Position,
@@ -166,7 +165,6 @@ class TableReader(Reader):
         return None if version is None else (self.location, version)
 
     def position(self) -> Position:
-        """Return the number of the next row, and the last place to start from."""
         marked = {"from": list(self.mark)} if self.mark.byte else {}
         return {"row": self._first + self.passed, **marked}
 

@@ -57,7 +57,6 @@ class MemoryFormat(ShardFormat[Range]):
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Range]:
-        """Return the ranges; one, if there are no rows."""
         rows = self._table.num_rows
         starts = range(0, max(1, rows), _SHARD)
         return [(start, min(start + _SHARD, rows)) for start in starts]
@@ -265,19 +264,16 @@ class StreamCursor(Replayed):
                 return mine
 
     def _here(self) -> State:
-        """Return the number of rows read for all readers."""
         return {"read": self._row}
 
     async def _opening(self, _window: int) -> Opened:
-        return Opened(self._batches, self._rows_of, may_wait=True, is_users=True)
+        rows_of = lambda batch: self._wanted.rows_of(batch, self._label)  # noqa: E731
+        return Opened(self._batches, rows_of, may_wait=True, is_users=True)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         for batch in _batches_of(self._source()):
             self._wanted = self._wanted.checked(batch.schema, self._label)
             yield self._wanted.of(batch)
-
-    def _rows_of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return self._wanted.rows_of(batch, self._label)
 
 
 def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:

@@ -30,7 +30,7 @@ from aioloader.datasets._arrow.files import (
 )
 from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
 

@@ -51,7 +51,6 @@ class Part(NamedTuple):
     stop: int
 
     def cut(self) -> list[Column]:
-        """Return the columns with these rows alone, as views."""
         return [column[self.start : self.stop] for column in self.columns]
 
 
@@ -222,7 +221,6 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all columns are numbers without NULLs."""
         return all(
             isinstance(one, np.ndarray) for part in self.parts for one in part.columns
         )
@@ -291,7 +289,6 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def join_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
-    """Return the concatenation of columns of one type; several are copied."""
     if len(columns) == 1:
         return columns[0]
     if all(isinstance(column, np.ndarray) for column in columns):
@@ -300,7 +297,6 @@ def join_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
 
 
 def weave_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
-    """Interleave columns of one type and length, row by row."""
     if all(isinstance(column, np.ndarray) for column in columns):
         woven = np.stack(columns, axis=1)
         return woven.reshape(-1, *woven.shape[2:])
@@ -377,7 +373,6 @@ def _view(array: pa.Array, fixed: Dtype) -> Values:
 
 
 def _leaf(array: pa.Array, fixed: Dtype) -> pa.Array:
-    """Return the primitive array that holds the numbers."""
     if not fixed.shape:
         return array
     storage = getattr(array, "storage", array)
@@ -593,10 +588,6 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(is_list or is_view or types.is_fixed_size_list(kind))
 
 
-def _is_time(kind: pa.DataType) -> bool:
-    return bool(types.is_temporal(kind) and not types.is_interval(kind))
-
-
 _RULES: list[tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = [
     (_is_text, _objects),
     (_is_exact, _decimals),
@@ -604,7 +595,7 @@ _RULES: list[tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = [
     (_is_list, _lists),
     (types.is_dictionary, lambda array: values_of(array.dictionary_decode())),
     (types.is_map, _maps),
-    (_is_time, _times),
+    (lambda kind: types.is_temporal(kind) and not types.is_interval(kind), _times),
 ]
 
 

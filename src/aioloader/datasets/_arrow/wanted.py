@@ -71,7 +71,6 @@ class Partitions:
         }
 
     def added(self, schema: pa.Schema, name: str) -> pa.Schema:
-        """Return the columns of a file, and those in its name."""
         keys = self.of(name)
         for field in self._columns:
             if field.name in keys and field.name not in schema.names:
@@ -291,7 +290,6 @@ class Wanted:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns as read; known after the first file."""
         if self._schema is None:
             self._schema = pa.schema([(one, self._types[one][0]) for one in self.names])
         return self._schema
@@ -383,17 +381,14 @@ class Wanted:
         return self
 
     def present(self, schema: pa.Schema) -> list[str]:
-        """Return which of the columns a file itself has."""
         known = {*schema.names}
         return [name for name in self.names if name in known]
 
     def has(self, schema: pa.Schema, names: Iterable[str]) -> bool:
-        """Return whether a file's columns have the table's types."""
         types = {field.name: field.type for field in schema}
         return all(types.get(name) == self._types[name][0] for name in names)
 
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the wanted columns of a batch of a checked file."""
         return batch.select(self.present(batch.schema))
 
     def rows_of(

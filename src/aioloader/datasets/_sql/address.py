@@ -125,7 +125,6 @@ class Address:
         self._sealed = Sealed(url, what) if found else url
 
     def _parts(self) -> tuple[str, list[str]]:
-        """Return the URL up to its parameters, and these."""
         before, _, query = revealed(self._sealed).partition("?")
         return before, query.split("&") if query else []
 
@@ -271,7 +270,6 @@ def _failure_of(
 
 
 def sqlstate_of(exc: Exception) -> str:
-    """Return PostgreSQL's code; empty if it is not the server's error."""
     return getattr(exc, "sqlstate", None) or ""
 
 

@@ -233,7 +233,6 @@ class Postgres(Session):
         await close_all([*idle, leader] if leader else idle)
 
     async def _lead(self) -> Connection:
-        """Connect, and export a snapshot."""
         leader = self._leader = Connection(self.address)
         self._snapshot = await leader.run(_started, leader)
         return leader
@@ -345,7 +344,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return quantiles of the key: of a table's some hundred pages, or of all rows."""
+        """Return quantiles of the key: of some hundred pages of a table, or of all."""
         sample = ""
         if not self.relation.is_query:
             found = connection.fetch(_SIZE, (self.relation.table(),))

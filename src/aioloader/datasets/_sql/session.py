@@ -133,7 +133,6 @@ class Connection:
         return self._adbc.cursor()
 
     def fetch(self, sql: str, parameters: Any = ()) -> list[Any]:
-        """Return the rows of a small result."""
         with self.cursor() as cursor:
             cursor.execute(sql, parameters or None)
             rows: list[Any] = cursor.fetchall()
@@ -193,12 +192,10 @@ class Span(NamedTuple):
     stop: Key | None = None
 
     def bounds(self) -> list[tuple[str, str, Key]]:
-        """Return name, sign and key of each bound that there is."""
         both = (("start", ">=", self.start), ("stop", "<", self.stop))
         return [(name, sign, key) for name, sign, key in both if key is not None]
 
     def since(self, key: Key | None) -> "Span":
-        """Return the part from a key on; None: all of it."""
         return self if key is None else Span(key, self.stop)
 
 

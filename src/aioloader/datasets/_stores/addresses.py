@@ -139,7 +139,6 @@ def shown_address(address: Address) -> str:
 
 
 def shown_addresses(addresses: list[Address]) -> str:
-    """Return addresses for display: the only one, or how many there are."""
     if len(addresses) == 1:
         return shown_address(addresses[0])
     return f"<{len(addresses):,} addresses>"
@@ -187,7 +186,6 @@ def _bracketed(sign: "re.Match[str]") -> str:
 
 
 def has_signs(pattern: str) -> bool:
-    """Return whether a pattern has to be looked up."""
     return any(sign in pattern for sign in "*?[")
 
 

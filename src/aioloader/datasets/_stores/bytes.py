@@ -32,18 +32,20 @@ from typing_extensions import Buffer
 from aioloader._base.outlast import cancel, in_thread, outlast
 from aioloader._base.warnings import warn
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import NoRangesError, file_failure, truncated
-from aioloader.datasets._stores.sources import RefusedError, Requests, Store, Tries
-from aioloader.datasets._stores.stores import ObstoreStore, WholeObject
-from aioloader.datasets._stores.versions import (
+from aioloader.datasets._stores.failures import (
     NOTHING,
     Known,
+    NoRangesError,
     Piece,
     Version,
     changed,
+    file_failure,
     opener,
+    truncated,
     version_of_file,
 )
+from aioloader.datasets._stores.sources import RefusedError, Requests, Store, Tries
+from aioloader.datasets._stores.stores import ObstoreStore, WholeObject
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -201,7 +203,6 @@ class StoredObject:
             warn_once(self._cache, self._store.label, f"the server {reason}")
 
     async def _request(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range from the store; less at the object's end."""
         attempt = partial(self._get, start, stop, version)
         return await self._client.tries.make(attempt, self._store, self._key)
 
@@ -385,7 +386,6 @@ class FileBytes:
         """Do nothing: a file needs no request."""
 
     def bytes_ahead(self) -> int:
-        """Return 0: a file is read on demand."""
         return 0
 
     async def read(self) -> Buffer:

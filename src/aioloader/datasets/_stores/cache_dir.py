@@ -294,7 +294,6 @@ def lock(file: int | BinaryIO, *flags: str) -> bool:
 
 
 def _is_left_over(name: str, age: float) -> bool:
-    """Return whether a file is a leftover of a writer that has ended."""
     found = _TEMPORARY.fullmatch(name)
     if found is None or age < _YOUNG:
         return False

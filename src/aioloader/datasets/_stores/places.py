@@ -44,14 +44,20 @@ from aioloader.datasets._stores.bytes import (
     warn_once,
 )
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import NoRangesError, file_failure
+from aioloader.datasets._stores.failures import (
+    NOTHING,
+    Known,
+    NoRangesError,
+    Version,
+    file_failure,
+    version_of_file,
+)
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.sources import USUAL, OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
-from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
 # A shard's bytes, in order.
 Bytes: TypeAlias = FileBytes | ObjectBytes
@@ -172,7 +178,6 @@ class Places:
         return found
 
     def label(self, address: Address) -> str:
-        """Return an address as it may be shown."""
         if (path := self.path(address)) is not None:
             return path
         store, key = self._store_of(address)

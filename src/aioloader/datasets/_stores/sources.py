@@ -33,9 +33,8 @@ from aioloader._base.outlast import cancel
 from aioloader._base.raising import raisable
 from aioloader._base.retry import RETRIED, backoff
 from aioloader.datasets._checks import check_is
-from aioloader.datasets._stores.failures import truncated
+from aioloader.datasets._stores.failures import Piece, Version, truncated
 from aioloader.datasets._stores.redact import redact_key, redact_text, redact_url
-from aioloader.datasets._stores.versions import Piece, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 
 if TYPE_CHECKING:
@@ -520,7 +519,6 @@ async def _within(seconds: float, attempt: Attempt[T]) -> T:
 def _unanswered(
     location: str, seconds: float, before: DatasetError | None
 ) -> DatasetError:
-    """Return the error of an attempt that timed out; it names the last one before."""
     text = f"{location!r}: no answer within {max(seconds, 0):.3g} s"
     text += "" if before is None else f"; the last error before: {before}"
     error = DatasetError(text, location=location)

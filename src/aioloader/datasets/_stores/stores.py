@@ -17,7 +17,10 @@ from urllib.parse import unquote
 
 from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
 from aioloader.datasets._stores.failures import (
+    Piece,
     Reason,
+    Version,
+    changed,
     compressed,
     failure_of,
     file_failure,
@@ -52,7 +55,6 @@ from aioloader.datasets._stores.sources import (
     UnreachableError,
 )
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -154,7 +156,6 @@ class ObstoreStore(Store):
         return made[1].value if made is not None and made[0] == os.getpid() else None
 
     def open(self) -> "ObjectStore":
-        """Return the store, made at the first call in this process."""
         if (store := self._opened()) is None:
             # Threads may make two: the extra one dies with its request.
             store = self._make()
@@ -182,11 +183,9 @@ class ObstoreStore(Store):
 
     @property
     def follow(self) -> Any:
-        """Awaits a request: ``Flights.follow`` of this loop."""
         return self._flights.here().follow
 
     async def drain(self, seconds: float | None = None) -> None:
-        """Wait until obstore's threads have released this loop's requests."""
         await self._flights.here().drain(seconds)
 
     async def aclose(self, seconds: float | None = None) -> None:
@@ -194,7 +193,6 @@ class ObstoreStore(Store):
         self.close()
 
     def close(self) -> None:
-        """Release a store that was made here, and its idle connections."""
         self._made = None
 
     def __getstate__(self) -> dict[str, Any]:

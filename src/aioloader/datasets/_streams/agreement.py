@@ -89,7 +89,6 @@ class Agreement:
         return key, json.loads(store.get(key)) if store.check([key]) else None
 
     def _left(self, key: str, summary: Any, store: Any) -> Any:
-        """Leave a summary unless another rank was faster; return the first one."""
         mine = {"rank": self.rank, "name": self.name, "summary": summary}
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
@@ -190,7 +189,6 @@ class StoreTalk:
         self._bell.put(None)
 
     def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""
         for thread in self._threads:
             thread.join(_GRACE)
         return not any(thread.is_alive() for thread in self._threads)

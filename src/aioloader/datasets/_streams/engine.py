@@ -38,10 +38,9 @@ from aioloader._base.failures import noted
 from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import FileBytes
-from aioloader.datasets._stores.failures import NoRangesError
+from aioloader.datasets._stores.failures import NOTHING, Known, NoRangesError, Version
 from aioloader.datasets._stores.places import Bytes, Places
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._stores.versions import NOTHING, Known, Version
 from aioloader.datasets._streams.cursors import name_of
 from aioloader.datasets._streams.shards import (
     Made,

@@ -24,7 +24,7 @@ from aioloader._base.blocks import Block
 from aioloader._base.outlast import in_thread, outlast
 from aioloader._base.raising import raisable
 from aioloader.datasets._stores.addresses import Address, name_of
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.errors import ShardChangedError
 
 Shard = TypeVar("Shard", default=Any)  # a format's own

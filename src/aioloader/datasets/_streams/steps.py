@@ -129,7 +129,6 @@ class Mapped(Step):
     async def _await(
         self, function: Callable[[Any], Awaitable[Any]], block: Block
     ) -> list[Any]:
-        """Return what a coroutine function makes of each sample, as ``_call``."""
         jobs = [_guarded(function, sample, self.kind) for sample in block]
         return await asyncio.gather(*jobs)
 
@@ -277,7 +276,6 @@ async def _guarded(
 
 
 def failed_in(error: BaseException, stage: str) -> Bad:
-    """Return ``error`` as a ``Bad``, with a note that names the stage."""
     sample = failed(error, f"the function of {stage!r}")
     sample.error.add_note(f"aioloader: in {stage!r} of the stream")
     return sample
@@ -440,7 +438,6 @@ class Windowed(Step):
         return parts, lost, found
 
     def _order(self, length: int) -> ShuffledIndices:
-        """Return an order that differs by window, epoch and reader."""
         share = self.reading.share
         place = self.own["number"] * share.readers + share.reader
         return keyed_order(length, self.seed, self.reading.epoch, place)

@@ -20,7 +20,7 @@ from aioloader._base.blocks import Bad, Block, join, pick, weave
 from aioloader._base.outlast import cancel, off_loop
 from aioloader._order.mixture import Array, Schedule
 from aioloader.datasets._stores.bytes import START_DIVISOR
-from aioloader.datasets._stores.versions import saved
+from aioloader.datasets._stores.failures import saved
 from aioloader.datasets._streams.cursors import (
     Ahead,
     Cursor,
@@ -310,7 +310,6 @@ class Interleaved(Weaver):
         return active[turn:] + active[:turn]
 
     def _turn_to(self, going: Sequence[int]) -> None:
-        """Note which lanes have not ended, in turn."""
         ended = sorted({*range(len(self.inputs))} - {*going})
         turn = sorted(going).index(going[0]) if going else 0
         self.own = {**self.own, "turn": turn, "ended": ended}

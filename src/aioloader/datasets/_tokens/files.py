@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from aioloader.datasets._checks import check_same
 from aioloader.datasets._stores.addresses import Address, sibling
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.errors import DatasetError
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1

@@ -148,13 +148,11 @@ class FolderSink:
 
     @threaded
     def complete(self) -> None:
-        """Make the shard visible to readers."""
         assert self._shard is not None
         self._shard.rename()
         self._shard = None
 
     async def aclose(self) -> None:
-        """Remove an incomplete shard."""
         if self._shard is not None:
             await in_thread(self._shard.remove)
             self._shard = None
@@ -286,7 +284,6 @@ class StoreSink:
         await self._request("write", file, send)
 
     async def complete(self) -> None:
-        """Wait for all parts, and combine them into one object."""
         await self._request("write", self._file, lambda _: self._upload.close())
         self._upload = None
 
@@ -304,7 +301,6 @@ class StoreSink:
             self._source.close()
 
     async def _request(self, verb: str, file: str, make: Any) -> Any:
-        """Return the result of the request that ``make`` makes of a store."""
         try:
             return await self._flights.follow(make(self._source.open()))
         except obstore_errors() as exc:
@@ -313,7 +309,6 @@ class StoreSink:
 
 
 def _lacks_conditions(error: Exception) -> bool:
-    """Return whether a store has no conditional writes."""
     is_known = isinstance(error, NotImplementedError)
     return is_known or Reason(error).status == HTTPStatus.NOT_IMPLEMENTED
 
@@ -456,7 +451,6 @@ class ObjectSink:
         return None, False
 
     async def begin(self, _num_bytes: int, _documents: int) -> bool:
-        """Return True: nothing was there."""
         return True
 
     async def append(self, data: bytes, sizes: bytes, _sidecar: bytes) -> None:
@@ -483,7 +477,6 @@ class ObjectSink:
         await self._sink.complete()
 
     async def aclose(self) -> None:
-        """Make the store discard an unfinished object; end all requests."""
         await self._sink.aclose()
         if self._sizes is not None:
             await in_thread(self._sizes.close)

@@ -98,7 +98,6 @@ def table_of(
 
 
 def _is_number(kind: Any) -> bool:
-    """Return whether pyarrow has the numbers of a dtype."""
     return kind is not None and kind.kind in "biuf" and kind.isnative
 
 
@@ -225,7 +224,6 @@ class Output(io.BytesIO):
         return self._taken + super().tell()
 
     def taken(self) -> bytes:
-        """Return the bytes written since the last call."""
         data = self.getvalue()
         self._taken += len(data)
         self.seek(0)
