@@ -39,7 +39,7 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.sources import Requests, policy_of
+from aioloader.datasets._stores.sources import Requests, Source, policy_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
 from aioloader.datasets._streams.engine import ByteFormat, Cuts, Make
@@ -50,8 +50,6 @@ from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
-
-    from aioloader.datasets._stores.sources import Source
 
 
 Addresses: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
@@ -79,7 +77,7 @@ class StreamOptions(OrderOptions, total=False):
     store: "str | PathLike[str] | ObjectStore | Source | None"
     store_options: Mapping[str, Any] | None
     requests: Requests | None
-    cache: "str | PathLike[str] | None"
+    cache: str | PathLike[str] | None
     cache_bytes: int
     unpack_bytes: int
 
@@ -331,7 +329,7 @@ class StoredStream(ShardedStream[Sample_co]):
         store: "str | PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
-        cache: "str | PathLike[str] | None" = None,
+        cache: str | PathLike[str] | None = None,
         cache_bytes: int = CACHE_BYTES,
         unpack_bytes: int = UNPACK_BYTES,
         **order: Unpack[OrderOptions],
@@ -358,7 +356,7 @@ class StoredStream(ShardedStream[Sample_co]):
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
-        self, directory: "str | PathLike[str]", max_bytes: int = CACHE_BYTES
+        self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
     ) -> Self:
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()

@@ -497,9 +497,6 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         """Close this loop's connections; the dataset stays usable."""
         await self._readers.here().aclose()
 
-    async def _release(self) -> None:
-        await self.aclose()
-
     @property
     def _label(self) -> str:
         return f"{self._relation.label} of {self._address.label!r}"

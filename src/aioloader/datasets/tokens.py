@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
@@ -44,7 +45,7 @@ from aioloader.datasets._stores.failures import (
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.sources import Requests, policy_of
+from aioloader.datasets._stores.sources import Requests, Source, policy_of
 from aioloader.datasets._tokens.files import (
     Documents,
     Index,
@@ -62,10 +63,8 @@ from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from obstore.store import ObjectStore
 
-    from aioloader.datasets._stores.sources import Source
 
 Find: TypeAlias = Callable[..., TokenFile]
 _NAMES = "input_ids", "labels", "position_ids"
@@ -133,7 +132,7 @@ class TokenDataset(Dataset[Any]):
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         length: int,
         dtype: Any = None,
         eos: int | None = None,
@@ -160,7 +159,7 @@ class TokenDataset(Dataset[Any]):
     @names_options
     async def discover(  # noqa: PLR0913  (those of the class)
         cls,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         length: int,
         dtype: Any = None,
         eos: int | None = None,
@@ -232,7 +231,7 @@ class TokenDataset(Dataset[Any]):
     def describe(self) -> dict[str, Any]:
         """Return what samples depend on."""
         return {
-            "kind": "TokenDataset",
+            "kind": TokenDataset,
             "length": self.length,
             "tokens": self._file.tokens,
             "dtype": self.dtype.name,
@@ -249,7 +248,7 @@ class TokenDataset(Dataset[Any]):
     def _find(
         self,
         find: Find,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         store: Any,
         options: Options,
         policy: Requests,  # noqa: ARG002  (files are not retried)
@@ -376,7 +375,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
     def _find(
         self,
         find: Find,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         store: Any,
         options: Options,
         policy: Requests,
@@ -518,7 +517,7 @@ class TokenWriter:
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         dtype: Any,
         *,
         format: Literal["flat", "megatron"] = "flat",  # noqa: A002
@@ -592,7 +591,7 @@ class TokenWriter:
             )
         return self._sidecar
 
-    async def write(self, tokens: "npt.ArrayLike") -> None:
+    async def write(self, tokens: npt.ArrayLike) -> None:
         """Write one document; concurrent calls are served in order.
 
         Args:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import Bad, Block
 from aioloader._base.outlast import outlast
 from aioloader.datasets._sql.address import (
     Infinity,
@@ -36,7 +36,6 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
 
 # Selected in addition: the number of the first infinite column, or NULL.
 FLAG = "aioloader: infinite"
@@ -290,7 +289,7 @@ class Postgres(Session):
                     last = encoded(found[0][-1].as_py())
                 is_again = is_again and not batch.num_rows
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         """Return the rows of a batch; those with infinite dates have failed."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:

@@ -16,24 +16,23 @@ from concurrent.futures import Future
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from aioloader._base.blocks import Block
 from aioloader._base.extras import imported
 from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._sql.address import (
+    Address,
     LostError,
     Relation,
     retried,
     select,
     sqlstate_of,
 )
-from aioloader.datasets._streams.shards import Made, Reader
+from aioloader.datasets._streams.shards import Made, Position, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
-    from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._streams.shards import Position
 
 _LOG = logging.getLogger("aioloader")
 # Seconds for a call of SQLite to end.
@@ -50,7 +49,7 @@ _MOST = 1 << 16
 GROWTH = 8
 
 
-def driver_of(address: "Address") -> Any:
+def driver_of(address: Address) -> Any:
     name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
     imported("pyarrow.compute", "sql", "databases need ADBC")
     return imported(f"{name}.dbapi", "sql", "databases need ADBC")
@@ -66,7 +65,7 @@ class Connection:
     PostgreSQL's driver reads all types, which takes ten times as long as connecting.
     """
 
-    def __init__(self, address: "Address", like: "Connection | None" = None) -> None:
+    def __init__(self, address: Address, like: "Connection | None" = None) -> None:
         self._address = address
         self._like = like
         self._adbc: Any = None  # of adbc_driver_manager.dbapi
@@ -84,7 +83,7 @@ class Connection:
         """Return the result of a function, called in the thread after earlier ones."""
         return await asyncio.wrap_future(self.post(lambda: function(*args)))
 
-    def post(self, call: Callable[[], T]) -> "Future[T]":
+    def post(self, call: Callable[[], T]) -> Future[T]:
         """Call a function in the thread after earlier ones, without waiting."""
         future: Future[T] = Future()
         self._pending.add(future)
@@ -200,12 +199,12 @@ class Span(NamedTuple):
 
 
 class Session(abc.ABC):
-    address: "Address"
+    address: Address
     relation: Relation
     deadline: float
     _sign: str  # of a numbered parameter
 
-    def __init__(self, address: "Address", relation: Relation, deadline: float) -> None:
+    def __init__(self, address: Address, relation: Relation, deadline: float) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # the columns to deliver
         self._key = relation.key_column
@@ -217,11 +216,11 @@ class Session(abc.ABC):
         """Take a snapshot, and divide it; a ValueError if key or columns are wrong."""
 
     @abc.abstractmethod
-    async def join(self) -> "Connection":
+    async def join(self) -> Connection:
         """Return a connection that reads the snapshot; a new one if it is lost."""
 
     @abc.abstractmethod
-    async def leave(self, connection: "Connection", *, is_sound: bool) -> None:
+    async def leave(self, connection: Connection, *, is_sound: bool) -> None:
         """Return a connection; if ``is_sound``, its scan has ended."""
 
     @abc.abstractmethod
@@ -232,16 +231,16 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def scan(
-        self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
+        self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range, in order, after the last key that was read."""
 
     @abc.abstractmethod
-    def _plan(self, connection: "Connection") -> None:
+    def _plan(self, connection: Connection) -> None:
         """Find the columns and their types, and check the key."""
 
     @abc.abstractmethod
-    def _cuts(self, connection: "Connection", partitions: int) -> list[Key]:
+    def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
         """Return keys that cut the relation into parts with about equally many rows."""
 
     @abc.abstractmethod
@@ -249,7 +248,7 @@ class Session(abc.ABC):
         """Return a key as a parameter."""
 
     def _divided(
-        self, connection: "Connection", partitions: int | Sequence[Key]
+        self, connection: Connection, partitions: int | Sequence[Key]
     ) -> list[Span]:
         self._plan(connection)
         if isinstance(partitions, int):
@@ -258,7 +257,7 @@ class Session(abc.ABC):
             cuts = self._risen(connection, partitions)
         return [Span(*pair) for pair in pairwise([None, *cuts, None])]
 
-    def _risen(self, connection: "Connection", cuts: Sequence[Key]) -> list[Key]:
+    def _risen(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
         # An empty part with the key itself provides its collation.
         nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
@@ -279,14 +278,14 @@ class Session(abc.ABC):
         return self.names if has_key else (*self.names, self.relation.key)
 
     def _ask(
-        self, connection: "Connection", what: str, more: str = "", *values: Any
+        self, connection: Connection, what: str, more: str = "", *values: Any
     ) -> Any:
         """Return the first row of a SELECT from the relation; None: there is none."""
         sql = self.relation.select(what, more)
         rows = connection.fetch(sql, (*self.relation.parameters, *values))
         return rows[0] if rows else None
 
-    def _refuse_keys(self, connection: "Connection", rule: str, what: str) -> None:
+    def _refuse_keys(self, connection: Connection, rule: str, what: str) -> None:
         if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
             raise self.relation.key_error(what)
 
@@ -336,7 +335,7 @@ class Session(abc.ABC):
         found = new.column(self.relation.key), self._rows(new)
         return found if new.num_rows else None
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         from aioloader.datasets._arrow.rows import Rows  # noqa: PLC0415  (needs pyarrow)
 
         return Rows(batch.select(list(self.names)))
@@ -367,17 +366,17 @@ class SQLReader(Reader):
     def begin(self) -> None:
         self.start()
 
-    async def pull(self, limit: int) -> "Block":
+    async def pull(self, limit: int) -> Block:
         block = await super().pull(limit)
         self._pulled = len(block)
         return block
 
-    def position(self) -> "Position":
+    def position(self) -> Position:
         if self.mark is not None:
             return self.positions()(self._pulled)
         return {} if self._start is None else {"key": self._start}
 
-    def positions(self) -> "Callable[[int], Position]":
+    def positions(self) -> Callable[[int], Position]:
         keys, before = self.mark, self.taken - self._pulled
         return lambda count: {"key": encoded(keys[before + count - 1].as_py())}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import Bad, Block
 from aioloader.datasets._sql.address import column, quoted, select
 from aioloader.datasets._sql.postgres import selection
 from aioloader.datasets._sql.session import (
@@ -32,7 +32,6 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
@@ -158,7 +157,7 @@ class SQLite(Session):
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         """Return the rows of a batch; those with text that is no UTF-8 have failed."""
         if _is_valid(batch):
             return super()._rows(batch)

@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from io import FileIO
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,8 +49,6 @@ from aioloader.datasets._stores.stores import ObstoreStore, WholeObject
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from obstore import Bytes
 
     from aioloader.datasets._stores.addresses import Address
