@@ -261,7 +261,7 @@ ELSEWHERE = {
     ),
     "_collate/collate.py:_rule_for": ("", _NOT_COLLATED),
     "a file of tokens": (
-        "datasets/_tokens/files.py",
+        "datasets/_tokens.py",
         (
             "… was started with another …; remove it, with its hidden '.partial' "
             "files, or write to another path"

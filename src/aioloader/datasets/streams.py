@@ -46,7 +46,7 @@ from aioloader.datasets._streams.steps import (
     Tokenized,
 )
 from aioloader.datasets._streams.weave import Mixed
-from aioloader.datasets._tokens.texts import tokenizer_of
+from aioloader.datasets._tokens import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import generator_of, is_async_function
 

@@ -46,7 +46,9 @@ from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.sources import Requests, Source, policy_of
-from aioloader.datasets._tokens.files import (
+from aioloader.datasets._tokens import (
+    IGNORED,
+    Array,
     Documents,
     Index,
     Sidecar,
@@ -56,8 +58,8 @@ from aioloader.datasets._tokens.files import (
     dtype_of,
     index_of,
     megatron_pair,
+    samples_of,
 )
-from aioloader.datasets._tokens.texts import IGNORED, Array, samples_of
 from aioloader.datasets._write.sinks import MakeIndex, make_token_sink
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan

@@ -1,15 +1,11 @@
 """Rows of a table as one block, in columns until a row is requested; their values.
 
-The order is the table's. Slicing and joining copy nothing and keep the original memory
-alive; ``pick`` and ``collate`` copy, and keep nothing. A pickle contains only the
-selected rows.
-
-One rule serves rows and batches, so both collate alike. Numbers of one shape in all
-rows (numbers, booleans, lists of a fixed size, tensors) are numpy views of Arrow's
-memory while there is no NULL. Lists of numbers are arrays, and tensors if their lengths
-agree; structs are dicts; strings and bytes are lists. Types without a tensor form are
-kept: dates, times, decimals, UUIDs, lists of strings, maps. Times that Python cannot
-represent (nanoseconds, the year 10000) are numpy's.
+Slicing and joining copy nothing and keep the original memory alive; ``pick`` and
+``collate`` copy. One rule serves rows and batches. Numbers of one shape in all rows
+(also lists of a fixed size, tensors) are numpy views of Arrow's memory while there is
+no NULL. Lists of numbers are arrays, and tensors if their lengths agree; structs are
+dicts. Types without a tensor form are kept: text, dates, decimals, UUIDs, maps. Times
+that Python cannot represent (nanoseconds, the year 10000) are numpy's.
 """
 
 import contextlib

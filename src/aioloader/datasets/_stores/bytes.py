@@ -1,17 +1,13 @@
 """The bytes of one object or file: ranges of it, and all of it in order, read ahead.
 
-All requests are retried where that helps. Every answer is checked against the version
-that came first: by a condition of the request if the server has strong entity tags, and
-here in any case. A wrong length is detected by the cheapest requests that can.
+Every answer is checked against the version that came first, and its length. In a cache
+a stream's blocks are aligned: each is read from the store once per machine, for all
+processes and any start; a table's ranges are kept as they are. The name of a range
+contains the object's version, so a changed object is read again; that costs one small
+request per object and reader. For tables, the version is trusted for ten minutes.
 
-In a cache a stream's blocks are aligned: each is read from the store once per machine,
-for all processes and any start. A table's ranges are kept as they are. The name of a
-range contains the object's version, so a changed object is read again; that costs one
-small request per object and reader. For tables, the version is trusted for ten minutes.
-
-A shard of an object comes by ranged requests, several in flight; the first ones are
-smaller, so that samples come soon. At most the budget is held. A file is read in a
-thread, or without one where it is in the page cache.
+Requests for a shard are in flight together, the first ones smaller, so that samples
+come soon. At most the budget is held.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """What is wrong with a shard: a failed request or read, or another version of it.
 
-obstore dumps whole requests: URLs with user, password and signature, bodies of the
-server, texts of credential providers. So only the type of an exception is passed on,
-with fixed phrases and numbers of its first line: the HTTP status, the system's error,
-the retries. The original is not chained either, because a traceback would print it.
-
+obstore dumps whole requests, with secrets. So only the type of an exception is passed
+on, with fixed phrases and numbers of its first line: the HTTP status, the system's
+error, the retries. The original is not chained, because a traceback would print it.
 A shard is read at one version: what a listing, a cut or a first answer has shown, the
 rest must agree with. A state holds the versions of the shards that are open in it.
 """

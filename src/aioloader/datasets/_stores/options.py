@@ -1,10 +1,8 @@
 """obstore: imported when needed, its stores made by options, its requests in flight.
 
 obstore rejects most unknown names without a hint, and values without a name; unknown
-names within ``retry_config`` it ignores. It runs requests on its own threads. Such a
-thread still needs the interpreter for a moment after a request ended or was cancelled;
-if the interpreter is gone by then, the process crashes: 6 of 40 that ended right after
-their last read did, and none of 240 that called ``drain``.
+names within ``retry_config`` it ignores. Its threads still need the interpreter for a
+moment after a request ended; if that is gone by then, the process crashes.
 """
 
 import asyncio
@@ -180,7 +178,7 @@ def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
         url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # One loop retries, and counts its time and errors: `requests.Tries`.
+    # One loop retries, and counts its time and errors: `sources.Tries`.
     prepared = {"retry_config": _QUICK, **options}
     if client:
         prepared["client_options"] = client

@@ -1,12 +1,9 @@
 """Sources of bytes: what a user's store must do, how any store is asked, and retries.
 
-``Source`` is public and small. ``Store`` is what all readers use: a source together
-with what is known of its server, and the one judge of what it raises. obstore, file
-systems of fsspec and users' sources are its three kinds.
-
-Requests that fail are retried by cause, within a deadline, or sent twice. A stall is
-detected by a timeout for each request, because a hanging connection raises no error.
-Errors that waiting cannot cure (no such object, no permission) are raised at once.
+``Store`` is what all readers use: a source together with what is known of its server,
+and the one judge of what it raises. Requests that fail are retried by cause, within a
+deadline, or sent twice. A timeout for each detects stalls, because a hanging connection
+raises no error.
 """
 
 import abc

@@ -21,7 +21,7 @@ from aioloader._base.outlast import in_thread, off_loop
 from aioloader._order.permutation import paced, pause
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
-from aioloader.datasets._tokens.texts import IGNORED, Array, samples_of
+from aioloader.datasets._tokens import IGNORED, Array, samples_of
 from aioloader.errors import ShardChangedError
 
 Overlong: TypeAlias = Literal["split", "truncate", "drop"]

@@ -2,10 +2,8 @@
 
 Everything common to tar files, tables and rows (order, interleaving, shuffling, sharing
 among readers, state) is built on ``ShardFormat`` and ``ShardReader`` alone. ``Reader``
-makes blocks in steps, in a thread or on the loop in a short turn, one step at a time,
-and passes them on in pieces. Memory holds the blocks of a step, and with ``is_ahead``
-those of the next one. A pull that is cancelled loses nothing: the next pull gets what
-its step has made.
+makes blocks in steps, one at a time, and passes them on in pieces; memory holds the
+blocks of a step, and with ``is_ahead`` those of the next one.
 """
 
 import abc

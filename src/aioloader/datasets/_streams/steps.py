@@ -28,7 +28,7 @@ from aioloader.datasets._streams.cursors import (
     check_again,
     skip,
 )
-from aioloader.datasets._tokens.texts import encoded, text_of
+from aioloader.datasets._tokens import encoded, text_of
 from aioloader.errors import DatasetError
 
 # Least samples per thread; smaller shares cost more for threads than they save.
