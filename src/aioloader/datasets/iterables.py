@@ -37,7 +37,6 @@ from aioloader.datasets._streams.cursors import (
     Ahead,
     Cursor,
     Reading,
-    Replayed,
     State,
     name_of,
 )
@@ -130,7 +129,7 @@ class _Iterable(Stream[Any]):
         return f"stream of {name}"
 
 
-class _Cursor(Replayed):
+class _Cursor(Cursor):
     """Selects this reader's samples of a source, and counts the samples read.
 
     A plain iterable is read in one thread, because some iterables need that.

@@ -26,7 +26,6 @@ from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
-    Replayed,
     State,
     name_of,
 )
@@ -130,7 +129,7 @@ class _MapStyle(Stream[Any]):
         return f"stream of {type(self._dataset).__name__}"
 
 
-class _Indices(Replayed):
+class _Indices(Cursor):
     """The indices of one reader's samples, in the order of an epoch."""
 
     overshoots = True
@@ -166,7 +165,7 @@ class _Indices(Replayed):
         return indices
 
 
-class _Position(Replayed):
+class _Position(Cursor):
     """Its position is that of a sample in the order, read in advance or not."""
 
     def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002

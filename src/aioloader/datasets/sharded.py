@@ -347,8 +347,8 @@ class StoredStream(ShardedStream[Sample_co]):
             kept = CacheDir(cache, cache_bytes)
         places = Places(
             store,
-            {} if store_options is None else hidden(store_options),
-            None if requests is None else policy_of(requests),
+            hidden(store_options),
+            policy_of(requests),
             kept,
             self._addresses,
             check_at_least(unpack_bytes, 1, "unpack_bytes"),

@@ -23,7 +23,6 @@ from aioloader.datasets._arrow.wanted import Wanted
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
-    Replayed,
     State,
     name_of,
 )
@@ -229,7 +228,7 @@ class ArrowStream(Stream[Row]):
         return f"from_arrow({name_of(self._source)})"
 
 
-class StreamCursor(Replayed):
+class StreamCursor(Cursor):
     """A stream that ``make`` starts; each of N readers keeps every Nth row of it."""
 
     def __init__(

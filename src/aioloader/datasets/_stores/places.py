@@ -55,7 +55,7 @@ from aioloader.datasets._stores.failures import (
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.sources import USUAL, OwnStore, Requests, Store
+from aioloader.datasets._stores.sources import OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 
@@ -80,7 +80,7 @@ class Places:
         self,
         store: Any,
         options: Options,
-        requests: Requests | None,
+        requests: Requests,
         cache: CacheDir | None = None,
         addresses: Sequence[Address] = (),
         unpack_bytes: int = UNPACK_BYTES,
@@ -88,7 +88,7 @@ class Places:
         self.kept_in = cache
         self.unpack_bytes = unpack_bytes
         self._options = options
-        self._requests = requests or USUAL
+        self._requests = requests
         self._base: Store | None = None
         self._folder = ""
         if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):

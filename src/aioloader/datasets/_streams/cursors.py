@@ -1,7 +1,7 @@
 """A stream being read: blocks of samples, and a position that can be saved.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-one. ``Replayed`` is the one kind of position: the state before a block, and how many of
+one. ``Cursor`` is the one kind of position: the state before a block, and how many of
 its samples were passed on. Loading it makes the block again, and drops those.
 """
 
@@ -68,7 +68,7 @@ class Made(NamedTuple):
     what: Any  # what ``_after`` needs to know of it: mostly its unreadable samples
 
 
-class Replayed:
+class Cursor:
     """Samples that come in blocks: the base of sources and steps.
 
     A subclass says how to ``_make`` the next samples, and from which state: ``_here``.
@@ -213,9 +213,6 @@ class Replayed:
             self._block, self.ready = block, len(block) - dropped
             self.pass_on(dropped)
             found += dropped
-
-
-Cursor: TypeAlias = Replayed
 
 
 async def skip(

@@ -23,7 +23,6 @@ from aioloader._order.permutation import (
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
-    Replayed,
     State,
     check_again,
     skip,
@@ -40,7 +39,7 @@ _PULL = 1 << 13
 _EMPTY = 8
 
 
-class Step(Replayed):
+class Step(Cursor):
     """A cursor over another one, which it owns.
 
     Its parameters become attributes, or entries of the state: ``own``.

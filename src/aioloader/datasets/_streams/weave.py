@@ -25,7 +25,6 @@ from aioloader.datasets._streams.cursors import (
     Ahead,
     Cursor,
     Reading,
-    Replayed,
     State,
     skip,
 )
@@ -55,7 +54,7 @@ _LIGHT = 1e-3
 _ROWS = 256
 
 
-class Lane(Replayed):
+class Lane(Cursor):
     """The samples of several shards.
 
     They are at ``places`` of ``shards``, looked up on access: there may be millions.
@@ -218,7 +217,7 @@ async def woven(
     return await off_loop(join_all, blocks, is_quick=is_quick)
 
 
-class Weaver(Replayed):
+class Weaver(Cursor):
     """Samples of several inputs, which it owns, interleaved.
 
     ``own`` is its part of the state, who is next; ``key`` names that of the inputs.
