@@ -187,7 +187,7 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
-    "datasets/lines.py:": "a reason in 'the line at byte … is damaged'",
+    "datasets/lines.py:JSONDecoder": "a reason in 'the line at byte … is damaged'",
     "datasets/mds.py:_array_decoder": "a reason in 'column …'",
     "datasets/mds.py:_list": "a reason in 'the sample at byte …'",
     "datasets/mds.py:_scalar": "a reason in 'the sample at byte …'",
@@ -271,6 +271,7 @@ ELSEWHERE = {
     "note": ("_workers/remote_tasks.py", "Caught … in DataLoader worker process …"),
     "stores": ("datasets/_stores/failures.py", "cannot … …: …"),
     "databases": ("datasets/_sql/address.py", "cannot … of …: …"),
+    "cuts": ("datasets/tar.py", "has no index, …: write it with `aioloader index`"),
 }
 # A shorter heading is no stem: it would stand for anything.
 SHORTEST = 12

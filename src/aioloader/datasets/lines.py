@@ -48,6 +48,10 @@ _WHOLE = frozenset({"utf-8", "ascii", "iso8859-1"})
 class JSONDecoder:
     """Decodes lines of JSON: one without its end, or many with their ends.
 
+    By ``orjson`` where the result is that of ``json``: it turns integers beyond 64 bits
+    into floats, and rejects ``NaN``, numbers too large for a float, lone surrogates,
+    byte order marks and UTF-16.
+
     ``is_plain`` of many lines is the result for all their bytes, ``longest`` the length
     of the longest one.
     """

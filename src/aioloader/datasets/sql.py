@@ -79,6 +79,8 @@ Record: TypeAlias = Mapping[str, Any]
 class Lookup(abc.ABC):
     """Finds rows in one table, for one event loop; may be used again after closing.
 
+    PostgreSQL is queried through a pool of asyncpg, on the loop; SQLite in threads.
+
     At most ``connections`` queries run at once, and a lost connection must be restored
     in ``deadline`` seconds. ``users`` counts how often the dataset was entered.
     """

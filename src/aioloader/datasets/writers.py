@@ -84,6 +84,9 @@ class _Entry(NamedTuple):
 class _Manifest:
     """The finished shards of one name, and what decides whether writing resumes.
 
+    It names a shard before readers see the shard. So after a crash only the last one
+    may be missing, and is written again.
+
     ``ending`` is theirs, as in ``"tar"``; ``metadata`` is the user's description of the
     samples' origin; ``schema`` is that of tables, as text.
     """

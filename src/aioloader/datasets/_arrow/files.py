@@ -1,7 +1,10 @@
 """The common part of Parquet, Arrow and CSV files: addresses, columns and shards.
 
 Shards are in the order of the files. What is to be known of a file before it is read,
-mostly its end, is read once, of many files at a time.
+mostly its end, is read once, of many files at a time. Record batches are decoded in a
+thread: one step, as many as ``budget`` allows, is passed on while the next is decoded,
+and bytes for later steps are in flight. Batches are checked before they are passed on;
+a single damaged row is a ``Bad``, and any other damage ends the shard with an error.
 """
 
 import asyncio

@@ -3,7 +3,9 @@
 The files of one listing are unified into one table, as in Arrow: they may differ in the
 order of columns, in nullability, in the width of strings, lists and numbers, and in
 columns that are all NULL. Arrow's safe cast checks the values: one that does not fit is
-an error, and so are types without a common one.
+an error, and so are types without a common one. A condition is pyarrow's: files are
+skipped by their names (``year=2024/``, as Hive and Spark write them), row groups by
+their statistics; then rows are tested exactly.
 """
 
 import copy

@@ -2,7 +2,8 @@
 
 One connection exports its snapshot and keeps it alive; the others adopt it. Rows come
 in the order of the key, streamed, in batches of about the requested size. A query with
-parameters is read through a server-side cursor, which takes twice the time.
+parameters is read through a server-side cursor, which takes twice the time. A driver
+would read an infinite date as an ordinary day: here it is an error, or NULL.
 """
 
 import asyncio

@@ -56,10 +56,12 @@ def driver_of(address: Address) -> Any:
 
 
 class Connection:
-    """A connection, opened by its first call, and its thread.
+    """A connection of ADBC, opened by its first call, and the one thread that uses it.
 
-    The thread is a daemon: a query that cannot be stopped must not keep the process
-    from ending. ``cursor``, ``fetch`` and ``batches`` are for functions that run in it.
+    ADBC's objects belong to one thread at a time, and in the main thread its calls take
+    over Ctrl-C. The thread is a daemon: a query that cannot be stopped must not keep
+    the process from ending. ``cursor``, ``fetch`` and ``batches`` are for functions
+    that run in it.
 
     ``like`` is an open connection to the same database, whose driver state is shared:
     PostgreSQL's driver reads all types, which takes ten times as long as connecting.

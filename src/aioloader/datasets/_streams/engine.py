@@ -91,7 +91,8 @@ async def cut_shards(
 ) -> list[Part]:
     """Return ``count`` parts of all shards, in order; shards stay whole if possible.
 
-    A ValueError if not enough parts can be cut.
+    They depend only on the shards' sizes, so each rank finds the same. A ValueError if
+    not enough parts can be cut.
     """
     versions = await each(partial(_version, places), shards)
     numbers = shares([version.size for version in versions], count)

@@ -4,6 +4,10 @@ A file is written under a unique hidden name, synchronized and renamed. An objec
 uploaded in parts, and exists once the upload is completed; a killed process leaves
 parts, which nobody sees, and which a lifecycle rule of the bucket should remove after
 some days. Memory holds the parts in flight.
+
+A local file of tokens grows under a hidden name, and a hidden sidecar says how much of
+it counts: a writer that is killed resumes there. An upload cannot be resumed, so the
+next writer starts over.
 """
 
 import asyncio
