@@ -233,7 +233,7 @@ class TokenDataset(Dataset[Any]):
     def describe(self) -> dict[str, Any]:
         """Return what samples depend on."""
         return {
-            "kind": TokenDataset,
+            "kind": "TokenDataset",
             "length": self.length,
             "tokens": self._file.tokens,
             "dtype": self.dtype.name,

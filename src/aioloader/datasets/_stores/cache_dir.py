@@ -30,7 +30,6 @@ from typing_extensions import Buffer
 
 from aioloader._base.forks import fork_safe
 from aioloader._base.warnings import warn
-from aioloader.datasets._checks import check_at_least
 
 # Magic and format version, key's digest, length of the data; then the checksum of these
 # and of the data.
@@ -70,7 +69,8 @@ class CacheDir:
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
-        check_at_least(max_bytes, 1, "max_bytes")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self.directory: str = str(Path(directory).expanduser().absolute())
         self.max_bytes = max_bytes
         self._has_warned = False
