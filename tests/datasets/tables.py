@@ -18,9 +18,10 @@ from aioloader.datasets._arrow.csv import CSVFormat
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._stores.file_bytes import FileBytes
+from aioloader.datasets._stores.bytes import FileBytes
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._stores.places import Listed, Places
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.sources import Requests
 from aioloader.errors import DatasetError
 from datasets.shards import bytes_of, put
 
@@ -36,7 +37,7 @@ class Local(Places):
     """
 
     def __init__(self, *, is_remote: bool = False) -> None:
-        super().__init__(None, {}, None)
+        super().__init__(None, {}, Requests())
         self.is_remote = is_remote
         self.spans: list[tuple[int, int]] = []
         self.fail_at: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from aioloader._base.blocks import Bad
 from aioloader.datasets._streams.engine import Feed, Steps
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets.tar._archive import samples
+from aioloader.datasets.tar import samples
 
 
 def pieces_of(data: bytes, sizes: Iterable[int]) -> Iterator[bytearray]:

@@ -26,7 +26,7 @@ from aioloader.datasets import (
     from_async_iterable,
     from_iterable,
 )
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.engine import ByteFormat
 from aioloader.errors import (
     BatchTimeoutError,

@@ -24,9 +24,9 @@ from aioloader.datasets import (
     ObjectDataset,
     ParquetDataset,
     TarDataset,
+    decoders,
     write_parquet,
 )
-from aioloader.datasets.decoders import _decode
 from aioloader.errors import DecodeError
 from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
@@ -42,9 +42,9 @@ SAMPLE = {
     "cls": b"7\n",
     "json": b'{"a": [1, null]}',
     "txt": "grüße".encode(),
-    "npy": _decode.encode(np.arange(3), "npy"),
-    "npz": _decode.encode({"x": np.arange(2)}, "npz"),
-    "pth": _decode.encode({"w": torch.ones(2)}, "pth"),
+    "npy": decoders.encode(np.arange(3), "npy"),
+    "npz": decoders.encode({"x": np.arange(2)}, "npz"),
+    "pth": decoders.encode({"w": torch.ones(2)}, "pth"),
     "pickle": pickle.dumps(1),
     "bin": b"\x00",
 }
@@ -71,7 +71,7 @@ def test_members_by_extension() -> None:
     assert same(made, expected)
 
 
-@pytest.mark.parametrize("spec", sorted(set(_decode.SPECS) - {"torchl", "torchl8"}))
+@pytest.mark.parametrize("spec", sorted(set(decoders.SPECS) - {"torchl", "torchl8"}))
 @pytest.mark.parametrize("shape", [(), (3,), (4,)])
 def test_pictures_as_webdataset_makes_them(spec: str, shape: tuple[int, ...]) -> None:
     data = encoded(pixels(2, *shape))
@@ -103,16 +103,16 @@ def test_torchvision_is_used_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     package.io = module
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.io", module)
-    _decode._torchvision.cache_clear()
+    decoders._torchvision.cache_clear()
     try:
         with_it = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
         Decoder("torch")(encoded(COLOURS, "BMP"))
     finally:
-        _decode._torchvision.cache_clear()
+        decoders._torchvision.cache_clear()
     assert seen == ["RGB", "RGB"]
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     without = [Decoder("torch")(encoded(COLOURS, f)) for f in ("PNG", "JPEG")]
-    _decode._torchvision.cache_clear()
+    decoders._torchvision.cache_clear()
     assert same(with_it[0], without[0])
     assert same(with_it[1], without[1])
 
@@ -176,7 +176,7 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         ("png", SAMPLE["png"][:60], "'png' of sample 'a' .*truncated"),
         ("cls", b"x", "'cls' of sample 'a' in 'a.tar' .1 bytes.: ValueError: invalid"),
         ("x.json", b"{", "'x.json' of sample 'a'"),
-        ("npy", _decode.encode(np.array(1), "npy")[:9], "'npy' of sample"),
+        ("npy", decoders.encode(np.array(1), "npy")[:9], "'npy' of sample"),
         ("pth", pickle.dumps(Decoder), "'pth' of sample"),
     ],
 )
@@ -237,14 +237,14 @@ def test_pickles_are_the_arguments() -> None:
 )
 def test_what_is_encoded_is_decoded(member: tuple[str, Any]) -> None:
     name, value = member
-    assert same(Decoder()({name: _decode.encode(value, name)}), {name: value})
+    assert same(Decoder()({name: decoders.encode(value, name)}), {name: value})
 
 
 @pytest.mark.parametrize("spec", ["rgb", "rgb8", "l8", "torch", "torchrgba8", "torchl"])
 @pytest.mark.parametrize("extension", ["png", "tif"])
 def test_pictures_come_back(spec: str, extension: str) -> None:
     value = Decoder(spec)(encoded(pixels(5, 4)))
-    assert same(Decoder(spec)(_decode.encode(value, extension)), value)
+    assert same(Decoder(spec)(decoders.encode(value, extension)), value)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_pictures_come_back(spec: str, extension: str) -> None:
 )
 def test_what_has_no_form(value: Any, extension: str, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        _decode.encode(value, extension)
+        decoders.encode(value, extension)
 
 
 def write(path: Path, bad: int = -1) -> str:

@@ -24,11 +24,10 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._stores.failures import NoRangesError
+from aioloader.datasets._stores.failures import NoRangesError, Version
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests
-from aioloader.datasets._stores.versions import Version
-from aioloader.datasets._streams.cuts import cut_shards
+from aioloader.datasets._stores.sources import Requests
+from aioloader.datasets._streams.engine import cut_shards
 from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from datasets.changing import ALWAYS, ChangingServer, Sender

@@ -21,7 +21,7 @@ from aioloader import DataLoader
 from aioloader._base.blocks import Bad
 from aioloader.datasets import from_arrow, from_iterable
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._streams.unbatched import Unbatched
+from aioloader.datasets._streams.packing import Unbatched
 from aioloader.errors import ShardChangedError, StateMismatchError
 from beside import beside
 from datasets import shards

@@ -38,7 +38,7 @@ from aioloader.datasets import (
     objects,
     writers,
 )
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import name_of
 from aioloader.errors import StateMismatchError, TruncatedReadError
 from aioloader.testing import check_shard_format
 from beside import beside

@@ -11,7 +11,6 @@ import pytest
 
 from aioloader._base.blocks import Bad, Block, weave
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._streams import lane
 from aioloader.datasets._streams import weave as weaving
 from aioloader.datasets._streams.cursors import State
 from aioloader.datasets._streams.shards import ShardFormat, ShardReader
@@ -92,8 +91,8 @@ class Memory(ShardFormat):
 @pytest.fixture(autouse=True, params=[4, 1 << 14], ids=["few", "many"])
 def _sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weave a few samples at a time, so that there are many ends; or many."""
-    monkeypatch.setattr(lane, "_SAMPLES", request.param)
-    monkeypatch.setattr(lane, "_ROWS", 2 * request.param)
+    monkeypatch.setattr(weaving, "_LANE_SAMPLES", request.param)
+    monkeypatch.setattr(weaving, "_LANE_ROWS", 2 * request.param)
     monkeypatch.setattr(weaving, "_WOVEN", 2 * request.param)
 
 

@@ -25,7 +25,7 @@ from aioloader.datasets import (
     TextDataset,
     TokenDataset,
 )
-from aioloader.datasets.files._batcher import MAX_CHUNK, ReadBatcher
+from aioloader.datasets.files import MAX_CHUNK, ReadBatcher
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

@@ -39,9 +39,8 @@ from aioloader.datasets import (
 )
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams import engine
-from aioloader.datasets.lines import _json, samples, without_end
-from aioloader.datasets.lines._json import JSONDecoder
-from aioloader.datasets.mds._encodings import decoder_of
+from aioloader.datasets.lines import JSONDecoder, samples, without_end
+from aioloader.datasets.mds import decoder_of
 from aioloader.errors import DatasetError, StateMismatchError
 from aioloader.testing import check_shard_format
 from datasets.shards import check_resumes, read
@@ -304,7 +303,7 @@ def made(lines: list[bytes], limit: int = 1024) -> Iterator[Any]:
 
 def both(lines: list[bytes], limit: int = 1024) -> tuple[list[Any], list[Any]]:
     with_it = list(made(lines, limit))
-    with mock.patch.object(_json, "_orjson_loads", return_value=None):
+    with mock.patch("aioloader.datasets.lines._orjson_loads", return_value=None):
         return with_it, list(made(lines, limit))
 
 

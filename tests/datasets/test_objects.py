@@ -13,9 +13,15 @@ import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import ObjectDataset, Requests, TextDataset
-from aioloader.datasets._stores.flights import Flights
-from aioloader.datasets._stores.requests import Server, Tries, UnreachableError
-from aioloader.datasets._stores.stored import Client, StoredObject
+from aioloader.datasets._stores.bytes import Client, StoredObject
+from aioloader.datasets._stores.failures import Piece
+from aioloader.datasets._stores.options import Flights
+from aioloader.datasets._stores.sources import (
+    OwnStore,
+    Source,
+    Tries,
+    UnreachableError,
+)
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import (
     DatasetError,
@@ -250,7 +256,19 @@ asyncio.run(main())
 
 Attempt = Callable[[], Coroutine[Any, Any, Any]]
 AT_ONCE = Requests(base_delay=0)
-PLACE = Server("s3://b"), "k"
+
+
+class Named(Source):
+    """A store with an address and nothing in it."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    async def get(self, key: str, start: int, stop: int) -> Piece:
+        raise FileNotFoundError(key)
+
+
+PLACE = OwnStore(Named("s3://b")), "k"
 
 
 def failure(number: int = 0) -> DatasetError:
@@ -273,7 +291,7 @@ def attempts(*outcomes: Any) -> Attempt:
 
 def pause(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     """Make these the pauses of the next requests."""
-    place = "aioloader.datasets._stores.requests.backoff"
+    place = "aioloader.datasets._stores.sources.backoff"
     monkeypatch.setattr(place, lambda *_: iter(seconds))
 
 
@@ -308,7 +326,7 @@ async def test_a_host_that_always_refused_is_given_up_in_seconds(
     """One that ever answered keeps the whole deadline."""
     tries = Tries(Requests())
     pause(monkeypatch, 6.0)
-    refusing = Server("s3://b"), "k"
+    refusing = OwnStore(Named("s3://b")), "k"
     refused = UnreachableError(failure())
     with pytest.raises(DatasetError, match="given up after 5 s"):
         await tries.make(attempts(refused), *refusing)
@@ -321,7 +339,7 @@ async def test_a_host_that_always_refused_is_given_up_in_seconds(
 
 async def test_the_first_retry_is_logged_once(caplog: Any) -> None:
     """Per store, not per request."""
-    place = Server("s3://c"), "k"
+    place = OwnStore(Named("s3://c")), "k"
     for _ in range(3):
         await Tries(AT_ONCE).make(attempts(failure(1), failure(2), "data"), *place)
     words = "failed 1; retrying for 120 s (logged once for a store)"

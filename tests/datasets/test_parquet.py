@@ -21,10 +21,10 @@ from pyarrow.parquet import encryption
 from aioloader import DataLoader
 from aioloader._base.blocks import Bad, Block
 from aioloader.datasets import ParquetDataset, write_parquet
-from aioloader.datasets._arrow import files, parquet, reader
-from aioloader.datasets._arrow.filters import Filters
+from aioloader.datasets._arrow import files, parquet
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.ranges import Ranges
+from aioloader.datasets._arrow.wanted import Filters
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.shards import check_resumes, put, read
 from datasets.tables import (
@@ -330,14 +330,14 @@ def small(tmp_path: Path) -> str:
 def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
     """Return what was decoded by each hop to a thread."""
     found: list[list[list[Block]]] = []
-    step_all = reader._step_all
+    step_all = files._step_all
 
     def noted(shards: Sequence[Any], nbytes: int) -> Any:
         steps = step_all(shards, nbytes)
         found.append([[block for _, block in made] for made in steps.values()])
         return steps
 
-    monkeypatch.setattr(reader, "_step_all", noted)
+    monkeypatch.setattr(files, "_step_all", noted)
     return found
 
 

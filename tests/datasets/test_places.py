@@ -29,9 +29,8 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._stores.bytes import ObjectBytes
-from aioloader.datasets._stores.file_bytes import FileBytes
-from aioloader.datasets._stores.versions import Piece, Version
+from aioloader.datasets._stores.bytes import FileBytes, ObjectBytes
+from aioloader.datasets._stores.failures import Piece, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from beside import beside
 from datasets.changing import ChangingServer

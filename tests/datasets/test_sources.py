@@ -33,7 +33,7 @@ from aioloader.datasets import (
     TextDataset,
     Version,
 )
-from aioloader.datasets._stores.requests import Requests
+from aioloader.datasets._stores.sources import Requests
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader._base.blocks import Bad
+from aioloader.datasets import tar as archives
 from aioloader.datasets._streams.engine import Feed
-from aioloader.datasets.tar import _archive
 from aioloader.errors import DatasetError, TruncatedReadError
 from datasets.tar_archives import (
     FORMATS,
@@ -171,7 +171,7 @@ def test_what_is_passed_over_takes_no_memory(name: bytes) -> None:
     pieces = chain([head], repeat(piece, count), [ZEROS, b""])
     most = 1 << 30 if name == b"a.y" else 1 << 20
     tracemalloc.start()
-    for step in _archive.samples(most, "error", feed):
+    for step in archives.samples(most, "error", feed):
         if step is None:
             feed.give(next(pieces))
         else:
@@ -238,7 +238,7 @@ def test_unknown_members_and_links_are_passed_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links have no bodies, and the first one of a process is logged."""
-    monkeypatch.setattr(_archive, "_MENTIONED", [])
+    monkeypatch.setattr(archives, "_MENTIONED", [])
     data = header(b"l.jpg", 1000, b"1") + header(b"l.y", 1000, b"2")
     for kind in (b"V", b"D", b"M", b"Z"):
         data += member(b"v.x", b"v" * 700, kind)
@@ -253,7 +253,7 @@ def test_a_sample_in_two_places_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All images, then all labels: each sample lacks a field. Equal ones lack none."""
-    monkeypatch.setattr(_archive, "_MENTIONED", [])
+    monkeypatch.setattr(archives, "_MENTIONED", [])
     twice = member(b"a.x", b"1") + member(b"b.x", b"2") + member(b"a.x", b"3")
     assert len(walk(twice + ZEROS)) == 3
     assert not caplog.messages
@@ -281,7 +281,7 @@ def test_a_sample_comes_when_the_next_begins() -> None:
     kinds: Any = bytes, bytearray, memoryview, lambda data: io.BytesIO(data).getbuffer()
     for buffer in kinds:
         feed = Feed(URL, 0)
-        reading = _archive.samples(1 << 20, "error", feed)
+        reading = archives.samples(1 << 20, "error", feed)
         for piece in (first, second[:512]):
             assert next(reading) is None
             feed.give(buffer(piece))

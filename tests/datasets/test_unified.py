@@ -25,7 +25,7 @@ from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.errors import DatasetError
 from datasets.tables import Local, expected, plain, read_all, read_shard, shards, write
 from object_server import ObjectServer

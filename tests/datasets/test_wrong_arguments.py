@@ -22,8 +22,12 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._options import OrderOptions, StreamOptions
-from aioloader.datasets.sharded import ShardedStream, StoredStream
+from aioloader.datasets.sharded import (
+    OrderOptions,
+    ShardedStream,
+    StoredStream,
+    StreamOptions,
+)
 from aioloader.errors import DatasetError
 
 NOWHERE = "http://no.such.host.invalid/a"

@@ -187,14 +187,14 @@ INTERNAL = {
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",
-    "datasets/lines/_json.py:": "a reason in 'the line at byte … is damaged'",
-    "datasets/mds/_encodings.py:_array_decoder": "a reason in 'column …'",
-    "datasets/mds/_encodings.py:_list": "a reason in 'the sample at byte …'",
-    "datasets/mds/_encodings.py:_scalar": "a reason in 'the sample at byte …'",
+    "datasets/lines.py:JSONDecoder": "a reason in 'the line at byte … is damaged'",
+    "datasets/mds.py:_array_decoder": "a reason in 'column …'",
+    "datasets/mds.py:_list": "a reason in 'the sample at byte …'",
+    "datasets/mds.py:_scalar": "a reason in 'the sample at byte …'",
     "datasets/_sql/session.py:encoded": "caught where a key is looked up",
-    "datasets/tar/_archive.py:_read": "a reason in 'is damaged at byte'",
-    "datasets/tar/_archive.py:_Archive._read_header": "a reason there too",
-    "datasets/tar/_archive.py:_Archive._read_end": "a reason there too",
+    "datasets/tar.py:_read": "a reason in 'is damaged at byte'",
+    "datasets/tar.py:_Archive._read_header": "a reason there too",
+    "datasets/tar.py:_Archive._read_end": "a reason there too",
     "datasets/_write/values.py:_array": "a reason in 'column … cannot be written'",
     "datasets/_write/sinks.py:StoreSink.aclose": "caught where it is raised",
 }
@@ -208,9 +208,9 @@ PASSED_ON = {
     "_base/raising.py:Unsaved": "says what a user's state_dict() raised",
     "datasets/_arrow/csv.py:CSVFormat._names_in": "says what its variable does",
     "datasets/_sql/format.py:SQLFormat.shards": "says what another error says",
-    "datasets/_sql/lookup.py:PostgresLookup._find": "carries another error",
+    "datasets/sql.py:PostgresLookup._find": "carries another error",
     "datasets/_sql/session.py:SQLReader._batch": "carries another error",
-    "datasets/_stores/stored.py:StoredObject._get": "carries another error",
+    "datasets/_stores/bytes.py:StoredObject._get": "carries another error",
     "datasets/_stores/sources.py:failure_of_source": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.check_coding": "carries another error",
     "datasets/_stores/stores.py:ObstoreStore.failure": "carries another error",
@@ -247,7 +247,7 @@ ELSEWHERE = {
         "what the workers need cannot be pickled: …",
     ),
     "datasets/_checks.py:check_same": (
-        "datasets/_write/manifest.py",
+        "datasets/writers.py",
         "… was started with another …; write to another place, or under another name",
     ),
     "datasets/_stores/options.py:open_store": (
@@ -261,7 +261,7 @@ ELSEWHERE = {
     ),
     "_collate/collate.py:_rule_for": ("", _NOT_COLLATED),
     "a file of tokens": (
-        "datasets/_tokens/files.py",
+        "datasets/_tokens.py",
         (
             "… was started with another …; remove it, with its hidden '.partial' "
             "files, or write to another path"
@@ -271,6 +271,7 @@ ELSEWHERE = {
     "note": ("_workers/remote_tasks.py", "Caught … in DataLoader worker process …"),
     "stores": ("datasets/_stores/failures.py", "cannot … …: …"),
     "databases": ("datasets/_sql/address.py", "cannot … of …: …"),
+    "cuts": ("datasets/tar.py", "has no index, …: write it with `aioloader index`"),
 }
 # A shorter heading is no stem: it would stand for anything.
 SHORTEST = 12

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from aioloader._order.permutation import keyed_order
 from aioloader.datasets._stores.addresses import name_of, shown_address
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets.decoders._decode import FOLDER_EXTENSIONS
+from aioloader.datasets.decoders import FOLDER_EXTENSIONS
 from aioloader.datasets.files import FileDataset
 from aioloader.datasets.iterables import from_iterable
 from aioloader.datasets.lines import JSONLinesDataset, TextDataset

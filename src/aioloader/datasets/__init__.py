@@ -10,9 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aioloader.datasets._stores.requests import Requests
-    from aioloader.datasets._stores.sources import Source
-    from aioloader.datasets._stores.versions import Piece, Version
+    from aioloader.datasets._stores.failures import Piece, Version
+    from aioloader.datasets._stores.sources import Requests, Source
     from aioloader.datasets._streams.engine import ShardFile
     from aioloader.datasets._streams.shards import ShardFormat, ShardReader
     from aioloader.datasets.arrow import from_arrow
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
 # The names of each module.
 _HOLDERS = {
     "_streams.engine": ("ShardFile",),
-    "_stores.requests": ("Requests",),
-    "_stores.sources": ("Source",),
-    "_stores.versions": ("Piece", "Version"),
+    "_stores.sources": ("Requests", "Source"),
+    "_stores.failures": ("Piece", "Version"),
     "_streams.shards": ("ShardFormat", "ShardReader"),
     "arrow": ("from_arrow",),
     "decoders": ("Decoder",),

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from aioloader._base.extras import imported
-from aioloader.datasets._options import OrderOptions, names_options
-from aioloader.datasets.sharded import ShardedStream
+from aioloader.datasets._checks import names_options
+from aioloader.datasets.sharded import OrderOptions, ShardedStream
 from aioloader.datasets.streams import Stream
 
 

@@ -33,8 +33,13 @@ from aioloader._base.blocks import (
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Ahead,
+    Cursor,
+    Reading,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
@@ -104,8 +109,6 @@ def _repeats(source: Any) -> bool:
 
 
 class _Iterable(Stream[Any]):
-    """A stream of the samples of a plain or async iterable."""
-
     def __init__(self, source: Any, *, is_async: bool) -> None:
         super().__init__()
         self._source, self._is_async = source, is_async
@@ -126,7 +129,7 @@ class _Iterable(Stream[Any]):
         return f"stream of {name}"
 
 
-class _Cursor(Replayed):
+class _Cursor(Cursor):
     """Selects this reader's samples of a source, and counts the samples read.
 
     A plain iterable is read in one thread, because some iterables need that.

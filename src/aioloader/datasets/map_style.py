@@ -23,8 +23,12 @@ from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Cursor,
+    Reading,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
@@ -125,7 +129,7 @@ class _MapStyle(Stream[Any]):
         return f"stream of {type(self._dataset).__name__}"
 
 
-class _Indices(Replayed):
+class _Indices(Cursor):
     """The indices of one reader's samples, in the order of an epoch."""
 
     overshoots = True
@@ -161,7 +165,7 @@ class _Indices(Replayed):
         return indices
 
 
-class _Position(Replayed):
+class _Position(Cursor):
     """Its position is that of a sample in the order, read in advance or not."""
 
     def _after(self, before: State, what: Any, count: int) -> State:  # noqa: ARG002
@@ -169,8 +173,6 @@ class _Position(Replayed):
 
 
 class _Awaited(_Position, MappedAsync):
-    """Reads samples by a coroutine for each, many at a time."""
-
     kind = "from_dataset"
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets.decoders import Decoder, Spec
-from aioloader.datasets.decoders._decode import FOLDER_EXTENSIONS
+from aioloader.datasets.decoders import FOLDER_EXTENSIONS, Decoder, Spec
 from aioloader.protocols import HasLifespan
 
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._checks import check_is
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import check_is, names_options
+from aioloader.datasets._stores.bytes import Client, StoredObject
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
-from aioloader.datasets._stores.requests import Requests, policy_of
-from aioloader.datasets._stores.stored import Client, StoredObject
+from aioloader.datasets._stores.sources import Requests, policy_of
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets.named import Named
 

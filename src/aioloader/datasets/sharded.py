@@ -4,7 +4,7 @@ import copy
 import operator
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import (
     Self,
     SupportsIndex,
     TypeAlias,
+    TypedDict,
     TypeVar,
     Unpack,
 )
@@ -28,8 +29,7 @@ from typing import (
 from aioloader._base.outlast import off_loop
 from aioloader._base.records import COUNTERS
 from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
-from aioloader.datasets._checks import check_at_least, check_is
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
     sealed,
@@ -39,33 +39,47 @@ from aioloader.datasets._stores.addresses import (
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests, policy_of
+from aioloader.datasets._stores.sources import Requests, Source, policy_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
-from aioloader.datasets._streams.cuts import Cuts
-from aioloader.datasets._streams.engine import ByteFormat, Make
-from aioloader.datasets._streams.lane import Lane
+from aioloader.datasets._streams.engine import ByteFormat, Cuts, Make
 from aioloader.datasets._streams.shards import ShardFormat, Summary
-from aioloader.datasets._streams.weave import AsTheyCome, Interleaved
+from aioloader.datasets._streams.weave import AsTheyCome, Interleaved, Lane
 from aioloader.datasets.streams import CACHE_BYTES, Stream
 from aioloader.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
-
     from obstore.store import ObjectStore
 
-    from aioloader.datasets._stores.sources import Source
 
-    Addresses: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-
+Addresses: TypeAlias = str | PathLike[str] | Iterable[str | PathLike[str]]
 Sample_co = TypeVar("Sample_co", covariant=True)
 MAX_BYTES = 128 << 20
 MAX_SAMPLE_BYTES = 1 << 28
 _MANY = 1 << 10
 # Deals of passes that are cached for all readers here.
 _DEALS = 2
+
+
+class OrderOptions(TypedDict, total=False):
+    """Keywords of every ``ShardedStream``."""
+
+    shuffle: bool
+    seed: int
+    interleave: int
+    deterministic: bool
+    max_bytes: int
+
+
+class StreamOptions(OrderOptions, total=False):
+    """Keywords of every stream whose shards are in a store or on disk."""
+
+    store: "str | PathLike[str] | ObjectStore | Source | None"
+    store_options: Mapping[str, Any] | None
+    requests: Requests | None
+    cache: str | PathLike[str] | None
+    cache_bytes: int
+    unpack_bytes: int
 
 
 class ShardedStream(Stream[Sample_co]):
@@ -309,13 +323,13 @@ class StoredStream(ShardedStream[Sample_co]):
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         made_by: Callable[[list[Address], Places], ShardFormat],
         *,
-        store: "str | os.PathLike[str] | ObjectStore | Source | None" = None,
+        store: "str | PathLike[str] | ObjectStore | Source | None" = None,
         store_options: Mapping[str, Any] | None = None,
         requests: Requests | None = None,
-        cache: "str | os.PathLike[str] | None" = None,
+        cache: str | PathLike[str] | None = None,
         cache_bytes: int = CACHE_BYTES,
         unpack_bytes: int = UNPACK_BYTES,
         **order: Unpack[OrderOptions],
@@ -333,8 +347,8 @@ class StoredStream(ShardedStream[Sample_co]):
             kept = CacheDir(cache, cache_bytes)
         places = Places(
             store,
-            {} if store_options is None else hidden(store_options),
-            None if requests is None else policy_of(requests),
+            hidden(store_options),
+            policy_of(requests),
             kept,
             self._addresses,
             check_at_least(unpack_bytes, 1, "unpack_bytes"),
@@ -342,7 +356,7 @@ class StoredStream(ShardedStream[Sample_co]):
         super().__init__(made_by(self._addresses, places), **order)
 
     def cache(
-        self, directory: "str | os.PathLike[str]", max_bytes: int = CACHE_BYTES
+        self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
     ) -> Self:
         """Return the stream with its reads from a store cached in a directory."""
         clone = self._clone()
@@ -381,7 +395,7 @@ class ByteStream(StoredStream[Sample_co]):
     cuts: ClassVar[Cuts | None] = None
 
     def __init__(
-        self, addresses: "Addresses", make: Make, **options: Unpack[StreamOptions]
+        self, addresses: Addresses, make: Make, **options: Unpack[StreamOptions]
     ) -> None:
         made_by = partial(ByteFormat, make=make, cuts=type(self).cuts)
         super().__init__(addresses, made_by, **options)

@@ -7,18 +7,30 @@ read-ahead (``max_bytes``) and, per reader, two windows of each ``shuffle``.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioloader._order.mixture import Schedule, Until, Weights
 from aioloader._order.ranks import Share, Tail
-from aioloader.datasets._checks import check_at_least, check_is, check_token, check_word
-from aioloader.datasets._options import METHODS, names_options
-from aioloader.datasets._streams.cursors import Cursor, Reading, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._checks import (
+    METHODS,
+    check_at_least,
+    check_is,
+    check_token,
+    check_word,
+    names_options,
+)
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.iterated import Iterated
-from aioloader.datasets._streams.packing import Last, Packed, Strategy
+from aioloader.datasets._streams.packing import (
+    Last,
+    Overlong,
+    Packed,
+    Strategy,
+    Unbatched,
+)
 from aioloader.datasets._streams.steps import (
     Batched,
     Decoded,
@@ -33,18 +45,10 @@ from aioloader.datasets._streams.steps import (
     Taken,
     Tokenized,
 )
-from aioloader.datasets._streams.unbatched import Unbatched
 from aioloader.datasets._streams.weave import Mixed
-from aioloader.datasets._tokens.packing import Overlong
-from aioloader.datasets._tokens.texts import tokenizer_of
+from aioloader.datasets._tokens import tokenizer_of
 from aioloader.datasets.decoders import Decoder, Spec
 from aioloader.protocols import generator_of, is_async_function
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping
-
-    StrPath: TypeAlias = str | os.PathLike[str]
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 # Default bound of a cache, in bytes.
@@ -69,8 +73,6 @@ class Stream(Iterated[Sample_co]):
                 kind = type(self).__name__
                 raise AttributeError(f"{kind} has no {name!r}: {METHODS[name]}")
             return object.__getattribute__(self, name)
-
-    # -- steps --------------------------------------------------------------------
 
     @names_options
     def map(
@@ -303,7 +305,9 @@ class Stream(Iterated[Sample_co]):
         described |= {**for_best_fit, "seed": operator.index(seed)}
         return _Step(self, Packed, described, size=window)
 
-    def cache(self, directory: "StrPath", max_bytes: int = CACHE_BYTES) -> Self:
+    def cache(
+        self, directory: str | PathLike[str], max_bytes: int = CACHE_BYTES
+    ) -> Self:
         """Return the stream with its shards' bytes cached in a directory.
 
         Workers and other processes share it; the least recently used entries go first.
@@ -339,9 +343,6 @@ def _check_function(function: object, *unfit: str) -> None:
             f"function must return its result, and {name_of(function)!r} makes a "
             "generator"
         )
-
-
-# -- streams made of streams ------------------------------------------------------
 
 
 class _Step(Stream[Any]):
@@ -389,8 +390,6 @@ class _Step(Stream[Any]):
 
 
 class _Repeat(_Step):
-    """A repeated stream."""
-
     def __init__(self, upstream: Stream[Any], times: int | None) -> None:
         super().__init__(upstream, Repeated, {"times": times})
         self.is_endless |= times is None
@@ -419,8 +418,6 @@ def _repeats(stream: Stream[Any]) -> int:
 
 
 class _EpochLength(_Step):
-    """A stream with epochs of a given length."""
-
     _tail: Tail = "uneven"
 
     def __init__(self, upstream: Stream[Any], count: int) -> None:
@@ -471,7 +468,7 @@ class Mixture(Stream[Any]):
 
     def __init__(
         self,
-        streams: "Mapping[str, Stream[Any]]",
+        streams: Mapping[str, Stream[Any]],
         weights: Weights | None,
         until: Until,
     ) -> None:
@@ -486,7 +483,7 @@ class Mixture(Stream[Any]):
         ends = all if until == "first" else any
         self.is_endless: bool = ends(one.is_endless for one in self.sources)
 
-    def _each(self, state: State) -> "Iterable[tuple[Stream[Any], State]]":
+    def _each(self, state: State) -> Iterable[tuple[Stream[Any], State]]:
         states = state.get("up") or [{} for _ in self.sources]
         return zip(self.sources, states, strict=True)
 

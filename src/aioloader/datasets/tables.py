@@ -9,17 +9,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioloader._base.extras import imported
-from aioloader.datasets._checks import check_word
-from aioloader.datasets._options import OrderOptions, StreamOptions, names_options
+from aioloader.datasets._checks import check_word, names_options
+from aioloader.datasets._sql.address import Infinity, Numeric
 from aioloader.datasets._sql.format import SQLFormat
-from aioloader.datasets._sql.relation import Infinity, Numeric
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.datasets.sharded import ShardedStream, StoredStream
+from aioloader.datasets.sharded import (
+    Addresses,
+    OrderOptions,
+    ShardedStream,
+    StoredStream,
+    StreamOptions,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from aioloader.datasets.sharded import Addresses
 
 Row = dict[str, Any]
 
@@ -67,7 +70,7 @@ class ParquetDataset(StoredStream[Row]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
@@ -108,7 +111,7 @@ class ArrowDataset(StoredStream[Row]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         nulls: Mapping[str, Any] | None = None,
@@ -163,7 +166,7 @@ class CSVDataset(StoredStream[Row]):
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         columns: Iterable[str] | None = None,
         *,
         column_names: Sequence[str] | None = None,

@@ -20,23 +20,35 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
 from aioloader._base.outlast import in_thread, off_loop
-from aioloader.datasets._checks import check_at_least, check_is, position_of
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import (
+    check_at_least,
+    check_is,
+    names_options,
+    position_of,
+)
 from aioloader.datasets._stores.addresses import is_local, path_of, sealed
-from aioloader.datasets._stores.failures import file_failure
-from aioloader.datasets._stores.file_bytes import read_local
+from aioloader.datasets._stores.bytes import read_local
+from aioloader.datasets._stores.failures import (
+    Known,
+    Version,
+    changed,
+    file_failure,
+    version_of_file,
+)
 from aioloader.datasets._stores.options import Options, check_no_options, hidden
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.places import Places
-from aioloader.datasets._stores.requests import Requests, policy_of
-from aioloader.datasets._stores.versions import Known, Version, changed, version_of_file
-from aioloader.datasets._tokens.files import (
+from aioloader.datasets._stores.sources import Requests, Source, policy_of
+from aioloader.datasets._tokens import (
+    IGNORED,
+    Array,
     Documents,
     Index,
     Sidecar,
@@ -46,17 +58,15 @@ from aioloader.datasets._tokens.files import (
     dtype_of,
     index_of,
     megatron_pair,
+    samples_of,
 )
-from aioloader.datasets._tokens.samples import IGNORED, Array, samples_of
-from aioloader.datasets._write.token_sinks import MakeIndex, make_sink
+from aioloader.datasets._write.sinks import MakeIndex, make_token_sink
 from aioloader.errors import StateMismatchError
 from aioloader.protocols import HasLifespan
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from obstore.store import ObjectStore
 
-    from aioloader.datasets._stores.sources import Source
 
 Find: TypeAlias = Callable[..., TokenFile]
 _NAMES = "input_ids", "labels", "position_ids"
@@ -124,7 +134,7 @@ class TokenDataset(Dataset[Any]):
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         length: int,
         dtype: Any = None,
         eos: int | None = None,
@@ -151,7 +161,7 @@ class TokenDataset(Dataset[Any]):
     @names_options
     async def discover(  # noqa: PLR0913  (those of the class)
         cls,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         length: int,
         dtype: Any = None,
         eos: int | None = None,
@@ -237,12 +247,10 @@ class TokenDataset(Dataset[Any]):
     async def __aexit__(self, *exc_info: object) -> None:
         """Release them."""
 
-    # -- how ----------------------------------------------------------------------
-
     def _find(
         self,
         find: Find,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         store: Any,
         options: Options,
         policy: Requests,  # noqa: ARG002  (files are not retried)
@@ -264,7 +272,6 @@ class TokenDataset(Dataset[Any]):
         return find(name, look=_version, read=read)
 
     def _start(self, index: SupportsIndex) -> int:
-        """Return the first token of a sample."""
         return position_of(index, len(self)) * self.length
 
     def _samples(self, windows: Sequence[Array], starts: Sequence[int]) -> "Samples":
@@ -370,7 +377,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
     def _find(
         self,
         find: Find,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         store: Any,
         options: Options,
         policy: Requests,
@@ -453,7 +460,6 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 def _copied(file: Any, index: Index) -> Documents:
-    """Return the documents of an index that was copied to a file."""
     file.flush()
     return Documents(_map(file.fileno()), index)
 
@@ -466,9 +472,6 @@ def _announce(mapped: Buffer, start: int, length: int) -> None:
     if _ADVISES and isinstance(mapped, mmap.mmap):
         offset = start % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_WILLNEED, start - offset, length + offset)
-
-
-# -- writing ------------------------------------------------------------------------
 
 
 class TokenWriter:
@@ -516,7 +519,7 @@ class TokenWriter:
     @names_options
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        path: "str | os.PathLike[str]",
+        path: str | os.PathLike[str],
         dtype: Any,
         *,
         format: Literal["flat", "megatron"] = "flat",  # noqa: A002
@@ -539,7 +542,7 @@ class TokenWriter:
         if format == "megatron":
             code_of(self._dtype)
             address, index = megatron_pair(address)
-        self._sink = make_sink(address, index, hidden(store_options))
+        self._sink = make_token_sink(address, index, hidden(store_options))
         made_of = dict(metadata or {})
         self._sidecar = Sidecar(format, self._dtype.name, self._eos, made_of)
         self.next_sample: int = 0
@@ -590,7 +593,7 @@ class TokenWriter:
             )
         return self._sidecar
 
-    async def write(self, tokens: "npt.ArrayLike") -> None:
+    async def write(self, tokens: npt.ArrayLike) -> None:
         """Write one document; concurrent calls are served in order.
 
         Args:
@@ -650,7 +653,6 @@ class TokenWriter:
         return document
 
     async def _take(self) -> tuple[bytes, bytes]:
-        """Return the bytes of the documents that are not saved, and their sizes."""
         waiting, sizes = self._waiting, np.asarray(self._sizes, "<i4")
         self._begin()
         return await in_thread(b"".join, waiting), sizes.tobytes()

@@ -14,18 +14,31 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+)
 
 import numpy as np
 
 from aioloader._base.extras import imported
 from aioloader._base.outlast import in_thread
-from aioloader.datasets._checks import check_at_least, check_is
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import (
+    check_at_least,
+    check_is,
+    check_same,
+    names_options,
+)
 from aioloader.datasets._stores.options import hidden
-from aioloader.datasets._write.manifest import Manifest
 from aioloader.datasets._write.sinks import make_sink
 from aioloader.datasets._write.values import (
     Output,
@@ -43,6 +56,11 @@ if TYPE_CHECKING:
 
     Destination: TypeAlias = str | os.PathLike[str] | ObjectStore
 
+_VERSION = 1
+_OTHER = (
+    "{where} was started with another {what}; write to another place, or under "
+    "another name"
+)
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 SHARD_BYTES = 256 << 20
 ROW_GROUP_BYTES = 16 << 20
@@ -52,6 +70,110 @@ _LIGHT = bytes, str, int, bytearray, memoryview
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Rows taken from a plain iterable before other tasks get their turn.
 _TURN = 64
+
+
+class _Entry(NamedTuple):
+    """One finished shard: its name, number of samples, and size in bytes."""
+
+    file: str
+    samples: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The finished shards of one name, and what decides whether writing resumes.
+
+    It names a shard before readers see the shard. So after a crash only the last one
+    may be missing, and is written again.
+
+    ``ending`` is theirs, as in ``"tar"``; ``metadata`` is the user's description of the
+    samples' origin; ``schema`` is that of tables, as text.
+    """
+
+    name: str
+    ending: str
+    metadata: Mapping[str, Any]
+    schema: str = ""
+    shards: tuple[_Entry, ...] = ()
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}-shards.json"
+
+    @property
+    def next_shard(self) -> str:
+        return f"{self.name}-{len(self.shards):06d}.{self.ending}"
+
+    def and_then(self, samples: int, size: int, schema: str) -> "_Manifest":
+        entry = _Entry(self.next_shard, samples, size)
+        return replace(self, shards=(*self.shards, entry), schema=schema)
+
+    def dump(self) -> bytes:
+        content = {
+            "version": _VERSION,
+            "format": self.ending,
+            "metadata": self.metadata,
+            "schema": self.schema,
+            "shards": [entry._asdict() for entry in self.shards],
+        }
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+    def resumed(
+        self, text: bytes | None, there: Mapping[str, int], label: str
+    ) -> "_Manifest":
+        """Return the manifest of an earlier writer, or raise a StateMismatchError.
+
+        Given are the contents of the manifest file, if it exists, the sizes of all
+        files of the folder by name, and the folder, for errors.
+        """
+        where = f"{label!r} ({self.file})"
+        found = self if text is None else self._loaded(text, where)
+        shards = found.shards
+        if shards and shards[-1].file not in there:
+            shards = shards[:-1]  # started, not finished
+        for entry in shards:
+            size = there.get(entry.file)
+            if size != entry.bytes:
+                state = "is gone" if size is None else f"has {size:,} bytes"
+                raise StateMismatchError(
+                    f"{where} has {entry.file!r} with {entry.bytes:,} bytes, but that "
+                    f"{state}; write to another place, or under another name",
+                    expected=entry.bytes,
+                    found=size,
+                )
+        pattern = re.compile(rf"{re.escape(self.name)}-\d{{6,}}\.{self.ending}")
+        others = {*filter(pattern.fullmatch, there)} - {one.file for one in shards}
+        if others:
+            raise StateMismatchError(
+                f"{where} does not name {min(others)!r}, which is there: readers would "
+                f"take both for one dataset; write to another place, or under another "
+                f"name",
+                expected=len(shards),
+                found=sorted(others),
+            )
+        return replace(found, shards=shards)
+
+    def _loaded(self, text: bytes, where: str) -> "_Manifest":
+        try:
+            content = json.loads(text)
+            version, schema = content["version"], content["schema"]
+            shards = tuple(_Entry(**entry) for entry in content["shards"])
+            theirs = {name: content[name] for name in ("format", "metadata")}
+        except (ValueError, TypeError, KeyError) as exc:
+            raise StateMismatchError(
+                f"{where} is not a writer's list of shards: {exc!r}; write to another "
+                f"place, or under another name"
+            ) from exc
+        if version != _VERSION:
+            raise StateMismatchError(
+                f"{where} is of version {version}, and this is {_VERSION}; write to "
+                "another place",
+                expected=_VERSION,
+                found=version,
+            )
+        check_same(theirs, json.loads(self.dump()), _OTHER, where)
+        return replace(self, shards=shards, schema=schema)
 
 
 class WriterOptions(TypedDict, total=False):
@@ -124,7 +246,7 @@ class ShardWriter(abc.ABC):
         self._shard_bytes = shard_bytes
         self._shard_samples = shard_samples
         self._sink = make_sink(destination, hidden(store_options))
-        self._manifest = Manifest(name, self.ending, dict(metadata or {}))
+        self._manifest = _Manifest(name, self.ending, dict(metadata or {}))
         self._saved: bytes | None = None
         self._turns = asyncio.Lock()
         self._is_open = False
@@ -160,7 +282,6 @@ class ShardWriter(abc.ABC):
 
     @property
     def _count(self) -> int:
-        """Number of samples of the unfinished shard."""
         return self.next_sample - self._first
 
     def _begin(self) -> None:
@@ -227,7 +348,7 @@ class ShardWriter(abc.ABC):
         self._manifest = manifest
         self._begin()
 
-    async def _save(self, manifest: Manifest) -> None:
+    async def _save(self, manifest: _Manifest) -> None:
         data = manifest.dump()
         if not await self._sink.swap(manifest.file, self._saved, data):
             raise StateMismatchError(
@@ -267,8 +388,6 @@ class ShardWriter(abc.ABC):
         count = len(self._manifest.shards)
         place = f"{self._sink.label!r}, {self._manifest.name!r}"
         return f"{type(self).__name__}({place}, {count} shards)"
-
-    # -- the format ---------------------------------------------------------------
 
     @abc.abstractmethod
     async def _encode(self, sample: Mapping[str, Any]) -> tuple[Any, int]:

@@ -23,8 +23,15 @@ import pyarrow as pa
 from pyarrow import compute, csv
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._arrow.files import Decoding, End, Part, TableFormat
-from aioloader.datasets._arrow.reader import Item, Mark, edges
+from aioloader.datasets._arrow.files import (
+    Decoding,
+    End,
+    Item,
+    Mark,
+    Part,
+    TableFormat,
+    edges,
+)
 from aioloader.datasets._arrow.wanted import Wanted, checked
 from aioloader.datasets._streams.shards import Position, Summary
 from aioloader.errors import DatasetError, TruncatedReadError
@@ -106,14 +113,10 @@ class Dialect:
         *,
         skip_wrong: bool = False,
     ) -> pa.Table:
-        """Return whole lines as a table.
+        """Return whole lines as a table, perhaps without those of another length.
 
-        Args:
-            data: The lines.
-            names: All their columns; empty: the first line has them.
-            types: Types of columns; those of others are guessed.
-            include: The columns to return; empty: all.
-            skip_wrong: Whether lines of another length are left out.
+        Without ``names`` the first line has them; without ``include`` all columns are
+        returned; columns without ``types`` are guessed.
         """
         if data.startswith(_BOM):  # here it is text, but pyarrow would drop it
             data = b"\n" + data
@@ -190,10 +193,7 @@ class CSVFormat(TableFormat):
         return {**super().describe(), **self._dialect.describe(), **names}
 
     def summary(self, shards: Sequence[Part]) -> Summary:
-        """Return the number of shards, and checksums of their names and ranges.
-
-        Where a file is cut depends on its length, which may grow.
-        """
+        """Return also where files are cut: that depends on lengths, which may grow."""
         cuts = "".join(f"{start}-{stop};" for _, start, stop in shards if start + stop)
         digest = {"cuts": f"{zlib.crc32(cuts.encode()):08x}"} if cuts else {}
         return {**super().summary(shards), **digest}
@@ -215,8 +215,6 @@ class CSVFormat(TableFormat):
         """Return whether a file can only be read from its beginning."""
         is_packed = _packing(self.places.label(address)) is not None
         return is_packed or self._dialect.newlines_in_values
-
-    # -- beginnings of files --------------------------------------------------------
 
     async def _read_end(self, address: str, location: str) -> End:
         packing, version = _packing(location), await self.places.version(address)
@@ -265,7 +263,6 @@ class CSVFormat(TableFormat):
         return checked(pa.schema([(name, types[name]) for name in names])), start
 
     def _names_in(self, line: bytes, location: str) -> list[str]:
-        """Return the values of the first line."""
         text = f"{location!r} has no first line with the names of columns"
         if not line.strip():
             raise DatasetError(
@@ -312,8 +309,6 @@ class CSVFormat(TableFormat):
             return types
         return types
 
-    # -- reading --------------------------------------------------------------------
-
     def _unit(self, part: Sequence[Any]) -> str:
         return f"the lines from byte {part[0]:,} on" if any(part) else ""
 
@@ -352,8 +347,6 @@ class CSVFormat(TableFormat):
 
 
 class Lines(NamedTuple):
-    """The lines of a range of a file."""
-
     dialect: Dialect
     parse: Callable[[bytes], pa.Table]  # of whole lines
     names: Sequence[str]  # of all their columns
@@ -364,11 +357,8 @@ class Lines(NamedTuple):
     ) -> Iterator[tuple[int, bytes]]:
         """Yield the lines that start in a range, in blocks, and their positions.
 
-        Args:
-            read: Returns the next bytes of the range; none at the end.
-            at: Its first byte.
-            stop: One past its last byte; 0: no end.
-            is_inside: Whether the first byte belongs to a line that started earlier.
+        It starts ``at`` a byte, perhaps of a line that started earlier (``is_inside``),
+        and ends before ``stop`` (0: never). ``read`` returns its next bytes.
         """
         data, is_last = b"", False
         while not is_last:
@@ -441,9 +431,6 @@ class Lines(NamedTuple):
         return Bad(failure)
 
 
-# -- types ---------------------------------------------------------------------------
-
-
 def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> bool:
     """Return whether a column that pyarrow reads as floats has integers only."""
     texts = parse(types={name: pa.string()}, include=[name])[name]
@@ -452,15 +439,11 @@ def _is_whole(parse: Callable[..., pa.Table], table: pa.Table, name: str) -> boo
 
 
 def _integer(parse: Callable[..., pa.Table], name: str) -> pa.DataType:
-    """Return the type of a column of integers; int64, if some fit no type."""
     try:
         parse(types={name: pa.uint64()}, include=[name])
     except ValueError:
         return pa.int64()
     return pa.uint64()
-
-
-# -- compressed files --------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -503,7 +486,6 @@ def _unpacking(stream: pa.NativeFile, location: str) -> Callable[[int], bytes]:
 
 
 def _packing(location: str) -> str | None:
-    """Return how a file of this name is compressed, if it is."""
     ending = location.rpartition(".")[2].lower()  # a label has no query
     if ending in _NOT_READ:
         known = ", ".join(f".{one}" for one in _PACKED)

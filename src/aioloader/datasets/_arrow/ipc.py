@@ -18,15 +18,16 @@ from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
+    Item,
     Part,
     TableFormat,
     check_footer,
     damaged_footer,
+    edges,
 )
 from aioloader.datasets._arrow.ranges import Span
-from aioloader.datasets._arrow.reader import Item, edges
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.shards import MissingEnd, Position
 from aioloader.errors import DatasetError, TruncatedReadError
 
@@ -76,8 +77,6 @@ class ArrowFormat(TableFormat):
             for number, parts in enumerate(counts, first)
             for part in range(parts)
         ]
-
-    # -- ends of files --------------------------------------------------------------
 
     async def _read_end(self, address: str, location: str) -> End:
         footer, version = await self._tail(address, _footer_length)
@@ -138,8 +137,6 @@ class ArrowFormat(TableFormat):
             text += f": it may be cut short at {size:,} bytes"
             raise TruncatedReadError(text, location=location, received=size)
         raise DatasetError(text, location=location)
-
-    # -- reading --------------------------------------------------------------------
 
     def _unit(self, part: Sequence[Any]) -> str:
         first, stop, *_ = part
@@ -237,7 +234,6 @@ def _blocks(footer: bytes, size: int, count: int) -> list[list[Span]]:
 def _streamed(
     file: pa.NativeFile, options: Any, location: str, missing_end: MissingEnd
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a stream; check its end."""
     size = file.size()
     try:
         with pa.ipc.open_stream(file, options=options) as reader:

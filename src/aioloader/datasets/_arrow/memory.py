@@ -18,10 +18,14 @@ import pyarrow as pa
 
 from aioloader._base.blocks import Block
 from aioloader._order.ranks import Share
-from aioloader.datasets._arrow.reader import Opened, TableReader, between, edges
+from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._streams.cursors import Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.descriptions import name_of
+from aioloader.datasets._streams.cursors import (
+    Cursor,
+    Reading,
+    State,
+    name_of,
+)
 from aioloader.datasets._streams.shards import (
     Position,
     ShardFormat,
@@ -45,8 +49,6 @@ Row: TypeAlias = dict[str, Any]
 
 
 class MemoryFormat(ShardFormat[Range]):
-    """Ranges of rows of a table."""
-
     def __init__(self, table: pa.Table, wanted: Wanted) -> None:
         self._table = table
         self._wanted = wanted.checked(table.schema, "the table")
@@ -54,7 +56,6 @@ class MemoryFormat(ShardFormat[Range]):
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> list[Range]:
-        """Return the ranges; one, if there are no rows."""
         rows = self._table.num_rows
         starts = range(0, max(1, rows), _SHARD)
         return [(start, min(start + _SHARD, rows)) for start in starts]
@@ -104,7 +105,6 @@ class FragmentFormat(ShardFormat):
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> "list[Piece]":
-        """Return the fragments that may have wanted rows."""
         return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
@@ -126,7 +126,6 @@ class FragmentFormat(ShardFormat):
         return found or list(self._dataset.get_fragments())[:1]
 
     def summary(self, shards: "Sequence[Piece]") -> Summary:
-        """Return the number of fragments, and a checksum of their files' names."""
         return summary_of(_name(fragment) for fragment, *_ in shards)
 
     def describe(self) -> dict[str, Any]:
@@ -229,11 +228,8 @@ class ArrowStream(Stream[Row]):
         return f"from_arrow({name_of(self._source)})"
 
 
-class StreamCursor(Replayed):
-    """A stream of record batches; each of N readers keeps every Nth row of it.
-
-    It is started by ``make``, in a thread.
-    """
+class StreamCursor(Cursor):
+    """A stream that ``make`` starts; each of N readers keeps every Nth row of it."""
 
     def __init__(
         self,
@@ -267,23 +263,19 @@ class StreamCursor(Replayed):
                 return mine
 
     def _here(self) -> State:
-        """Return the number of rows read for all readers."""
         return {"read": self._row}
 
     async def _opening(self, _window: int) -> Opened:
-        return Opened(self._batches, self._rows_of, may_wait=True, is_users=True)
+        rows_of = lambda batch: self._wanted.rows_of(batch, self._label)  # noqa: E731
+        return Opened(self._batches, rows_of, may_wait=True, is_users=True)
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         for batch in _batches_of(self._source()):
             self._wanted = self._wanted.checked(batch.schema, self._label)
             yield self._wanted.of(batch)
 
-    def _rows_of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        return self._wanted.rows_of(batch, self._label)
-
 
 def _batches_of(source: Any) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of any object with Arrow data."""
     if isinstance(source, pa.RecordBatch):
         yield source
     elif hasattr(source, "__arrow_c_stream__"):

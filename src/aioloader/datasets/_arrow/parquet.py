@@ -18,21 +18,19 @@ from aioloader._base.outlast import off_loop
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
+    Item,
     Part,
     TableFormat,
-    check_footer,
-    damaged_footer,
-)
-from aioloader.datasets._arrow.ranges import RangeFile, Span
-from aioloader.datasets._arrow.reader import (
-    Item,
     TableReader,
     begin_together,
     between,
+    check_footer,
+    damaged_footer,
     edges,
 )
+from aioloader.datasets._arrow.ranges import RangeFile, Span
 from aioloader.datasets._arrow.wanted import Wanted, checked
-from aioloader.datasets._stores.versions import Version
+from aioloader.datasets._stores.failures import Version
 from aioloader.datasets._streams.shards import Position, ShardReader
 from aioloader.errors import DatasetError, TruncatedReadError
 
@@ -54,8 +52,6 @@ _LEAST_BUFFER, _MOST_BUFFER = 1 << 14, 1 << 20
 
 @dataclass
 class Footer:
-    """The metadata at the end of a file."""
-
     metadata: pq.FileMetaData
     # Numbers of the wanted leaf columns, once looked up; a nested column has several.
     leaves: list[int] | None = None

@@ -40,13 +40,9 @@ class Range:
 def plan(spans: Iterable[Span], most: int, *, in_order: bool = False) -> list[Range]:
     """Return the requests for ``spans`` of a file, in their order of use.
 
-    Long spans are cut, and adjacent short ones joined.
-
-    Args:
-        spans: Starts and stops, in any order; empty ones are left out.
-        most: Most bytes of a request.
-        in_order: Whether they are read one after the other. Otherwise they are read in
-            parallel, like columns: the n-th parts of all come before the next parts.
+    Long spans are cut, and adjacent short ones joined, up to ``most`` bytes. If not
+    ``in_order``, they are read in parallel, like columns: the n-th parts of all come
+    before the next parts.
     """
     groups: list[Range] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
@@ -97,18 +93,12 @@ class RangeFile(io.RawIOBase):
 
 
 class Ranges:
-    """The bytes of one file, requested ahead.
+    """The bytes of one file, requested ahead by ``read``.
 
     ``begin`` and ``aclose`` belong to the loop's thread, ``read`` to one other thread,
-    which starts after ``begin`` and alone decides what is requested.
-
-    Args:
-        read: Requests the bytes from a start to a stop.
-        size: Length of the file.
-        plan: The ranges to read, in the order of use; no two overlap.
-        budget: Most bytes to hold; one range may exceed it.
-        location: Redacted address, for errors.
-        in_order: Whether reads only move forward; then skipped ranges are released too.
+    which starts after ``begin`` and alone decides what is requested. No two ranges of
+    the ``plan`` overlap; one may exceed the ``budget`` of bytes. If reads only move
+    forward (``in_order``), skipped ranges are released too.
 
     Attributes:
         tail: The end of the file, which is not requested, if that is known.
@@ -149,7 +139,6 @@ class Ranges:
         self._ask_ahead()
 
     def is_draining(self) -> bool:
-        """Return whether the whole plan was requested."""
         return self._is_closed or self._next >= len(self._plan)
 
     async def aclose(self) -> None:

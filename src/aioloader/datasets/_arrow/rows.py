@@ -1,36 +1,42 @@
-"""Rows of a table as one block, in columns until a row is requested.
+"""Rows of a table as one block, in columns until a row is requested; their values.
 
-The order is the table's. Slicing and joining copy nothing and keep the original memory
-alive; ``pick`` and ``collate`` copy, and keep nothing. A pickle contains only the
-selected rows.
+Slicing and joining copy nothing and keep the original memory alive; ``pick`` and
+``collate`` copy. One rule serves rows and batches. Numbers of one shape in all rows
+(also lists of a fixed size, tensors) are numpy views of Arrow's memory while there is
+no NULL. Lists of numbers are arrays, and tensors if their lengths agree; structs are
+dicts. Types without a tensor form are kept: text, dates, decimals, UUIDs, maps. Times
+that Python cannot represent (nanoseconds, the year 10000) are numpy's.
 """
 
 import contextlib
+import decimal
+import functools
 import operator
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
+from pyarrow import compute, types
 
-from aioloader.datasets._arrow.values import (
-    Column,
-    arrow_of,
-    collate_columns,
-    column_of,
-    copied,
-    join_columns,
-    turns,
-    values_of,
-    weave_columns,
-)
+from aioloader._collate.collate import borrowed, torch_dtype
+from aioloader._transport.slots import MIN_BYTES
 
 # Rows converted at once when all are iterated.
 _AT_ONCE = 1024
 # Bytes and columns that are copied to tensors in a tenth of a millisecond.
 _QUICK, _FEW = 1 << 18, 64
+Values: TypeAlias = npt.NDArray[Any]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Dtype: TypeAlias = np.dtype[Any]
+# Numbers without NULLs; everything else stays Arrow's until its values are needed.
+Column: TypeAlias = Values | pa.Array
+# What times that Python lacks raise; a LookupError: a time zone unknown to pytz.
+_NOT_IN_PYTHON = OverflowError, ValueError, LookupError
+_DAY = np.timedelta64(1, "D")
 
 
 class Part(NamedTuple):
@@ -41,7 +47,6 @@ class Part(NamedTuple):
     stop: int
 
     def cut(self) -> list[Column]:
-        """Return the columns with these rows alone, as views."""
         return [column[self.start : self.stop] for column in self.columns]
 
 
@@ -212,7 +217,6 @@ class Rows(Sequence[dict[str, Any]]):
 
     @property
     def is_numeric(self) -> bool:
-        """Whether all columns are numbers without NULLs."""
         return all(
             isinstance(one, np.ndarray) for part in self.parts for one in part.columns
         )
@@ -233,7 +237,6 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def _columns_of(parts: Iterable[Part]) -> Iterable[tuple[Column, ...]]:
-    """Return the parts of each column, as views."""
     return zip(*map(Part.cut, parts), strict=True)
 
 
@@ -251,3 +254,390 @@ def _restored(data: Any) -> Rows:
 def _empty(schema: pa.Schema) -> pa.RecordBatch:
     none = [pa.nulls(0, field.type) for field in schema]
     return pa.RecordBatch.from_arrays(none, schema=schema)
+
+
+def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:
+    """Return an array as a column, and the type of its plain encoding."""
+    fixed, array = fixed_of(array.type), plain(array)
+    if fixed is None or not _is_whole(array, fixed):
+        return array, array.type
+    return _view(array, fixed), array.type
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Undo encodings that only save space, and extension types that add no meaning.
+
+    Dictionaries of anything but numbers stay, because they do save space.
+    """
+    kind = array.type
+    if types.is_run_end_encoded(kind):
+        return plain(compute.run_end_decode(array))
+    if types.is_dictionary(kind):
+        return array if fixed_of(kind) is None else plain(array.dictionary_decode())
+    if isinstance(kind, pa.BaseExtensionType):
+        if kind.extension_name == "arrow.bool8":
+            return array.storage.cast(pa.bool_())
+        is_kept = kind.extension_name in {"arrow.uuid", "arrow.fixed_shape_tensor"}
+        return array if is_kept or _is_exact(kind) else plain(array.storage)
+    if types.is_string_view(kind):  # Arrow hardly supports views yet
+        return array.cast(pa.large_string())
+    return array.cast(pa.large_binary()) if types.is_binary_view(kind) else array
+
+
+def join_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return np.concatenate(columns)
+    return pa.concat_arrays([arrow_of(column, kind) for column in columns])
+
+
+def weave_columns(columns: Sequence[Column], kind: pa.DataType) -> Column:
+    if all(isinstance(column, np.ndarray) for column in columns):
+        woven = np.stack(columns, axis=1)
+        return woven.reshape(-1, *woven.shape[2:])
+    return join_columns(columns, kind).take(turns(len(columns), len(columns[0])))
+
+
+@functools.lru_cache(maxsize=4)
+def turns(count: int, rows: int) -> npt.NDArray[np.int64]:
+    """Return the order that interleaves ``count`` concatenated columns."""
+    return np.arange(count * rows).reshape(count, rows).T.ravel()
+
+
+def arrow_of(column: Column, kind: pa.DataType) -> pa.Array:
+    if not isinstance(column, np.ndarray):
+        return column
+    if column.ndim == 1:
+        return pa.array(column, kind)
+    if order := getattr(kind, "permutation", None):
+        column = column.transpose(0, *(int(at) + 1 for at in np.argsort(order)))
+    storage = getattr(kind, "storage_type", kind)
+    if column.size:
+        flat = pa.array(column.reshape(-1), kind.value_type)
+        lists = pa.FixedSizeListArray.from_arrays(flat, type=storage)
+    else:  # pyarrow would divide by the length of a list, which may be 0
+        lists = pa.array([[]] * len(column), storage)
+    return lists if storage is kind else pa.ExtensionArray.from_storage(kind, lists)
+
+
+def fixed_of(kind: pa.DataType) -> Dtype | None:
+    """Return the dtype of rows of an Arrow type; None if not numbers of one shape.
+
+    That of several numbers is numpy's of a sub-array, which has a base and a shape.
+    """
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return fixed_of(kind.value_type)
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+        dtype: Dtype = np.dtype(kind.to_pandas_dtype())
+        return dtype
+    if isinstance(kind, pa.FixedShapeTensorType):
+        order = kind.permutation or range(len(kind.shape))
+        shape = [kind.shape[at] for at in order]
+    elif isinstance(kind, pa.BaseExtensionType):
+        is_bool = kind.extension_name == "arrow.bool8"
+        return fixed_of(pa.bool_() if is_bool else kind.storage_type)
+    elif types.is_fixed_size_list(kind):
+        shape = [kind.list_size]
+    else:
+        return None
+    inner = fixed_of(kind.value_type)
+    if inner is None or inner.shape or not types.is_primitive(kind.value_type):
+        return None
+    return np.dtype((inner, tuple(shape)))
+
+
+def _is_whole(array: pa.Array, fixed: Dtype) -> bool:
+    """Return whether an array of numbers has no NULL, in rows or for rows."""
+    return not array.null_count and not _leaf(array, fixed).null_count
+
+
+def _view(array: pa.Array, fixed: Dtype) -> Values:
+    """Return the numbers of an array of plain encoding; undefined at NULLs."""
+    leaf, dtype = _leaf(array, fixed), fixed.base
+    size, offset, buffer = len(leaf), leaf.offset, leaf.buffers()[1]
+    if not size or buffer is None:
+        flat = np.zeros(size, dtype)
+    elif dtype != np.bool_:
+        flat = np.frombuffer(buffer, dtype, size, offset * dtype.itemsize)
+    else:
+        first = offset // 8
+        bits = np.frombuffer(buffer, np.uint8, (offset + size + 7) // 8 - first, first)
+        unpacked = np.unpackbits(bits, bitorder="little")[offset - 8 * first :]
+        flat = unpacked[:size].view(np.bool_)
+    return _shaped(flat, array, fixed)
+
+
+def _leaf(array: pa.Array, fixed: Dtype) -> pa.Array:
+    if not fixed.shape:
+        return array
+    storage = getattr(array, "storage", array)
+    size = storage.type.list_size
+    return storage.values.slice(storage.offset * size, len(storage) * size)
+
+
+def _shaped(flat: Values, array: pa.Array, fixed: Dtype) -> Values:
+    """Give the numbers of an array of lists or tensors its shape."""
+    if not fixed.shape:
+        return flat
+    kind = array.type
+    values = flat.reshape(len(array), *getattr(kind, "shape", fixed.shape))
+    order = getattr(kind, "permutation", None)
+    return values.transpose(0, *(at + 1 for at in order)) if order else values
+
+
+def _valid(array: pa.Array) -> Flags:
+    found: Flags = array.is_valid().to_numpy(zero_copy_only=False)
+    return found
+
+
+def collate_columns(columns: Sequence[Column], kind: pa.DataType, where: str) -> Any:
+    """Return the batch of a column in parts; a NULL in a tensor is a TypeError."""
+    if all(isinstance(column, np.ndarray) for column in columns):
+        return tensor_of(columns)
+    return _collate(arrow_of(join_columns(columns, kind), kind), where)
+
+
+def _collate(array: pa.Array, where: str) -> Any:
+    """Return a batch; of lists of numbers, a tensor, or tensors if lengths differ."""
+    array = plain(array)
+    fixed, kind = fixed_of(array.type), array.type
+    if fixed is None and not types.is_struct(kind) and _leaf_of(kind) is None:
+        return values_of(array)
+    if array.null_count:
+        _refuse_null(array, where)
+    if types.is_struct(kind):
+        children = zip(_names(kind), array.flatten(), strict=True)
+        return {name: _collate(child, f"{where}.{name}") for name, child in children}
+    widths, leaf = [], array
+    while (fixed := fixed_of(leaf.type)) is None:
+        lengths, leaf = _unlisted(leaf)
+        least, most = (lengths.min(), lengths.max()) if len(lengths) else (0, 0)
+        widths.append(int(most) if least == most else None)
+    if not _is_whole(leaf, fixed):
+        _refuse_null(array, where)
+    if None in widths:
+        return [_as_tensors(value) for value in values_of(array)]
+    shape = len(array), *widths, *fixed.shape
+    return tensor_of([_view(leaf, fixed).reshape(shape)])
+
+
+def _refuse_null(array: pa.Array, where: str) -> None:
+    for row, value in enumerate(values_of(array)):
+        if _has_none(value):
+            raise TypeError(
+                f"column {where!r} has a NULL in row {row} of this batch of "
+                f"{len(array)}, and a tensor cannot hold it: filter such rows, replace "
+                "NULLs on reading (nulls= of Parquet, Arrow and CSV files, COALESCE in "
+                "the query of a database), or pass a collate_fn"
+            )
+
+
+def _has_none(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and any(map(_has_none, value)))
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_tensors(inner) for inner in value]
+    return torch.from_numpy(value)
+
+
+def copied(values: Values) -> torch.Tensor:
+    """Return an array as a tensor that owns its memory, like ``tensor_of``.
+
+    A small one is copied without numpy, which releases the GIL for each array:
+    switching to a waiting thread takes longer than the copy.
+    """
+    if not 0 < values.nbytes < MIN_BYTES:
+        return tensor_of([values])
+    flat = torch.frombuffer(bytearray(values.data), dtype=torch_dtype(values.dtype))
+    return flat if values.ndim == 1 else flat.view(values.shape)
+
+
+def tensor_of(arrays: Sequence[Values]) -> torch.Tensor:
+    """Return arrays of one dtype as one tensor, joined along the first dimension.
+
+    It owns its memory; if it is large and there is a pool, the pool does.
+    """
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    out = borrowed(shape, torch_dtype(arrays[0].dtype))
+    if out is None:
+        whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0].copy()
+        return torch.from_numpy(whole)
+    np.concatenate(arrays, out=out.numpy())
+    return out
+
+
+def values_of(column: Column) -> list[Any]:
+    """Return the value of each row.
+
+    A number is a numpy scalar, and several of a fixed shape are a separate array, or
+    nested lists if there is a NULL among them.
+    """
+    if isinstance(column, np.ndarray):
+        return [row.copy() for row in column] if column.ndim > 1 else list(column)
+    array = plain(column)
+    rule: Callable[[pa.Array], list[Any]] = _numbers
+    if fixed_of(array.type) is None:
+        kind = array.type
+        rule = next((one for fits, one in _RULES if fits(kind)), pa.Array.to_pylist)
+    rows = rule(array)
+    if array.null_count and rule is not _objects:
+        for at in np.flatnonzero(~_valid(array)):
+            rows[at] = None
+    return rows
+
+
+def _numbers(array: pa.Array) -> list[Any]:
+    fixed = fixed_of(array.type)
+    assert fixed is not None
+    values, leaf = _view(array, fixed), _leaf(array, fixed)
+    rows = values_of(values)
+    if fixed.shape and leaf.null_count:
+        nothing: Any = None
+        valid = _shaped(_valid(leaf), array, fixed)
+        for at in np.flatnonzero(~valid.reshape(len(rows), -1).all(axis=1)):
+            rows[at] = np.where(valid[at], values[at].astype(object), nothing).tolist()
+    return rows
+
+
+def _objects(array: pa.Array) -> list[Any]:
+    # Several times as fast as `to_pylist`, which crashes for some types (intervals).
+    objects: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
+    return objects
+
+
+def _decimals(array: pa.Array) -> list[Any]:
+    texts = _objects(array.storage)
+    return [None if text is None else decimal.Decimal(text) for text in texts]
+
+
+def _structs(array: pa.Array) -> list[Any]:
+    names = _names(array.type)
+    children = [values_of(child) for child in array.flatten()]
+    rows = [dict(zip(names, one, strict=True)) for one in zip(*children, strict=True)]
+    return rows or [{} for _ in range(len(array))]
+
+
+def _lists(array: pa.Array) -> list[Any]:
+    spans, child = _spans(array)
+    leaf = _leaf_of(child.type)
+    if fixed_of(child.type) is not None:
+        column, _ = column_of(child)
+        return [_numbers_in(column[start:stop]) for start, stop in spans]
+    items = values_of(child)
+    rows = [items[start:stop] for start, stop in spans]
+    return rows if leaf is None else [_stacked(row, leaf) for row in rows]
+
+
+def _maps(array: pa.Array) -> list[Any]:
+    spans, child = _spans(array)
+    pairs = list(zip(*map(values_of, child.flatten()), strict=True))
+    return [pairs[start:stop] for start, stop in spans]
+
+
+def _times(array: pa.Array) -> list[Any]:
+    kind, unit = array.type, getattr(array.type, "unit", "")
+    is_point = types.is_timestamp(kind) or types.is_date(kind)
+    unit = unit or ("D" if types.is_date32(kind) else "ms")
+    width = pa.int32() if kind.bit_width == 32 else pa.int64()
+    numbers = _view(array.view(width), np.dtype(width.to_pandas_dtype()))
+    exact = numbers.astype(np.int64).view(f"{'M8' if is_point else 'm8'}[{unit}]")
+    if unit == "ns":
+        return list(exact)
+    # PostgreSQL has 24:00, which pyarrow makes 0:00.
+    is_beyond = exact >= _DAY if types.is_time(kind) else np.zeros(len(exact), bool)
+    if not is_beyond.any():
+        with contextlib.suppress(*_NOT_IN_PYTHON):
+            values: list[Any] = array.to_pylist()
+            return values
+    return [_python_time(*row) for row in zip(array, exact, is_beyond, strict=True)]
+
+
+def _python_time(scalar: pa.Scalar, exact: Any, is_beyond: Any) -> Any:
+    if is_beyond and scalar.is_valid:
+        return exact
+    try:
+        return scalar.as_py()
+    except _NOT_IN_PYTHON:
+        return exact
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return bool(is_text or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_exact(kind: pa.DataType) -> bool:
+    """Return whether a column has numbers as text, to keep them exact.
+
+    Arrow's decimals have a fixed number of digits, and no NaN.
+    """
+    is_opaque = getattr(kind, "extension_name", "") == "arrow.opaque"
+    return is_opaque and kind.type_name == "numeric"
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return bool(is_list or is_view or types.is_fixed_size_list(kind))
+
+
+_RULES: list[tuple[Callable[[Any], bool], Callable[[Any], list[Any]]]] = [
+    (_is_text, _objects),
+    (_is_exact, _decimals),
+    (types.is_struct, _structs),
+    (_is_list, _lists),
+    (types.is_dictionary, lambda array: values_of(array.dictionary_decode())),
+    (types.is_map, _maps),
+    (lambda kind: types.is_temporal(kind) and not types.is_interval(kind), _times),
+]
+
+
+def _names(kind: pa.StructType) -> list[str]:
+    return [kind.field(at).name for at in range(kind.num_fields)]
+
+
+def _numbers_in(column: Column) -> Any:
+    """Return numbers as one array, or as a list if there are NULLs."""
+    if not isinstance(column, np.ndarray):
+        column, _ = column_of(column)
+    return column.copy() if isinstance(column, np.ndarray) else values_of(column)
+
+
+def _spans(array: pa.Array) -> tuple[Iterable[tuple[int, int]], pa.Array]:
+    """Return start and end of each list in the flattened values, and those values."""
+    lengths, child = _unlisted(array)
+    stops = np.cumsum(lengths).tolist()
+    return zip([0, *stops], stops, strict=False), child
+
+
+def _unlisted(array: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
+    """Return the lengths of lists, and their flattened values; NULLs are arbitrary."""
+    if isinstance(array, (pa.ListArray, pa.LargeListArray)):  # maps too
+        stops = array.offsets.to_numpy()
+        first, last = int(stops[0]), int(stops[-1])
+        return np.diff(stops), plain(array.values.slice(first, last - first))
+    lengths = compute.list_value_length(array).fill_null(0)
+    return lengths.to_numpy().astype(np.int64), plain(array.flatten())
+
+
+def _leaf_of(kind: pa.DataType) -> Dtype | None:
+    """Return the dtype of rows of empty nested lists; None: no lists of numbers."""
+    levels = 0
+    while _is_list(kind) and fixed_of(kind) is None:
+        kind, levels = kind.value_type, levels + 1
+    fixed = fixed_of(kind)
+    if fixed is None or not levels:
+        return None
+    return np.dtype((fixed.base, (0,) * (levels + len(fixed.shape))))
+
+
+def _stacked(rows: list[Any], leaf: Dtype) -> Any:
+    """Return arrays of one shape as one array, others unchanged."""
+    if not rows:
+        return np.zeros((0, *leaf.shape), leaf.base)
+    first = rows[0]
+    alike = all(isinstance(r, np.ndarray) and r.shape == first.shape for r in rows)
+    return np.stack(rows) if alike else rows

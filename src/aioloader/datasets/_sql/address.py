@@ -1,20 +1,22 @@
-"""Addresses of databases, errors for their drivers' exceptions, and retries.
+"""The database and the table or query that a user names; errors, and retries.
 
 A password is in no message, repr or pickle: only the loader's workers get it. Drivers
 parse URLs themselves, and show what they cannot parse: so its form is checked before.
-Of a driver's text the first line is shown, without the statement.
+Of a driver's text the first line is shown, without the statement. Names in statements
+are quoted, never trusted; a query is the user's own text and is put in brackets.
 """
 
 import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 from aioloader._base.retry import backoff
-from aioloader.datasets._checks import check_is
+from aioloader.datasets._checks import check_is, check_word
 from aioloader.datasets._stores.redact import Sealed, revealed
 from aioloader.errors import (
     DatasetError,
@@ -65,6 +67,15 @@ _PASSING = re.compile(
     r"^(?:08\w{3}|57P0\w|53300|40001|40P01)$|database (?:table )?is locked|"
     r"too many clients|starting up|connection (?:is|was) closed"
 )
+Numeric: TypeAlias = Literal["decimal", "float"]
+Infinity: TypeAlias = Literal["error", "null"]
+
+_SELECT = re.compile(
+    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*(?:select|with|values)[\s(*'\"/-]",
+    re.IGNORECASE | re.DOTALL,
+)
+# A part of a dotted name, and the dot that another part follows.
+_NAME = re.compile(r'(?:"((?:[^"]|"")+)"|([^."]+))(?:\.(?!\Z)|\Z)')
 
 
 class Address:
@@ -114,23 +125,18 @@ class Address:
         self._sealed = Sealed(url, what) if found else url
 
     def _parts(self) -> tuple[str, list[str]]:
-        """Return the URL up to its parameters, and these."""
         before, _, query = revealed(self._sealed).partition("?")
         return before, query.split("&") if query else []
 
     @property
     def path(self) -> str:
-        """The absolute path of the file."""
         return os.path.abspath(self._path)  # noqa: PTH100  (no links followed)
 
     def for_driver(self) -> str:
         """Return a URI that opens the file for reading, or the server's for libpq.
 
-        It holds the password.
-
-        Raises:
-            OSError: If the file does not exist or cannot be read; drivers are less
-                clear.
+        It holds the password. An OSError if the file is missing or cannot be read;
+        drivers are less clear.
         """
         before, query = self._parts()
         if not self.is_sqlite:  # the last of a name counts
@@ -164,7 +170,6 @@ class Address:
             )
 
     def scrub(self, text: str) -> str:
-        """Return ``text`` without any secret of this address."""
         for match in _SECRET.finditer(revealed(self._sealed)):
             value = match["account"] or match["value"]
             text = text.replace(unquote(value), "***").replace(value, "***")
@@ -198,16 +203,9 @@ async def retried(
 ) -> T:
     """Return the result of ``attempt``, repeated while its failure may pass.
 
-    Args:
-        attempt: Uses the database.
-        doing: What it does, as in ``"read table 'rows'"``.
-        address: The database.
-        deadline: Seconds after the first failure in which it must succeed.
-        warns: Whether the first failure is logged.
-
-    Raises:
-        DatasetError: If it does not. The error does not refer to the driver's
-            exception: tracebacks print that, and it may know the password.
+    It must succeed within ``deadline`` seconds after the first failure, or else there
+    is a DatasetError. That does not refer to the driver's exception: tracebacks print
+    that, and it may know the password. ``doing`` is as in ``"read table 'rows'"``.
     """
     clock = asyncio.get_running_loop().time
     count, end, pauses = 0, 0.0, backoff(base_delay=0.1, max_delay=5.0)
@@ -272,5 +270,132 @@ def _failure_of(
 
 
 def sqlstate_of(exc: Exception) -> str:
-    """Return PostgreSQL's code; empty if it is not the server's error."""
     return getattr(exc, "sqlstate", None) or ""
+
+
+class Relation:
+    """A table or query, the key to order and divide by, and what to read of it.
+
+    A table is ``name`` or ``schema.name``, quoted if it has a dot; a query has
+    placeholders for ``parameters``. Without ``columns`` all are wanted. ``numeric`` and
+    ``infinity`` are as for ``SQLDataset``.
+    """
+
+    text: str
+    key: str
+    columns: tuple[str, ...] | None
+    parameters: tuple[Any, ...]
+    is_query: bool
+    label: str
+    key_column: str  # as an expression
+
+    def __init__(
+        self,
+        text: str,
+        key: str,
+        columns: Iterable[str] | None = None,
+        parameters: Iterable[Any] = (),
+        numeric: Numeric = "decimal",
+        infinity: Infinity = "error",
+    ) -> None:
+        check_word(numeric, Numeric, "numeric")
+        check_word(infinity, Infinity, "infinity")
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of names, got {columns!r}")
+        if not is_list(parameters):
+            kind = type(parameters).__name__
+            raise TypeError(f"parameters must be a list of values, got {kind}")
+        check_is(text, str, "query", "a string")
+        check_is(key, str, "key", "a string")
+        self.text, self.key = text, key
+        self.numeric, self.infinity = numeric, infinity
+        self.columns = None if columns is None else tuple(columns)
+        self.parameters = tuple(parameters)
+        self.is_query = bool(_SELECT.match(text))
+        shown = " ".join(text.split())
+        shown = shown if len(shown) < 80 else f"{shown[:77]}..."
+        self.label = f"query {shown!r}" if self.is_query else f"table {shown!r}"
+        if self.parameters and not self.is_query:
+            raise ValueError("parameters are for a query, and this is a table")
+        if self.columns is not None and not self.columns:
+            raise ValueError("columns must name at least one column")
+        names = self.columns or ()
+        if len({*names}) < len(names):
+            raise ValueError(f"columns must not repeat, got {', '.join(names)}")
+        for name in names:
+            quoted(name)
+        self.key_column = column(key)
+        # The bracket is on a separate line, because a query may end in a comment.
+        rows = f"(\n{text.rstrip().rstrip(';')}\n)" if self.is_query else self.table()
+        self._from = f"{rows} AS q"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the rows, JSON-serialisable; values as a digest."""
+        words = repr((self.text, self.parameters)).encode("utf-8", "surrogatepass")
+        return {
+            "query": self.label,
+            "digest": blake2b(words, digest_size=8).hexdigest(),
+            "key": self.key,
+            "columns": None if self.columns is None else list(self.columns),
+            "numeric": self.numeric,
+            "infinity": self.infinity,
+        }
+
+    def table(self) -> str:
+        parts: list[str] = []
+        at = 0
+        while match := _NAME.match(self.text, at):
+            parts.append(match[1].replace('""', '"') if match[1] else match[2])
+            at = match.end()
+        if not parts or at < len(self.text):
+            raise ValueError(
+                f"{self.text!r} is not a table; write name, schema.name or "
+                '"any name"."with.dots"'
+            )
+        return ".".join(map(quoted, parts))
+
+    def key_error(self, what: str) -> ValueError:
+        return ValueError(
+            f"key {self.key!r} is {what} in some rows; leave them out by a query"
+        )
+
+    def select(self, what: str, *more: str) -> str:
+        """Return a query of the rows, whose columns are those of ``q``."""
+        return select(what, self._from, *more)
+
+    def names(
+        self, found: Sequence[str], hidden: Collection[str] = ()
+    ) -> Sequence[str]:
+        """Return the columns to deliver; ``hidden`` ones only if they are wanted.
+
+        A ValueError if one does not exist, or two have the same name.
+        """
+        shown = ", ".join(found)
+        if len(set(found)) < len(found):
+            raise ValueError(f"columns must have distinct names, got {shown}")
+        names = tuple(found) if self.columns is None else self.columns
+        for name in (*names, self.key):
+            if name not in found and name not in hidden:
+                raise ValueError(f"there is no column {name!r}; there are {shown}")
+        return names
+
+
+def is_list(given: Any) -> bool:
+    """Return whether an argument can be a list of values, which text cannot."""
+    return isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+
+
+def quoted(name: str) -> str:
+    if not name or "\0" in name:
+        raise ValueError(f"names must be without NUL and not empty, got {name!r}")
+    escaped = name.replace('"', '""')
+    return f'"{escaped}"'
+
+
+def column(name: str) -> str:
+    """Return a column of ``q``: SQLite reads an unknown bare name as a string."""
+    return f"q.{quoted(name)}"
+
+
+def select(what: str, rows: str, *more: str) -> str:
+    return " ".join(("SELECT", what, "FROM", rows, *more))

@@ -8,20 +8,29 @@ locks: to write a file with ``sqlite3`` while it is read here, use another proce
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._sql.address import Address, retried
-from aioloader.datasets._sql.connection import driver_of
+from aioloader.datasets._sql.address import (
+    Address,
+    Infinity,
+    Numeric,
+    Relation,
+    is_list,
+    retried,
+)
 from aioloader.datasets._sql.postgres import Postgres
-from aioloader.datasets._sql.relation import Infinity, Numeric, Relation, is_list
-from aioloader.datasets._sql.session import Key, Session, Span, SQLReader, encoded
+from aioloader.datasets._sql.session import (
+    Key,
+    Session,
+    Span,
+    SQLReader,
+    driver_of,
+    encoded,
+)
 from aioloader.datasets._sql.sqlite import SQLite
-from aioloader.datasets._streams.shards import ShardFormat
-
-if TYPE_CHECKING:
-    from aioloader.datasets._stores.redact import Sealed
-    from aioloader.datasets._streams.shards import Position, Summary
+from aioloader.datasets._stores.redact import Sealed
+from aioloader.datasets._streams.shards import Position, ShardFormat, Summary
 
 # A range, None if nothing is in it; and the iteration that reads it.
 SQLShard: TypeAlias = tuple[Span | None, Session]
@@ -45,7 +54,7 @@ class SQLFormat(ShardFormat[SQLShard]):
 
     def __init__(  # noqa: PLR0913  (keywords, each of one thing)
         self,
-        url: "str | Sealed[str]",
+        url: str | Sealed[str],
         query: str,
         *,
         key: str,
@@ -65,7 +74,7 @@ class SQLFormat(ShardFormat[SQLShard]):
         driver_of(self._address)
 
     async def shards(
-        self, stack: AsyncExitStack, known: "Summary | None" = None
+        self, stack: AsyncExitStack, known: Summary | None = None
     ) -> list[SQLShard]:
         """Take a snapshot, and return its ranges; those of ``known`` are reused.
 
@@ -91,7 +100,7 @@ class SQLFormat(ShardFormat[SQLShard]):
         rest = [None] * (count - len(spans))
         return [(span, session) for span in (*spans, *rest)]
 
-    def summary(self, shards: Sequence[SQLShard]) -> "Summary":
+    def summary(self, shards: Sequence[SQLShard]) -> Summary:
         """Return the number of ranges, and the keys they are cut at."""
         starts = [span.start for span, _ in shards if span is not None]
         cuts = [start for start in starts if start is not None]
@@ -107,7 +116,7 @@ class SQLFormat(ShardFormat[SQLShard]):
             cuts: list[Key] = self.summary(await self.shards(stack))["cuts"]
         return cuts
 
-    def open(self, shard: SQLShard, position: "Position", budget: int) -> SQLReader:
+    def open(self, shard: SQLShard, position: Position, budget: int) -> SQLReader:
         """Return a reader of a range after the key in ``position``."""
         span, session = shard
         return SQLReader(session, span, position.get("key"), budget)

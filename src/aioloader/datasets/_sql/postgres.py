@@ -2,45 +2,78 @@
 
 One connection exports its snapshot and keeps it alive; the others adopt it. Rows come
 in the order of the key, streamed, in batches of about the requested size. A query with
-parameters is read through a server-side cursor, which takes twice the time.
+parameters is read through a server-side cursor, which takes twice the time. A driver
+would read an infinite date as an ordinary day: here it is an error, or NULL.
 """
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad
+from aioloader._base.blocks import Bad, Block
 from aioloader._base.outlast import outlast
-from aioloader.datasets._sql.address import sqlstate_of
-from aioloader.datasets._sql.connection import Connection, close_all
-from aioloader.datasets._sql.postgres_values import (
-    FLAG,
-    FLOATS,
-    KNOWN,
-    POINTS,
-    as_decimals,
-    infinite_error,
-    parts_query,
-    selection,
-    types_by_parts,
+from aioloader.datasets._sql.address import (
+    Infinity,
+    Relation,
+    column,
+    quoted,
+    sqlstate_of,
 )
 from aioloader.datasets._sql.session import (
     GROWTH,
+    Connection,
     Key,
     Scan,
     Session,
     Span,
+    close_all,
     encoded,
     fitting,
 )
+from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
 
+# Selected in addition: the number of the first infinite column, or NULL.
+FLAG = "aioloader: infinite"
+# Expressions for the nearest float of an exact number, by type.
+FLOATS = {
+    "numeric": "{}::float8",
+    "money": "{}::numeric::float8",
+    "_numeric": "{}::float8[]",
+    "_money": "{}::numeric[]::float8[]",
+}
+# Conditions by type. None is true for NULL.
+_POINT = "NOT isfinite({0})"
+_LIST = "('infinity' = ANY({0}) OR '-infinity' = ANY({0}))"
+_INFINITE = {
+    "_interval": "{0}::text LIKE '%infinity%'",  # a literal only since version 17
+    **dict.fromkeys(("date", "timestamp", "timestamptz", "interval"), _POINT),
+    **dict.fromkeys(("_date", "_timestamp", "_timestamptz"), _LIST),
+}
+_FINITE = "array_replace(array_replace({0}, 'infinity', NULL), '-infinity', NULL)"
+# Types with an expression that reads them; arrays begin with "_".
+KNOWN = {"oid", "_oid", *FLOATS, *_INFINITE}
+# The types in others that drivers may read as other values; and "_numeric" in an array
+# of a domain. In versions before 14 there are no multiranges, and no such column.
+_PARTS = """
+WITH RECURSIVE part (at, kind, oid, path) AS (
+SELECT at, format_type(oid, NULL), oid, '' FROM (VALUES {kinds}) AS given (at, oid)
+UNION SELECT at, kind, inner_oid, path || mark FROM part JOIN pg_type AS t USING (oid),
+LATERAL (SELECT t.typbasetype, '' UNION SELECT t.typelem, '_' UNION
+SELECT rngsubtype, '?' FROM pg_range AS r
+WHERE t.oid::text IN (rngtypid::text, to_jsonb(r) ->> 'rngmultitypid') UNION
+SELECT atttypid, '?' FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0
+AND NOT attisdropped) AS parts (inner_oid, mark))
+SELECT at, kind, path || typname FROM part JOIN pg_type USING (oid)
+WHERE path || typname = '_numeric' OR typname IN
+('date', 'timestamp', 'timestamptz', 'interval', 'money', 'oid')
+"""
+POINTS = frozenset(kind for kind, rule in _INFINITE.items() if rule is _POINT)
 _LOG = logging.getLogger("aioloader")
 _BEGIN = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 # A scan takes as long as its consumer; and keys need one text format. As in pg_dump.
@@ -90,9 +123,82 @@ ELSE pg_relation_size(c.oid) END FROM pg_class AS c WHERE c.oid = to_regclass($1
 """
 
 
-class Postgres(Session):
-    """One iteration over a relation in a PostgreSQL server."""
+def selection(columns: Mapping[str, tuple[str, str]], infinity: Infinity) -> str:
+    """Return the list after SELECT; if infinite dates are errors, with a ``FLAG``.
 
+    ``columns`` have a type and the expression that reads them, with ``{}`` for the
+    column; empty: as it is, with NULL for infinite dates.
+    """
+    parts: list[str] = []
+    cases: list[str] = []
+    for at, (name, (kind, cast)) in enumerate(columns.items()):
+        read, rule = cast or "{}", "" if cast else _INFINITE.get(kind, "")
+        if rule:
+            cases.append(f"WHEN {rule.format(column(name))} THEN {at}")
+            read = f"CASE WHEN {rule} THEN NULL ELSE {{0}} END"
+            read = _FINITE if rule is _LIST else read
+        parts.append(f"{read.format(column(name))} AS {quoted(name)}")
+    if cases and infinity == "error":
+        parts.append(f"CASE {' '.join(cases)} END AS {quoted(FLAG)}")
+    return ", ".join(parts)
+
+
+def parts_query(relation: Relation, columns: Iterable[str]) -> str:
+    """Return the query for the parts of columns' types; see ``types_by_parts``."""
+    nothing = "LIMIT 0"
+    kinds = (
+        f"({at}, pg_typeof(({relation.select(column(name), nothing)}))::oid)"
+        for at, name in enumerate(columns)
+    )
+    return _PARTS.format(kinds=", ".join(kinds))
+
+
+def types_by_parts(
+    columns: Sequence[str], rows: Iterable[tuple[int, str, str]]
+) -> dict[str, str]:
+    """Return, by column, the types of arrays of a domain of exact numbers.
+
+    A ValueError if a column has parts that drivers read as other values.
+    """
+    types: dict[str, str] = {}
+    for at, kind, part in rows:
+        name = columns[at]
+        if part != "_numeric":
+            raise ValueError(
+                f"column {name!r} is of type {kind}, in which {part.lstrip('_?')} "
+                f"may be read as another value; write CAST({quoted(name)} AS TEXT), or "
+                "its parts, in a query or a view"
+            )
+        types[name] = part
+    return types
+
+
+def infinite_error(
+    relation: Relation, key: Any, name: str, location: str
+) -> DatasetError:
+    return DatasetError(
+        f"the row of {relation.label} with {relation.key} = {key!r} has an infinite "
+        f"date in column {name!r}, which neither Arrow nor Python can represent; read "
+        "it as NULL (infinity='null'), or replace it in a query or a view",
+        location=location,
+    )
+
+
+def as_decimals(batch: "pa.RecordBatch", names: Sequence[str]) -> "pa.RecordBatch":
+    """Mark columns of text as exact numbers, so that their values become decimals."""
+    import pyarrow as pa  # noqa: PLC0415  (an optional dependency)
+
+    for name in names:
+        place = batch.schema.get_field_index(name)
+        array = batch.column(place)
+        kind = pa.opaque(pa.string(), "numeric", "PostgreSQL")
+        if pa.types.is_list(array.type):
+            kind = pa.list_(kind)
+        batch = batch.set_column(place, name, array.cast(kind))
+    return batch
+
+
+class Postgres(Session):
     _sign = "$"
 
     def __init__(self, *given: Any) -> None:
@@ -127,7 +233,6 @@ class Postgres(Session):
         await close_all([*idle, leader] if leader else idle)
 
     async def _lead(self) -> Connection:
-        """Connect, and export a snapshot."""
         leader = self._leader = Connection(self.address)
         self._snapshot = await leader.run(_started, leader)
         return leader
@@ -185,7 +290,7 @@ class Postgres(Session):
                     last = encoded(found[0][-1].as_py())
                 is_again = is_again and not batch.num_rows
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         """Return the rows of a batch; those with infinite dates have failed."""
         rows = super()._rows(as_decimals(batch, self._decimals))
         if FLAG not in batch.schema.names:
@@ -239,11 +344,7 @@ class Postgres(Session):
         self._decimals = [n for n in self.names if is_exact and types[n] in FLOATS]
 
     def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
-        """Return the quantiles of the key.
-
-        In a table, some hundred pages are sampled; in a view or query, all keys are
-        read.
-        """
+        """Return quantiles of the key: of some hundred pages of a table, or of all."""
         sample = ""
         if not self.relation.is_query:
             found = connection.fetch(_SIZE, (self.relation.table(),))

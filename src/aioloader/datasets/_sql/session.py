@@ -6,23 +6,38 @@ database reads it; bytes are hexadecimal.
 """
 
 import abc
-from collections.abc import Callable, Generator, Sequence
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from aioloader.datasets._sql.address import LostError, retried
-from aioloader.datasets._sql.relation import Relation, select
-from aioloader.datasets._streams.reader import Made, Reader
+from aioloader._base.blocks import Block
+from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread, outlast
+from aioloader.datasets._sql.address import (
+    Address,
+    LostError,
+    Relation,
+    retried,
+    select,
+    sqlstate_of,
+)
+from aioloader.datasets._streams.shards import Made, Position, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
-    from aioloader.datasets._sql.address import Address
-    from aioloader.datasets._sql.connection import Connection
-    from aioloader.datasets._streams.shards import Position
 
+_LOG = logging.getLogger("aioloader")
+# Seconds for a call of SQLite to end.
+_PATIENCE = 1.0
+T = TypeVar("T")
 Key: TypeAlias = int | str
 # The keys of some rows, and the rows.
 Scan: TypeAlias = "Generator[tuple[pa.Array, Block], None, None]"
@@ -34,6 +49,143 @@ _MOST = 1 << 16
 GROWTH = 8
 
 
+def driver_of(address: Address) -> Any:
+    name = "adbc_driver_sqlite" if address.is_sqlite else "adbc_driver_postgresql"
+    imported("pyarrow.compute", "sql", "databases need ADBC")
+    return imported(f"{name}.dbapi", "sql", "databases need ADBC")
+
+
+class Connection:
+    """A connection of ADBC, opened by its first call, and the one thread that uses it.
+
+    ADBC's objects belong to one thread at a time, and in the main thread its calls take
+    over Ctrl-C. The thread is a daemon: a query that cannot be stopped must not keep
+    the process from ending. ``cursor``, ``fetch`` and ``batches`` are for functions
+    that run in it.
+
+    ``like`` is an open connection to the same database, whose driver state is shared:
+    PostgreSQL's driver reads all types, which takes ten times as long as connecting.
+    """
+
+    def __init__(self, address: Address, like: "Connection | None" = None) -> None:
+        self._address = address
+        self._like = like
+        self._adbc: Any = None  # of adbc_driver_manager.dbapi
+        self._is_closed = False
+        self._lock = threading.Lock()  # another thread may clone it
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        self._thread = threading.Thread(
+            target=self._serve, name="aioloader-sql", daemon=True
+        )
+        self._thread.start()
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Return the result of a function, called in the thread after earlier ones."""
+        return await asyncio.wrap_future(self.post(lambda: function(*args)))
+
+    def post(self, call: Callable[[], T]) -> Future[T]:
+        """Call a function in the thread after earlier ones, without waiting."""
+        future: Future[T] = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._calls.put((future, call))
+        return future
+
+    async def is_lost(self) -> bool:
+        """Return whether the server hung up, after a failure; a file never does."""
+        if not self._address.is_sqlite:
+            try:
+                await self.run(self.fetch, "SELECT 1")
+            except Exception as exc:  # noqa: BLE001  (the question is whether it does)
+                return not sqlstate_of(exc)
+        return False
+
+    async def aclose(self) -> None:
+        """Stop the running call, disconnect, and join the thread, even if cancelled.
+
+        A query of SQLite that cannot be stopped runs on in its thread, which then
+        disconnects; the process may end before.
+        """
+        await in_thread(self._end)
+
+    def _end(self) -> None:
+        if self._pending:
+            # The call may have ended or not started; or the driver, SQLite's, cannot.
+            with contextlib.suppress(Exception):
+                self._adbc.adbc_cancel()
+        self.post(self._close)
+        self._calls.put(None)
+        self._thread.join(_PATIENCE if self._address.is_sqlite else None)
+        if self._thread.is_alive():
+            _LOG.warning(
+                "a query of %r runs on in its thread after the iteration ended: "
+                "SQLite's driver (ADBC) cannot interrupt it; an index on the key, "
+                "or a table of the query's rows, makes it short",
+                self._address.label,
+            )
+
+    # -- in the thread ------------------------------------------------------------
+
+    def cursor(self) -> Any:
+        if self._adbc is None:
+            self._connect()
+        return self._adbc.cursor()
+
+    def fetch(self, sql: str, parameters: Any = ()) -> list[Any]:
+        with self.cursor() as cursor:
+            cursor.execute(sql, parameters or None)
+            rows: list[Any] = cursor.fetchall()
+            return rows
+
+    def batches(
+        self, sql: str, parameters: Any, options: Mapping[str, str]
+    ) -> "Generator[pa.RecordBatch, None, None]":
+        """Yield the rows of a result in columns, read with options of the driver."""
+        with self.cursor() as cursor:
+            cursor.adbc_statement.set_options(**options)
+            cursor.execute(sql, parameters or None)
+            yield from cursor.fetch_record_batch()
+
+    def _serve(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            future, call = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  (raised where it waits)
+                    future.set_exception(error)
+            del waiting, future, call  # nothing is kept until the next call
+
+    def _connect(self) -> None:
+        like, self._like = self._like, None
+        self._adbc = None if like is None else like.cloned()
+        if self._adbc is None:
+            where = self._address.for_driver()
+            self._adbc = driver_of(self._address).connect(where, autocommit=True)
+
+    def cloned(self) -> Any:
+        """Return another connection of ADBC to the database; None if this is closed."""
+        with self._lock:
+            if self._is_closed or self._adbc is None:
+                return None
+            clone = self._adbc.adbc_clone()
+            clone.adbc_connection.set_autocommit(True)
+            return clone
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._adbc is not None:
+                self._adbc.close()
+
+
+async def close_all(connections: Iterable[Connection]) -> None:
+    """Close connections in parallel; all of them, even if cancelled."""
+    await outlast(asyncio.gather(*(one.aclose() for one in connections)))
+
+
 class Span(NamedTuple):
     """The keys from ``start`` on and before ``stop``; None: no bound."""
 
@@ -41,24 +193,20 @@ class Span(NamedTuple):
     stop: Key | None = None
 
     def bounds(self) -> list[tuple[str, str, Key]]:
-        """Return name, sign and key of each bound that there is."""
         both = (("start", ">=", self.start), ("stop", "<", self.stop))
         return [(name, sign, key) for name, sign, key in both if key is not None]
 
     def since(self, key: Key | None) -> "Span":
-        """Return the part from a key on; None: all of it."""
         return self if key is None else Span(key, self.stop)
 
 
 class Session(abc.ABC):
-    """One iteration."""
-
-    address: "Address"
+    address: Address
     relation: Relation
     deadline: float
     _sign: str  # of a numbered parameter
 
-    def __init__(self, address: "Address", relation: Relation, deadline: float) -> None:
+    def __init__(self, address: Address, relation: Relation, deadline: float) -> None:
         self.address, self.relation, self.deadline = address, relation, deadline
         self.names: Sequence[str] = ()  # the columns to deliver
         self._key = relation.key_column
@@ -67,17 +215,14 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     async def begin(self, partitions: int | Sequence[Key]) -> list[Span]:
-        """Take a snapshot, and divide the relation in it.
-
-        A ValueError if the key is unsuitable, or a column does not exist.
-        """
+        """Take a snapshot, and divide it; a ValueError if key or columns are wrong."""
 
     @abc.abstractmethod
-    async def join(self) -> "Connection":
+    async def join(self) -> Connection:
         """Return a connection that reads the snapshot; a new one if it is lost."""
 
     @abc.abstractmethod
-    async def leave(self, connection: "Connection", *, is_sound: bool) -> None:
+    async def leave(self, connection: Connection, *, is_sound: bool) -> None:
         """Return a connection; if ``is_sound``, its scan has ended."""
 
     @abc.abstractmethod
@@ -88,16 +233,16 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def scan(
-        self, connection: "Connection", span: Span, last: Key | None, batch_bytes: int
+        self, connection: Connection, span: Span, last: Key | None, batch_bytes: int
     ) -> Scan:
         """Yield the rows of a range, in order, after the last key that was read."""
 
     @abc.abstractmethod
-    def _plan(self, connection: "Connection") -> None:
+    def _plan(self, connection: Connection) -> None:
         """Find the columns and their types, and check the key."""
 
     @abc.abstractmethod
-    def _cuts(self, connection: "Connection", partitions: int) -> list[Key]:
+    def _cuts(self, connection: Connection, partitions: int) -> list[Key]:
         """Return keys that cut the relation into parts with about equally many rows."""
 
     @abc.abstractmethod
@@ -105,7 +250,7 @@ class Session(abc.ABC):
         """Return a key as a parameter."""
 
     def _divided(
-        self, connection: "Connection", partitions: int | Sequence[Key]
+        self, connection: Connection, partitions: int | Sequence[Key]
     ) -> list[Span]:
         self._plan(connection)
         if isinstance(partitions, int):
@@ -114,7 +259,7 @@ class Session(abc.ABC):
             cuts = self._risen(connection, partitions)
         return [Span(*pair) for pair in pairwise([None, *cuts, None])]
 
-    def _risen(self, connection: "Connection", cuts: Sequence[Key]) -> list[Key]:
+    def _risen(self, connection: Connection, cuts: Sequence[Key]) -> list[Key]:
         # An empty part with the key itself provides its collation.
         nothing = self.relation.select(f"{self._key} AS k, 0 AS n", "WHERE 1 = 0")
         given = [
@@ -135,14 +280,14 @@ class Session(abc.ABC):
         return self.names if has_key else (*self.names, self.relation.key)
 
     def _ask(
-        self, connection: "Connection", what: str, more: str = "", *values: Any
+        self, connection: Connection, what: str, more: str = "", *values: Any
     ) -> Any:
         """Return the first row of a SELECT from the relation; None: there is none."""
         sql = self.relation.select(what, more)
         rows = connection.fetch(sql, (*self.relation.parameters, *values))
         return rows[0] if rows else None
 
-    def _refuse_keys(self, connection: "Connection", rule: str, what: str) -> None:
+    def _refuse_keys(self, connection: Connection, rule: str, what: str) -> None:
         if self._ask(connection, "1", f"WHERE {self._key} {rule} LIMIT 1"):
             raise self.relation.key_error(what)
 
@@ -192,7 +337,7 @@ class Session(abc.ABC):
         found = new.column(self.relation.key), self._rows(new)
         return found if new.num_rows else None
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         from aioloader.datasets._arrow.rows import Rows  # noqa: PLC0415  (needs pyarrow)
 
         return Rows(batch.select(list(self.names)))
@@ -223,17 +368,17 @@ class SQLReader(Reader):
     def begin(self) -> None:
         self.start()
 
-    async def pull(self, limit: int) -> "Block":
+    async def pull(self, limit: int) -> Block:
         block = await super().pull(limit)
         self._pulled = len(block)
         return block
 
-    def position(self) -> "Position":
+    def position(self) -> Position:
         if self.mark is not None:
             return self.positions()(self._pulled)
         return {} if self._start is None else {"key": self._start}
 
-    def positions(self) -> "Callable[[int], Position]":
+    def positions(self) -> Callable[[int], Position]:
         keys, before = self.mark, self.taken - self._pulled
         return lambda count: {"key": encoded(keys[before + count - 1].as_py())}
 

@@ -13,16 +13,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from aioloader._base.blocks import Bad
-from aioloader.datasets._sql.connection import Connection, close_all
-from aioloader.datasets._sql.postgres_values import selection
-from aioloader.datasets._sql.relation import column, quoted, select
+from aioloader._base.blocks import Bad, Block
+from aioloader.datasets._sql.address import column, quoted, select
+from aioloader.datasets._sql.postgres import selection
 from aioloader.datasets._sql.session import (
     GROWTH,
+    Connection,
     Key,
     Scan,
     Session,
     Span,
+    close_all,
     encoded,
     fitting,
 )
@@ -31,7 +32,6 @@ from aioloader.errors import DatasetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from aioloader._base.blocks import Block
 
 # More readers share connections: two keep two cores busy.
 _CONNECTIONS = 4
@@ -62,8 +62,6 @@ _PROBES, _PROBE_ROWS, _EVEN = 32, 16, 0.5
 
 
 class SQLite(Session):
-    """One iteration over a relation in an SQLite file."""
-
     _sign = "?"
 
     def __init__(self, *given: Any) -> None:
@@ -159,7 +157,7 @@ class SQLite(Session):
                     if "Type mismatch" not in str(exc) or last == before:
                         raise
 
-    def _rows(self, batch: "pa.RecordBatch") -> "Block":
+    def _rows(self, batch: "pa.RecordBatch") -> Block:
         """Return the rows of a batch; those with text that is no UTF-8 have failed."""
         if _is_valid(batch):
             return super()._rows(batch)
@@ -203,7 +201,6 @@ class SQLite(Session):
         self._sorts = "FOR ORDER BY" in str(connection.fetch(sql, relation.parameters))
 
     def _declared(self, connection: Connection) -> dict[str, str]:
-        """Return the columns and their declared types."""
         rows = self.relation.select("*")
         if self.relation.parameters:  # a view cannot have parameters
             with connection.cursor() as cursor:
@@ -217,7 +214,6 @@ class SQLite(Session):
         return {str(row[1]): str(row[2] or "").upper() for row in found}
 
     def _find_types(self, connection: Connection, declared: dict[str, str]) -> None:
-        """Find the columns' Arrow types, and the bytes of a row."""
         row: list[Any] = []
         for at in range(0, len(declared), _MOST_COLUMNS):
             row += self._facts(connection, [*declared][at : at + _MOST_COLUMNS])
@@ -257,7 +253,6 @@ class SQLite(Session):
         return _type_of(found[0], "") if found else nothing
 
     def _check_key(self, connection: Connection) -> None:
-        """Find the one type of all keys."""
         self._refuse_keys(connection, "IS NULL", "NULL")
         # Types are sorted one after the other, so both ends show all of them.
         ends = [self._ask(connection, f"typeof({end}({self._key}))") for end in _ENDS]

@@ -39,9 +39,6 @@ _NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _TO_QUOTE = re.compile(r"[^A-Za-z0-9/._~=+-]")
 
 
-# -- one address --------------------------------------------------------------------
-
-
 def sealed(addresses: Any) -> list[Address]:
     """Return the addresses or patterns of a caller, with secrets hidden."""
     if isinstance(addresses, (str, os.PathLike)):
@@ -74,7 +71,6 @@ def is_local(address: Address) -> bool:
 
 
 def path_of(address: str) -> str:
-    """Return the path of a local address."""
     if not _SCHEME.match(address):
         return address
     host, slash, path = address[len("file://") :].partition("/")
@@ -143,13 +139,9 @@ def shown_address(address: Address) -> str:
 
 
 def shown_addresses(addresses: list[Address]) -> str:
-    """Return addresses for display: the only one, or how many there are."""
     if len(addresses) == 1:
         return shown_address(addresses[0])
     return f"<{len(addresses):,} addresses>"
-
-
-# -- patterns -----------------------------------------------------------------------
 
 
 def braces(pattern: Address) -> Iterator[Address]:
@@ -183,7 +175,6 @@ def pattern_of(address: Address) -> tuple[Address, str] | None:
 
 
 def local_pattern(address: str) -> str:
-    """Return the pattern of paths in a local address."""
     if not _SCHEME.match(address):
         return address
     return path_of(_ENCODED_SIGN.sub(_bracketed, address))
@@ -195,7 +186,6 @@ def _bracketed(sign: "re.Match[str]") -> str:
 
 
 def has_signs(pattern: str) -> bool:
-    """Return whether a pattern has to be looked up."""
     return any(sign in pattern for sign in "*?[")
 
 
@@ -273,7 +263,6 @@ def _nothing_there() -> Iterator[None]:
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:
-    """Return the ``keys`` that match ``pattern``."""
     *folders, last = pattern.split("/")
     parts: list[str] = []
     for folder in folders:

@@ -139,8 +139,6 @@ class CacheDir:
     def __repr__(self) -> str:
         return f"CacheDir({self.directory!r}, max_bytes={self.max_bytes})"
 
-    # -- the limit ------------------------------------------------------------------
-
     def _has_room(self, size: int) -> bool:
         """Return whether ``size`` bytes may be added now, after a scan if it is due.
 
@@ -296,7 +294,6 @@ def lock(file: int | BinaryIO, *flags: str) -> bool:
 
 
 def _is_left_over(name: str, age: float) -> bool:
-    """Return whether a file is a leftover of a writer that has ended."""
     found = _TEMPORARY.fullmatch(name)
     if found is None or age < _YOUNG:
         return False

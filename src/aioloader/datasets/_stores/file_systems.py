@@ -23,6 +23,7 @@ from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
 from aioloader._base.outlast import outlast
 from aioloader.datasets._stores.addresses import Address
+from aioloader.datasets._stores.failures import Piece, Version
 from aioloader.datasets._stores.options import Options
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
@@ -32,7 +33,6 @@ from aioloader.datasets._stores.redact import (
     secret_options,
 )
 from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, words_of
-from aioloader.datasets._stores.versions import Piece, Version
 
 T = TypeVar("T")
 
@@ -128,7 +128,6 @@ class FileSystemStore(Store):
         )
 
     def _at(self, key: str) -> tuple[Any, str]:
-        """Return the file system, and the path of a key in it."""
         system = revealed(self._system)
         return system, f"{system.root_marker}{key}"
 
@@ -157,7 +156,6 @@ class HubStore(FileSystemStore):
         self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
 
     async def aclose(self, _seconds: float | None = None) -> None:
-        """Drop the open file system and the pinned commits."""
         self._system, self._pinned = None, {}
 
     def _at(self, key: str) -> tuple[Any, str]:
@@ -209,7 +207,6 @@ def _reads_ahead(system: Any) -> bool:
 
 
 def _version_of(info: dict[str, Any]) -> Version:
-    """Return the version in what a file system knows of a file."""
     tag = next((info[name] for name in _TAGS if info.get(name)), None)
     time = next((info[name] for name in _TIMES if info.get(name)), None)
     if isinstance(time, datetime):

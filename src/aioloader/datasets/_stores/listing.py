@@ -18,8 +18,7 @@ from anyio.from_thread import start_blocking_portal
 
 from aioloader._base.outlast import each
 from aioloader.datasets._stores.names import NameTable
-from aioloader.datasets._stores.requests import USUAL, Requests, Tries
-from aioloader.datasets._stores.sources import Store
+from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
 
 # Empty keys of a listing that are looked up.
@@ -66,7 +65,6 @@ class Listing(Iterable[str]):
         return cls(dict(whole.items())) if has_markers else whole
 
     def size_of(self, key: str) -> int | None:
-        """Return the size of a key, in bytes; None if it is not listed."""
         at = bisect_left(self.keys, key)
         is_found = at < len(self.keys) and self.keys[at] == key
         return int(self.sizes[at]) if is_found else None

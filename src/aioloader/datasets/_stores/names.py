@@ -48,7 +48,6 @@ class NameTable(Sequence[str]):
         return made
 
     def position(self, index: SupportsIndex) -> int:
-        """Return ``index`` counted from the front."""
         return position_of(index, len(self))
 
     @overload

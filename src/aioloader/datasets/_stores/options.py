@@ -1,30 +1,113 @@
-"""Options of stores: hidden if secret, checked against the known names, and used.
+"""obstore: imported when needed, its stores made by options, its requests in flight.
 
 obstore rejects most unknown names without a hint, and values without a name; unknown
-names within ``retry_config`` it ignores.
+names within ``retry_config`` it ignores. Its threads still need the interpreter for a
+moment after a request ended; if that is gone by then, the process crashes.
 """
 
+import asyncio
 import base64
+import copy
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections import deque
+from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote
+from weakref import ref
 
+from aioloader._base.extras import imported
 from aioloader.datasets._stores.failures import Reason, failure_of
-from aioloader.datasets._stores.flights import import_obstore, obstore_errors
 from aioloader.datasets._stores.redact import Sealed, revealed, secret_options
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
+# How long obstore's threads may take to release a finished request: in practice 10 ms
+# for 200 cancelled at once.
+_LET_GO_SECONDS = 1.0
 # Sealed if some are secret.
 Options: TypeAlias = Mapping[str, Any] | Sealed[Mapping[str, Any]]
 
 _QUICK = {"max_retries": 2}
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def import_obstore() -> ModuleType:
+    if sys.modules.get("obstore.store") is None:  # each request asks for it
+        imported("obstore.store", "objects", "object stores and HTTP need obstore")
+    return sys.modules["obstore"]
+
+
+def obstore_errors() -> tuple[type[Exception], ...]:
+    """Return obstore's exception types; their texts may hold secrets."""
+    base: type[Exception] = import_obstore().exceptions.BaseError
+    return base, NotImplementedError, OSError, TypeError, ValueError
+
+
+class Flights:
+    """Tracks requests from their start until obstore's threads have released them.
+
+    All methods belong to the loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Future[Any]] = set()
+        self._ended: deque[ref[asyncio.Future[Any]]] = deque(maxlen=4096)
+
+    async def follow(self, request: Awaitable[T]) -> T:
+        """Await a request of obstore; cancelling stops the request itself.
+
+        obstore's threads may keep the request, and so its exception, until the next
+        call of obstore: a copy of it is raised, or the frames of its traceback would
+        live as long, and with them the iterator that awaits the batch.
+        """
+        future = asyncio.ensure_future(request)
+        self._open.add(future)
+        try:
+            return await future
+        except Exception as exc:  # noqa: BLE001  (its copy is raised)
+            failure = copy.copy(exc.with_traceback(None))
+        finally:
+            self._open.discard(future)
+            self._ended.append(ref(future))
+            # A frame kept by a traceback must not look like a reference of a thread.
+            del future, request
+        try:
+            raise failure
+        finally:
+            del failure
+
+    async def drain(self, seconds: float | None) -> None:
+        """Wait until obstore has released all requests that ended."""
+        if self._open and seconds is not None:
+            # Only the late ones: a variable for the others would keep references.
+            late = (await asyncio.wait(self._open, timeout=seconds))[1]
+            while late:
+                self._cancel(late.pop())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _LET_GO_SECONDS
+        # Rust drops its reference as its last act under the interpreter lock. A
+        # callback from there would itself have to be waited for, so this polls.
+        while self._is_held() and loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self._ended.clear()
+
+    def _cancel(self, future: "asyncio.Future[Any]") -> None:
+        future.cancel()
+        self._ended.append(ref(future))
+
+    def _is_held(self) -> bool:
+        if self._ended:
+            # References dropped without the lock are subtracted in the next call.
+            import_obstore().Bytes()
+        return any(future() is not None for future in self._ended)
 
 
 def hidden(options: Mapping[str, Any] | None) -> Options:
@@ -40,13 +123,11 @@ def hidden(options: Mapping[str, Any] | None) -> Options:
 
 
 def check_no_options(path: str, options: Options) -> None:
-    """Check that local files have no options."""
     if names := ", ".join(revealed(options)):
         raise ValueError(f"{path!r} is local, and takes no store_options: {names}")
 
 
 def open_store(url: str, label: str, options: Mapping[str, Any]) -> "ObjectStore":
-    """Return the store of a URL, not of local files."""
     if (text := _complaint(options)) is None:
         try:
             return _made(url, options)
@@ -97,7 +178,7 @@ def _made(url: str, options: Mapping[str, Any]) -> "ObjectStore":
         headers = {"authorization": f"Basic {token}"}
         client["default_headers"] = headers | (client.get("default_headers") or {})
         url = f"{scheme}://{rest[len(user) + 1 :]}"
-    # One loop retries, and counts its time and errors: `requests.Tries`.
+    # One loop retries, and counts its time and errors: `sources.Tries`.
     prepared = {"retry_config": _QUICK, **options}
     if client:
         prepared["client_options"] = client

@@ -22,7 +22,6 @@ class PerLoop(Generic[T]):
         self._values = WeakKeyDictionary()
 
     def here(self) -> T:
-        """Return the value of the running loop."""
         loop = asyncio.get_running_loop()
         value = self._values.get(loop)
         if value is None:
@@ -59,5 +58,4 @@ class LoopDataset(HasLifespan):
             await self._release()
 
     async def _release(self) -> None:
-        """Release what the reader of this loop holds."""
         await self._readers.here().aclose()

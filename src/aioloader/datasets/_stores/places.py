@@ -33,19 +33,31 @@ from aioloader.datasets._stores.addresses import (
     spell,
     split,
 )
-from aioloader.datasets._stores.bytes import ObjectBytes
+from aioloader.datasets._stores.bytes import (
+    Client,
+    FileBytes,
+    ObjectBytes,
+    StoredObject,
+    bounds,
+    checked,
+    read_local,
+    warn_once,
+)
 from aioloader.datasets._stores.cache_dir import CacheDir
-from aioloader.datasets._stores.failures import NoRangesError, file_failure
-from aioloader.datasets._stores.file_bytes import FileBytes, bounds, checked, read_local
+from aioloader.datasets._stores.failures import (
+    NOTHING,
+    Known,
+    NoRangesError,
+    Version,
+    file_failure,
+    version_of_file,
+)
 from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.options import Options, check_no_options
 from aioloader.datasets._stores.per_loop import PerLoop
-from aioloader.datasets._stores.requests import USUAL, Requests
-from aioloader.datasets._stores.sources import OwnStore, Store
-from aioloader.datasets._stores.stored import Client, StoredObject, warn_once
+from aioloader.datasets._stores.sources import OwnStore, Requests, Store
 from aioloader.datasets._stores.stores import store_of
 from aioloader.datasets._stores.unpack import UNPACK_BYTES
-from aioloader.datasets._stores.versions import NOTHING, Known, Version, version_of_file
 
 # A shard's bytes, in order.
 Bytes: TypeAlias = FileBytes | ObjectBytes
@@ -68,7 +80,7 @@ class Places:
         self,
         store: Any,
         options: Options,
-        requests: Requests | None,
+        requests: Requests,
         cache: CacheDir | None = None,
         addresses: Sequence[Address] = (),
         unpack_bytes: int = UNPACK_BYTES,
@@ -76,7 +88,7 @@ class Places:
         self.kept_in = cache
         self.unpack_bytes = unpack_bytes
         self._options = options
-        self._requests = requests or USUAL
+        self._requests = requests
         self._base: Store | None = None
         self._folder = ""
         if isinstance(store, (str, os.PathLike)) and is_local(os.fspath(store)):
@@ -113,8 +125,6 @@ class Places:
         """Keep connections of this loop until ``aclose`` was called as often."""
         if self._per_loop is not None:
             self._per_loop.here().users += 1
-
-    # -- addresses ----------------------------------------------------------------
 
     async def expand(self, patterns: Any) -> Listed:
         """Return the addresses that ``patterns`` match: in order, sorted for a ``*``.
@@ -168,7 +178,6 @@ class Places:
         return found
 
     def label(self, address: Address) -> str:
-        """Return an address as it may be shown."""
         if (path := self.path(address)) is not None:
             return path
         store, key = self._store_of(address)
@@ -193,15 +202,12 @@ class Places:
         return self._per_loop.here()
 
     def _store_of(self, address: Address) -> tuple[Store, str]:
-        """Return the store of an address, and the key in it."""
         if self._base is not None:
             return self._base, address
         root, key = split(address)
         if root not in self._stores:
             self._stores[root] = store_of(root, self._options)
         return self._stores[root], key
-
-    # -- bytes --------------------------------------------------------------------
 
     def open(
         self,
@@ -229,7 +235,6 @@ class Places:
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
-        """Return a range of an object."""
         return await self._object(address).read(start, stop, version)
 
     async def part(

@@ -1,21 +1,37 @@
-"""Sources of bytes: what a user's store must do, and how any store is asked.
+"""Sources of bytes: what a user's store must do, how any store is asked, and retries.
 
-``Source`` is public and small. ``Store`` is what all readers use: a source together
-with what is known of its server, and the one judge of what it raises. obstore, file
-systems of fsspec and users' sources are its three kinds.
+``Store`` is what all readers use: a source together with what is known of its server,
+and the one judge of what it raises. Requests that fail are retried by cause, within a
+deadline, or sent twice. A timeout for each detects stalls, because a hanging connection
+raises no error.
 """
 
 import abc
+import asyncio
+import logging
+import math
 import os
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterable
+import statistics
+from collections import deque
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+)
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from aioloader._base.outlast import cancel
 from aioloader._base.raising import raisable
-from aioloader.datasets._stores.failures import truncated
-from aioloader.datasets._stores.redact import redact_text, redact_url
-from aioloader.datasets._stores.requests import RefusedError, Server, UnreachableError
-from aioloader.datasets._stores.versions import Piece, Version
+from aioloader._base.retry import RETRIED, backoff
+from aioloader.datasets._checks import check_is
+from aioloader.datasets._stores.failures import Piece, Version, truncated
+from aioloader.datasets._stores.redact import redact_key, redact_text, redact_url
 from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 
 if TYPE_CHECKING:
@@ -33,6 +49,14 @@ _DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
     MemoryError, NameError, RuntimeError, StopAsyncIteration, TypeError, ValueError,
 )  # fmt: skip
+_LOG = logging.getLogger("aioloader")
+Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
+
+# A second request is sent after the slowest twentieth of the latest durations.
+_REMEMBERED, _ENOUGH = 128, 20
+# Seconds of retries for a host to which no request could be sent so far.
+_PATIENCE = 5.0
+_RETRYING = "%s; retrying for %g s (logged once for a store)"
 
 
 class Source(abc.ABC):
@@ -80,16 +104,26 @@ class Source(abc.ABC):
         """
 
 
-class Store(Server, abc.ABC):
-    """One store: a source, and what is known of its server.
+class Store(abc.ABC):
+    """One store: a source, and what is known of its server by all requests to it.
 
     Attributes:
         cache_name: What names its bytes in a cache; None: they are not cached.
+        has_answered: Whether it ever answered, if only with an error.
+        is_refusing: Whether it never did, and the latest request could not be sent.
+        has_warned: Whether a retry was logged.
     """
 
     def __init__(self, label: str) -> None:
-        super().__init__(label)
+        self.label = label
         self.cache_name: str | None = label
+        self.has_answered = self.is_refusing = self.has_warned = False
+
+    def locate(self, key: str) -> str:
+        """Return the address of ``key`` as it may be shown."""
+        # The query of a signed URL, passed as a key, may put no signature into the log.
+        key, label = redact_key(key), self.label
+        return f"{label}{'' if label.endswith('/') else '/'}{key}" if key else label
 
     @abc.abstractmethod
     async def get(
@@ -99,10 +133,7 @@ class Store(Server, abc.ABC):
 
     @abc.abstractmethod
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sized]:
-        """Return keys and sizes, page by page; only those after a key, if it is given.
-
-        That key was the largest of pages that came in order.
-        """
+        """Return pages of keys and sizes, perhaps those ``after`` a largest key."""
 
     @abc.abstractmethod
     def failure(self, key: str, error: Exception, verb: str) -> Exception:
@@ -138,7 +169,7 @@ class Store(Server, abc.ABC):
         finally:
             del failure
 
-    async def drain(self, seconds: float | None = None) -> None:
+    async def drain(self, seconds: float | None = None) -> None:  # noqa: B027
         """Wait until nothing refers to this loop's requests any more."""
 
     async def aclose(self, seconds: float | None = None) -> None:
@@ -147,8 +178,6 @@ class Store(Server, abc.ABC):
 
 
 class OwnStore(Store):
-    """A user's source."""
-
     def __init__(self, source: Source) -> None:
         label = str(source.label)
         if "://" in label:
@@ -270,3 +299,225 @@ def _is_unreachable(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@dataclass(frozen=True)
+class Requests:
+    """How a dataset treats requests that fail, stall or are slow.
+
+    A request is retried after a delay uniform in ``[0, min(max_delay, base_delay *
+    2**n)]`` seconds, until ``deadline``; for 5 seconds if requests cannot be sent, and
+    the host never answered. obstore's own quick retries come first.
+    Source: Brooker, "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015);
+    Dean and Barroso, "The Tail at Scale" (CACM 2013) for hedging.
+
+    Attributes:
+        timeout: Seconds for one request; then it is cancelled and counts as failed.
+        deadline: Seconds for one piece of data, including all retries.
+        base_delay: Upper bound of the first delay, in seconds.
+        max_delay: Upper bound of every delay, in seconds.
+        hedge: Whether a request that takes longer than 95 % of the latest ones is sent
+            a second time; the first answer counts. Costs up to 5 % more requests.
+            Never for a shard on a server without ranges, which is one response.
+    """
+
+    timeout: float = 30.0
+    deadline: float = 120.0
+    base_delay: float = 0.1
+    max_delay: float = 5.0
+    hedge: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "deadline", "base_delay", "max_delay"):
+            check_is(getattr(self, name), int | float, name, "a number of seconds")
+        if self.timeout <= 0 or self.deadline <= 0:
+            raise ValueError(
+                f"timeout and deadline must be above 0, got {self.timeout} and "
+                f"{self.deadline}"
+            )
+        if self.base_delay < 0 or self.max_delay < 0:
+            raise ValueError(
+                f"delays must not be negative, got base_delay={self.base_delay}, "
+                f"max_delay={self.max_delay}"
+            )
+
+
+USUAL = Requests()
+
+
+def policy_of(requests: Requests | None) -> Requests:
+    words = "aioloader.datasets.Requests(timeout=..., deadline=...)"
+    check_is(requests, Requests | None, "requests", words)
+    return requests or USUAL
+
+
+class RefusedError(Exception):
+    """Wraps an error that waiting cannot cure, so that it is not retried."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class UnreachableError(RefusedError):
+    """A request could not be sent: retried only for seconds if none ever was."""
+
+    error: DatasetError
+
+
+class Tries:
+    """Makes requests by a policy, for one dataset on one event loop."""
+
+    def __init__(self, policy: Requests) -> None:
+        self._policy = policy
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+
+    async def make(
+        self,
+        attempt: Attempt[T],
+        server: Store,
+        key: str,
+        *,
+        began: float | None = None,
+        sent: int = 0,
+        may_hedge: bool = True,
+    ) -> T:
+        """Return the result of ``attempt``, retried until the deadline.
+
+        A ``DatasetError`` is retried; so is an ``UnreachableError``, for seconds only
+        if the server never answered; a ``RefusedError`` is not.
+
+        Args:
+            attempt: Makes one request.
+            server: Who is asked.
+            key: What is asked for.
+            began: Start of the deadline, by the loop's clock; default: now.
+            sent: Attempts that failed before, since ``began``.
+            may_hedge: Whether two attempts may run at once.
+        """
+        policy, clock = self._policy, asyncio.get_running_loop().time
+        attempt = partial(self._timed, attempt) if may_hedge else attempt
+        began = clock() if began is None else began
+        failed = said = None
+        result: T | DatasetError | TimeoutError | None = None
+        most, delays = policy.deadline, backoff(policy.base_delay, policy.max_delay)
+        try:
+            while True:
+                seconds = min(policy.timeout, began + policy.deadline - clock())
+                if seconds <= 0 and failed is not None:
+                    break
+                result = await _tried(attempt, server, seconds)
+                if not isinstance(result, (DatasetError, TimeoutError)):
+                    return result
+                if isinstance(result, DatasetError):
+                    failed = said = result
+                elif said is None or seconds == policy.timeout:
+                    failed = _unanswered(server.locate(key), seconds, said)
+                else:  # cut short by the deadline: it says less than the one before
+                    failed = said
+                RETRIED[asyncio.current_task()] = failed
+                sent += failed.attempts
+                patience = _PATIENCE if server.is_refusing else math.inf
+                most = min(policy.deadline, patience)
+                delay = next(delays)
+                if clock() + delay >= began + most:
+                    break
+                if not server.has_warned:  # hundreds of requests may be in flight
+                    server.has_warned = True
+                    _LOG.warning(_RETRYING, failed, most)
+                await asyncio.sleep(delay)
+            assert failed is not None
+            failed.args = (f"{failed}; given up after {most:g} s, {sent} attempts",)
+            failed.attempts = sent
+            raise failed
+        finally:
+            if failed is not None:
+                RETRIED.pop(asyncio.current_task(), None)
+            failed = said = result = None
+
+    async def _timed(self, attempt: Attempt[T]) -> T:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        hedges = self._policy.hedge and len(self._seconds) >= _ENOUGH
+        result = await (self._hedged(attempt) if hedges else attempt())
+        self._seconds.append(loop.time() - began)
+        return result
+
+    async def _hedged(self, attempt: Attempt[T]) -> T:
+        """Send a slow request again; return the first result, or the last error."""
+        delay = statistics.quantiles(self._seconds, n=20)[-1]
+        waiting = {asyncio.create_task(attempt())}
+        requests = set(waiting)
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=delay)
+            if not done:
+                requests.add(asyncio.create_task(attempt()))
+                waiting = set(requests)
+            while True:
+                done, waiting = await asyncio.wait(
+                    waiting, return_when=asyncio.FIRST_COMPLETED
+                )
+                good = [request for request in done if request.exception() is None]
+                if good or not waiting:
+                    return (good or [*done])[0].result()
+        finally:
+            await cancel(requests)
+
+
+async def _tried(
+    attempt: Attempt[T], server: Store, seconds: float
+) -> T | DatasetError | TimeoutError:
+    """Return the result of one attempt, or its error if a retry may help."""
+    try:
+        result = await _within(seconds, attempt)
+    except TimeoutError as late:
+        server.is_refusing = False
+        return late
+    except UnreachableError as unreachable:
+        server.is_refusing = not server.has_answered
+        return unreachable.error
+    except (RefusedError, DatasetError) as failure:
+        server.has_answered, server.is_refusing = True, False
+        if isinstance(failure, RefusedError):
+            raise failure.error from failure.error.__cause__
+        # Its frames refer to it: such a cycle would keep the user's iterator.
+        return failure.with_traceback(None)
+    server.has_answered = True
+    return result
+
+
+async def _within(seconds: float, attempt: Attempt[T]) -> T:
+    """Return the result of ``attempt``; raise a TimeoutError if it takes too long.
+
+    ``asyncio.timeout`` takes 4 to 8 us, and this 2.
+    """
+    task, is_late = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal is_late
+        is_late = True
+        task.cancel()
+
+    before = task.cancelling()
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        return await attempt()
+    except asyncio.CancelledError as cancelled:
+        if is_late and task.cancelling() <= before + 1:
+            raise TimeoutError from cancelled
+        raise
+    finally:
+        timer.cancel()
+        if is_late:
+            task.uncancel()
+
+
+def _unanswered(
+    location: str, seconds: float, before: DatasetError | None
+) -> DatasetError:
+    text = f"{location!r}: no answer within {max(seconds, 0):.3g} s"
+    text += "" if before is None else f"; the last error before: {before}"
+    error = DatasetError(text, location=location)
+    error.__cause__ = before
+    return error

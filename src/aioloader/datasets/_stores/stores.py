@@ -17,15 +17,24 @@ from urllib.parse import unquote
 
 from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
 from aioloader.datasets._stores.failures import (
+    Piece,
     Reason,
+    Version,
+    changed,
     compressed,
     failure_of,
     file_failure,
     no_ranges,
     truncated,
 )
-from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
-from aioloader.datasets._stores.options import Options, check_no_options, open_store
+from aioloader.datasets._stores.options import (
+    Flights,
+    Options,
+    check_no_options,
+    import_obstore,
+    obstore_errors,
+    open_store,
+)
 from aioloader.datasets._stores.per_loop import PerLoop
 from aioloader.datasets._stores.redact import (
     OF_A_URL,
@@ -35,10 +44,17 @@ from aioloader.datasets._stores.redact import (
     revealed,
     secret_options,
 )
-from aioloader.datasets._stores.requests import RefusedError, Tries, UnreachableError
-from aioloader.datasets._stores.sources import FINAL, OwnStore, Sized, Source, Store
+from aioloader.datasets._stores.sources import (
+    FINAL,
+    OwnStore,
+    RefusedError,
+    Sized,
+    Source,
+    Store,
+    Tries,
+    UnreachableError,
+)
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._stores.versions import Piece, Version, changed
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -130,8 +146,6 @@ class ObstoreStore(Store):
             with contextlib.suppress(DatasetError):
                 self._made = os.getpid(), Sealed(self._make(), "")
 
-    # -- the store ------------------------------------------------------------------
-
     def _opened(self) -> "ObjectStore | None":
         """Return the store, if there is one in this process."""
         _claim_runtime()
@@ -142,7 +156,6 @@ class ObstoreStore(Store):
         return made[1].value if made is not None and made[0] == os.getpid() else None
 
     def open(self) -> "ObjectStore":
-        """Return the store, made at the first call in this process."""
         if (store := self._opened()) is None:
             # Threads may make two: the extra one dies with its request.
             store = self._make()
@@ -170,11 +183,9 @@ class ObstoreStore(Store):
 
     @property
     def follow(self) -> Any:
-        """Awaits a request: ``Flights.follow`` of this loop."""
         return self._flights.here().follow
 
     async def drain(self, seconds: float | None = None) -> None:
-        """Wait until obstore's threads have released this loop's requests."""
         await self._flights.here().drain(seconds)
 
     async def aclose(self, seconds: float | None = None) -> None:
@@ -182,11 +193,9 @@ class ObstoreStore(Store):
         self.close()
 
     def close(self) -> None:
-        """Release a store that was made here, and its idle connections."""
         self._made = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle may contain."""
         if self.label == "memory://" and self._given is not None:
             raise pickle.PicklingError(
                 "a MemoryStore is of one process: use worker threads"
@@ -197,8 +206,6 @@ class ObstoreStore(Store):
         # Not at the first read: that runs on an event loop, and an import reads files.
         import_obstore()
         self.__dict__.update(state)
-
-    # -- requests -------------------------------------------------------------------
 
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
@@ -260,8 +267,6 @@ class ObstoreStore(Store):
         if is_final or reason.status in FINAL:
             return RefusedError(failure)
         return UnreachableError(failure) if reason.is_unreachable else failure
-
-    # -- the whole ------------------------------------------------------------------
 
     async def whole(self, key: str, size: int) -> "Bytes":
         """Return all of an object: by one ranged request if its size is known."""
@@ -409,9 +414,6 @@ class WholeObject:
         return Piece(chunk, self._version)
 
 
-# -- names of stores --------------------------------------------------------------
-
-
 def _misplaced(store: Any, options: Options) -> TypeError:
     return TypeError(
         f"{', '.join(revealed(options))}: store_options are for a URL; pass them to "
@@ -420,7 +422,6 @@ def _misplaced(store: Any, options: Options) -> TypeError:
 
 
 def _secrets_of(store: "ObjectStore") -> Iterator[str]:
-    """Yield the names of secrets in a store that the caller made."""
     if carries_secret(getattr(store, "url", "")):
         yield OF_A_URL
     for name in ("config", "client_options"):
@@ -445,7 +446,6 @@ def _label_of_url(address: Address) -> str:
 
 
 def _label_of_store(store: "ObjectStore") -> str:
-    """Return an address for a store that the caller made."""
     kind = type(store).__name__.removesuffix("Store").lower()
     config: Mapping[str, Any] = getattr(store, "config", None) or {}
     prefix = str(getattr(store, "prefix", None) or "")
@@ -471,6 +471,5 @@ def _path_of_web(label: str) -> str:
 
 
 def version_of(meta: Any) -> Version:
-    """Return the version in obstore's metadata of an object."""
     modified = meta["last_modified"].timestamp() or None  # zero means unknown
     return Version(meta["size"], meta.get("e_tag"), modified)

@@ -4,7 +4,7 @@ Whatever the compression ratio, about two pieces at most are unpacked ahead.
 """
 
 import contextlib
-import zlib
+import importlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeAlias
 
@@ -18,13 +18,16 @@ _PIECE = 1 << 19
 # Unpacked pieces; or None, for which the next packed piece is sent: an empty one at the
 # end; None if it is not there yet.
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
-
-
-# One way of packing: what finds the maker of a decompressor of one member (gzip), frame
-# (zstandard) or stream by the memory it may take, or raises an ImportError; packed
-# bytes for each of its calls; most bytes that a call may return, if it accepts a limit.
-_Make: TypeAlias = Callable[[int], Any]
-_Packing: TypeAlias = tuple[Callable[[], _Make], int, tuple[int, ...]]
+# One way of packing: the module that unpacks; packed bytes for each call; most bytes
+# that a call may return, if it accepts a limit. zstandard does not: in the worst case
+# 128 KB for four bytes, so 32 MB here.
+_Packing: TypeAlias = tuple[str, int, tuple[int, ...]]
+_BY_ENDING: dict[str, _Packing] = {
+    **dict.fromkeys(("gz", "tgz"), ("zlib", 1 << 16, (_PIECE,))),
+    **dict.fromkeys(("zst", "zstd"), ("zstandard", 1 << 10, ())),
+    **dict.fromkeys(("bz2", "tbz2"), ("bz2", 1 << 16, (_PIECE,))),
+    **dict.fromkeys(("xz", "txz"), ("lzma", 1 << 16, (_PIECE,))),
+}
 # That of the largest preset of xz is 65 MB, and some more.
 UNPACK_BYTES = 1 << 27
 # Most that any format may need.
@@ -34,9 +37,8 @@ _LARGEST = 33
 def unpacker_of(name: str) -> Callable[[str, int], Unpacking] | None:
     """Return what unpacks a shard of this name, or None if it is not packed.
 
-    Returns:
-        A function of the shard's redacted address, for errors, and of the memory, in
-        bytes, that it may take; it raises an ImportError.
+    It takes the shard's redacted address, for errors, and how many bytes of memory it
+    may use; it raises an ImportError.
     """
     packing = _BY_ENDING.get(name.rpartition(".")[2].lower())
     return packing and (
@@ -83,8 +85,8 @@ class _Members:
     """Unpacks members, which follow each other; zeros between them are padding."""
 
     def __init__(self, packing: _Packing, most: int) -> None:
-        find, self._length, self._limit = packing
-        self._make, self._most = find(), most
+        module, self._length, self._limit = packing
+        self._make, self._most = _maker_of(module), most
         self._inner: Any = None
         self._head = b""  # of this member
 
@@ -111,7 +113,6 @@ class _Members:
                 yield data
 
     def error(self, failure: Exception, location: str, given: int) -> DatasetError:
-        """Return the error for a failure after ``given`` unpacked bytes."""
         # Whether it needs more memory, and a power of two that suffices: lzma does not
         # say how much it is.
         is_large = "memory" in str(failure).lower()
@@ -130,36 +131,18 @@ class _Members:
         )
 
 
-def _gzip() -> _Make:
-    return lambda _most: zlib.decompressobj(16 + zlib.MAX_WBITS)
+def _maker_of(name: str) -> Callable[[int], Any]:
+    """Return what makes decompressors of one member (gzip), frame or stream.
 
-
-def _bz2() -> _Make:
-    import bz2  # noqa: PLC0415  (Python may be built without it)
-
-    return lambda _most: bz2.BZ2Decompressor()
-
-
-def _xz() -> _Make:
-    import lzma  # noqa: PLC0415  (Python may be built without it)
-
-    return lambda most: lzma.LZMADecompressor(memlimit=most)
-
-
-def _zstd() -> _Make:
-    zstandard = imported("zstandard", "zstd", "zstandard shards need zstandard")
-
-    def make(most: int) -> Any:
-        return zstandard.ZstdDecompressor(max_window_size=most).decompressobj()
-
-    return make
-
-
-# zstandard does not bound what a call returns: in the worst case 128 KB for four bytes,
-# so 32 MB here.
-_BY_ENDING: dict[str, _Packing] = {
-    **dict.fromkeys(("gz", "tgz"), (_gzip, 1 << 16, (_PIECE,))),
-    **dict.fromkeys(("zst", "zstd"), (_zstd, 1 << 10, ())),
-    **dict.fromkeys(("bz2", "tbz2"), (_bz2, 1 << 16, (_PIECE,))),
-    **dict.fromkeys(("xz", "txz"), (_xz, 1 << 16, (_PIECE,))),
-}
+    By the memory that each may take. An ImportError if the module is missing.
+    """
+    if name == "zstandard":
+        zstandard = imported(name, "zstd", "zstandard shards need zstandard")
+        make = zstandard.ZstdDecompressor
+        return lambda most: make(max_window_size=most).decompressobj()
+    module: Any = importlib.import_module(name)  # Python may be built without it
+    if name == "zlib":
+        return lambda _most: module.decompressobj(16 + module.MAX_WBITS)
+    if name == "bz2":
+        return lambda _most: module.BZ2Decompressor()
+    return lambda most: module.LZMADecompressor(memlimit=most)

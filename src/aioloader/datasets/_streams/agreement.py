@@ -20,8 +20,6 @@ from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
 
-# -- lists of shards ----------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Agreement:
@@ -91,7 +89,6 @@ class Agreement:
         return key, json.loads(store.get(key)) if store.check([key]) else None
 
     def _left(self, key: str, summary: Any, store: Any) -> Any:
-        """Leave a summary unless another rank was faster; return the first one."""
         mine = {"rank": self.rank, "name": self.name, "summary": summary}
         return json.loads(store.compare_set(key, "", json.dumps(mine)))
 
@@ -111,8 +108,6 @@ class Agreement:
 def _shown(summary: Any) -> str:
     return f"{summary['count']:,} shards (digest {digest(summary)})"
 
-
-# -- ends of epochs -----------------------------------------------------------------
 
 # How many iterations this process has begun, by what they read: each has separate keys,
 # equal in all processes if these iterate equally often.
@@ -194,7 +189,6 @@ class StoreTalk:
         self._bell.put(None)
 
     def join(self) -> bool:
-        """Wait, bounded, until it has ended; return whether it has."""
         for thread in self._threads:
             thread.join(_GRACE)
         return not any(thread.is_alive() for thread in self._threads)

@@ -1,12 +1,14 @@
 """A stream being read: blocks of samples, and a position that can be saved.
 
 Each step of a stream (``map``, ``filter``, ``take``...) is a cursor over the previous
-one. ``Replayed`` is the one kind of position: the state before a block, and how many of
+one. ``Cursor`` is the one kind of position: the state before a block, and how many of
 its samples were passed on. Loading it makes the block again, and drops those.
 """
 
 import asyncio
 import enum
+import functools
+import inspect
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,13 +17,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from aioloader._base.blocks import Block, join, unreadable
 from aioloader._base.outlast import cancel
+from aioloader._base.warnings import warn
 from aioloader._order.ranks import Share
-from aioloader.errors import ShardChangedError
+from aioloader._order.stream_states import (
+    Description,
+    differences,
+    is_repeatable,
+    warn_of_order,
+)
+from aioloader.errors import ShardChangedError, StateMismatchError
 
 if TYPE_CHECKING:
     from aioloader.datasets._streams.agreement import Agreement
 
 State: TypeAlias = dict[str, Any]
+_MAIN = {"__main__", "__mp_main__"}
 
 
 class Ahead(enum.IntEnum):
@@ -58,7 +68,7 @@ class Made(NamedTuple):
     what: Any  # what ``_after`` needs to know of it: mostly its unreadable samples
 
 
-class Replayed:
+class Cursor:
     """Samples that come in blocks: the base of sources and steps.
 
     A subclass says how to ``_make`` the next samples, and from which state: ``_here``.
@@ -108,8 +118,6 @@ class Replayed:
         """Return the number of the pass of an endless repeat below; None if none is."""
         return None
 
-    # -- for steps over it ----------------------------------------------------------
-
     async def pull(self, limit: int) -> Block:
         """Return the next samples, from 1 to ``limit``; an empty block at the end."""
         if not self.ready:
@@ -134,8 +142,6 @@ class Replayed:
         making, self._making = self._making, None
         await cancel([making] if making is not None else [])
         await self._close()
-
-    # -- for what interleaves several ------------------------------------------------
 
     async def fill(self, limit: int) -> bool:
         """Get about ``limit`` more samples; return whether there are any."""
@@ -167,8 +173,6 @@ class Replayed:
         while self._made and self._passed >= self._made[0].length:
             self._passed -= self._made.popleft().length
 
-    # -- how it makes ----------------------------------------------------------------
-
     async def _more(self, limit: int) -> Block:
         """Make the next block, and note where it began."""
         if self.makes_ahead:
@@ -192,7 +196,6 @@ class Replayed:
         return self._making
 
     def _note(self, before: State, block: Block) -> None:
-        """Note that ``block`` was made, from the state ``before`` it."""
         known, self._known = self._known, None
         if len(block):
             before, what = known or (before, unreadable(block))
@@ -210,9 +213,6 @@ class Replayed:
             self._block, self.ready = block, len(block) - dropped
             self.pass_on(dropped)
             found += dropped
-
-
-Cursor: TypeAlias = Replayed
 
 
 async def skip(
@@ -234,12 +234,8 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
 
     An unreadable shard counts as one failed sample. If it can be read now, or another
     one no longer can, all later samples shift, and the wrong ones would be dropped.
-
-    Args:
-        block: Samples that were read again; empty at the end.
-        at: Position of the block among the ``count`` samples passed on.
-        count: How many samples were passed on.
-        known: Positions of those that were unreadable then; None: not known.
+    ``block`` was read again, at position ``at`` of ``count``; it is empty at the end.
+    ``known`` are positions of those that were unreadable then; None: not known.
     """
     if known is None:
         return
@@ -266,3 +262,67 @@ def check_again(block: Block, at: int, count: int, known: list[int] | None) -> N
         "shards readable as then, or restart the epoch",
         location=getattr(error, "location", ""),
     ) from error
+
+
+def name_of(function: Any) -> str:
+    """Return the qualified name of a function, or of the class of a callable.
+
+    It is the same in each process: no addresses, arguments or contents.
+    """
+    if isinstance(function, functools.partial):
+        return f"partial({name_of(function.func)})"
+    function = inspect.unwrap(function) if callable(function) else function
+    function = getattr(function, "__func__", function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = getattr(named, "__module__", None)
+    is_known = module and module not in _MAIN
+    return f"{module}.{named.__qualname__}" if is_known else str(named.__qualname__)
+
+
+def fitted(state: State, found: Description, *, strict: bool) -> State:
+    """Return a state of an iterator in the form that the described stream can load.
+
+    If ``strict``, shards must have the same versions, not only the same lengths. A
+    StateMismatchError if it is of another stream; it names the differences.
+    """
+    errors, renamed = differences(state["stream"], found)
+    if errors:
+        raise StateMismatchError(
+            f"the state is of another stream: {'; '.join(errors)}; load it with the "
+            "stream that saved it, or restart the epoch",
+            expected=state["stream"],
+            found=found,
+        )
+    if renamed:
+        warn(
+            f"the state was saved with functions of other names: {'; '.join(renamed)}; "
+            "if they do something else, the samples are others"
+        )
+    if not is_repeatable(found) and any(map(_counts, state["streams"].values())):
+        warn_of_order()
+    streams = state["streams"] if strict else _without_stamps(state["streams"])
+    return {**state, "stream": found, "streams": streams}
+
+
+def _without_stamps(state: Any) -> Any:
+    """Return a state that any shards of the same sizes fit."""
+    if isinstance(state, list):
+        return [*map(_without_stamps, state)]
+    if not isinstance(state, dict):
+        return state
+    if isinstance(at := state.get("at"), dict):  # in a shard
+        return {**state, "at": {k: one for k, one in at.items() if k != "stamp"}}
+    return {name: _without_stamps(one) for name, one in state.items()}
+
+
+def _counts(one: State) -> bool:
+    """Return whether steps of a reader had read ahead of the samples passed on."""
+    found = [one["state"]]
+    while found:
+        state = found.pop()
+        taken = state.get("taken", 0) or state.get("offset", 0)
+        up = state.get("up") or []
+        if max(taken) if isinstance(taken, list) else taken:
+            return True
+        found += up if isinstance(up, list) else [up] if up else []
+    return False

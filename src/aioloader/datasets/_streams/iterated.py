@@ -22,8 +22,7 @@ from aioloader._order.ranks import Deal, Share, Tail
 from aioloader._order.stream_states import opened, part_of, sealed, state_of
 from aioloader.datasets._checks import check_at_least
 from aioloader.datasets._streams.agreement import Agreement, StoreTalk
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State
-from aioloader.datasets._streams.descriptions import fitted
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, fitted
 from aioloader.datasets._streams.readers import Alone, Reader, Readers
 from aioloader.errors import ShardChangedError
 from aioloader.protocols import BlockIterator, Outline, OwnStream
@@ -58,8 +57,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         self.is_endless: bool = any(one.is_endless for one in sources)
         self.continues: bool = any(one.continues for one in sources)
         self.reread: list[str] = [name for one in sources for name in one.reread]
-
-    # -- iterating ----------------------------------------------------------------
 
     def __aiter__(self) -> "StreamIterator[Sample_co]":
         """Return an iteration over this rank's part.
@@ -166,8 +163,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return self._clone(num_readers=check_at_least(count, 1, "count"))
 
-    # -- what kinds of streams differ in ---------------------------------------------
-
     async def open(self, reading: Reading, state: State) -> Cursor:
         """Return a cursor; ``state`` is what its ``state`` returned, or empty."""
         raise NotImplementedError
@@ -197,8 +192,6 @@ class Iterated(Dataset[Sample_co], OwnStream):
     def places(self) -> list[str]:
         """Return what distinguishes its sources from others of equal description."""
         return [place for one in self.sources for place in one.places()]
-
-    # -- among ranks ----------------------------------------------------------------
 
     def evened(self, tail: Tail, *, is_skipped: bool = False) -> Self:  # noqa: ARG002
         """Return the stream whose ranks have equal parts.

@@ -120,7 +120,6 @@ class Alone:
         return [{"taken": self._taken, "state": self._cursor.state(), **ended}]
 
     def has_ended(self) -> bool:
-        """Return whether it is known that there are no more samples."""
         return self._has_ended and not self._cursor.ready
 
     async def aclose(self) -> None:
@@ -222,14 +221,12 @@ class Readers:
         return rounds * self._before[-1] + self._before[places]
 
     def take_one(self) -> Block | None:
-        """Return a block of the next sample, if that is woven already."""
         block = self._take(1)
         while block is not None and not len(block):
             block = self._take(1)
         return block
 
     async def one(self) -> Block | None:
-        """Return a block of the next sample; None at the end."""
         while (block := self.take_one()) is None:
             if not await self._weave(1):
                 return None

@@ -23,12 +23,11 @@ from aioloader._order.permutation import (
 from aioloader.datasets._streams.cursors import (
     Cursor,
     Reading,
-    Replayed,
     State,
     check_again,
     skip,
 )
-from aioloader.datasets._tokens.texts import encoded, text_of
+from aioloader.datasets._tokens import encoded, text_of
 from aioloader.errors import DatasetError
 
 # Least samples per thread; smaller shares cost more for threads than they save.
@@ -40,7 +39,7 @@ _PULL = 1 << 13
 _EMPTY = 8
 
 
-class Step(Replayed):
+class Step(Cursor):
     """A cursor over another one, which it owns.
 
     Its parameters become attributes, or entries of the state: ``own``.
@@ -102,9 +101,6 @@ class Step(Replayed):
         return since
 
 
-# -- functions --------------------------------------------------------------------
-
-
 class Mapped(Step):
     """Applies a plain function to each sample, a block at a time, in a thread."""
 
@@ -132,7 +128,6 @@ class Mapped(Step):
     async def _await(
         self, function: Callable[[Any], Awaitable[Any]], block: Block
     ) -> list[Any]:
-        """Return what a coroutine function makes of each sample, as ``_call``."""
         jobs = [_guarded(function, sample, self.kind) for sample in block]
         return await asyncio.gather(*jobs)
 
@@ -280,7 +275,6 @@ async def _guarded(
 
 
 def failed_in(error: BaseException, stage: str) -> Bad:
-    """Return ``error`` as a ``Bad``, with a note that names the stage."""
     sample = failed(error, f"the function of {stage!r}")
     sample.error.add_note(f"aioloader: in {stage!r} of the stream")
     return sample
@@ -312,9 +306,6 @@ class Tokenized(Mapped):
             found = self._call(lambda text: encode([text])[0], texts)
         each = iter(found)
         return [one if type(one) is Bad else next(each) for one in made]
-
-
-# -- counts -----------------------------------------------------------------------
 
 
 class Taken(Step):
@@ -446,7 +437,6 @@ class Windowed(Step):
         return parts, lost, found
 
     def _order(self, length: int) -> ShuffledIndices:
-        """Return an order that differs by window, epoch and reader."""
         share = self.reading.share
         place = self.own["number"] * share.readers + share.reader
         return keyed_order(length, self.seed, self.reading.epoch, place)
@@ -472,9 +462,6 @@ class Shuffled(Windowed):
             del whole[-_PULL:]
             pause()
         return permuted
-
-
-# -- passes -----------------------------------------------------------------------
 
 
 class Repeated(Step):

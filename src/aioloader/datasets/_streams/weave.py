@@ -1,25 +1,47 @@
-"""Several cursors as one: shards that take turns, and streams mixed by weights.
+"""Lanes of shards, lanes that take turns, and streams mixed by weights.
 
-What several inputs have ready is interleaved into one block, and pulls are slices of
-it, so a turn costs little. The inputs only count the samples passed on: a position is
-the position of each, and nothing that was interleaved is made again after a load.
+Small shards of a lane are opened ahead. What several inputs have ready is interleaved
+into one block, and pulls are slices of it, so a turn costs little. The inputs only
+count the samples passed on: a position is the position of each, and nothing that was
+interleaved is made again after a load.
 """
 
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from aioloader._base.blocks import Block, join, pick, weave
+from aioloader._base.blocks import Bad, Block, join, pick, weave
 from aioloader._base.outlast import cancel, off_loop
 from aioloader._order.mixture import Array, Schedule
-from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
-from aioloader.datasets._streams.lane import Lane
+from aioloader.datasets._stores.bytes import START_DIVISOR
+from aioloader.datasets._stores.failures import saved
+from aioloader.datasets._streams.cursors import (
+    Ahead,
+    Cursor,
+    Reading,
+    State,
+    skip,
+)
+from aioloader.datasets._streams.shards import (
+    Position,
+    ShardFormat,
+    ShardReader,
+    Summary,
+)
+from aioloader.errors import ShardChangedError
 
+# Least number of samples that a lane asks its reader for: many share the cost.
+_LANE_SAMPLES = 512
+# Least number of rows of columns, which are in memory anyway.
+_LANE_ROWS = 1 << 14
+# Shards that may be opened together.
+_TOGETHER = 16
 # Most samples interleaved at once: the cost per sample is small if they are many.
 _WOVEN = 1 << 15
 # Most samples that are mixed at once, and seconds that these may take to come.
@@ -30,6 +52,158 @@ _QUICK = 2e-3
 _LIGHT = 1e-3
 # Most rows of columns that are interleaved on the loop.
 _ROWS = 256
+
+
+class Lane(Cursor):
+    """The samples of several shards.
+
+    They are at ``places`` of ``shards``, looked up on access: there may be millions.
+    A state is the number of a shard, a position in it, and how many samples after that
+    were passed on. Counting them is right for data that does not change; a reader of
+    rows, which may be deleted and inserted, names the last one instead. The state of
+    the only lane of a reader, which gets the ``summary``, is like that of several.
+    """
+
+    overshoots = True
+
+    def __init__(
+        self,
+        made_by: ShardFormat,
+        shards: Sequence[Any],
+        places: Sequence[int],
+        budget: int,
+        state: State,
+        summary: Summary | None = None,
+    ) -> None:
+        super().__init__({})
+        self._summary = summary
+        self._format = made_by
+        self._shards, self._places = shards, places
+        self._budget = budget
+        self._number: int = state.get("shard", 0)
+        # Where the shard is opened, and what is dropped then, until it was.
+        self._position: Position = state.get("at", {})
+        self._skip: int = state.get("taken", 0)
+        self._least = _LANE_SAMPLES
+        self._reader: ShardReader | None = None
+        self._ahead: deque[ShardReader] = deque()
+        self._done: ShardReader | None = None  # until it is closed
+
+    def begin(self) -> None:
+        if self._number < len(self._places):
+            self._reader = self._open(self._number, self._position)
+            self._reader.begin()
+
+    async def _make(self, limit: int) -> Block:
+        """Return the next samples of a shard; one that is lost is a ``Bad``."""
+        while self._number < len(self._places):
+            reader = self._reader
+            if reader is None:
+                reader = self._reader = self._open(self._number, self._position)
+            try:
+                if self._skip:
+                    await self._drop(reader)
+                block = await reader.pull(max(limit, self._least))
+            except ShardChangedError:
+                raise
+            except Exception as error:  # noqa: BLE001  (the loader's policy decides)
+                # The rest of the shard is lost, and all that was to be dropped of it.
+                self._known = self._here(), None
+                await self._turn()
+                return [Bad(error)]
+            if block:
+                self._known = self._here(), reader.positions()
+                self._least = _LANE_SAMPLES if isinstance(block, list) else _LANE_ROWS
+                self._position = reader.position()
+                if self._number + 1 < len(self._places) and reader.is_draining():
+                    self._open_next()
+                return block
+            await self._turn()
+        return []
+
+    def _here(self) -> State:
+        """Return the position of the next sample, with the version of its shard."""
+        version = None if self._reader is None else self._reader.version()
+        at = {**self._position, **saved(*version)} if version else self._position
+        return {"shard": self._number, "at": at, "taken": self._skip}
+
+    def state(self) -> State:
+        """Return the position; of all shards, if it is the only lane."""
+        state = super().state()
+        if self._summary is None:
+            return state
+        return {"shards": self._summary, "turn": 0, "ended": [], "lanes": [state]}
+
+    def _after(self, before: State, what: Any, count: int) -> State:
+        if count and what is not None:
+            return {**before, "at": what(count), "taken": 0}
+        return {**before, "taken": count} if count else before
+
+    async def _drop(self, reader: ShardReader) -> None:
+        """Drop the samples passed on before the state was saved."""
+        if missing := await skip(reader.pull, self._skip):
+            raise ShardChangedError(
+                f"shard {self._number} of its lane ends {missing:,} samples before the "
+                "position in the state; resume with the original shards, or start "
+                "again"
+            )
+        self._skip, self._position = 0, reader.position()
+
+    async def _turn(self) -> None:
+        """Move to the next shard."""
+        self._done = self._reader
+        self._reader = self._ahead.popleft() if self._ahead else None
+        self._number += 1
+        self._position, self._skip = {}, 0
+        if self._done is not None:
+            await self._done.aclose()
+            self._done = None
+
+    async def _close(self) -> None:
+        readers = [self._reader, *self._ahead, self._done]
+        self._reader = self._done = None
+        self._ahead.clear()
+        for reader in readers:
+            if reader is not None:
+                await reader.aclose()
+
+    def _open(self, number: int, position: Position) -> ShardReader:
+        return self._format.open(
+            self._shards[self._places[number]], position, self._budget
+        )
+
+    def _open_next(self) -> None:
+        """Open the next shards ahead, with half of the budget: the rest is kept free.
+
+        Otherwise each small shard would cost the time of a request.
+        """
+        ahead = self._ahead
+        while (number := self._number + len(ahead) + 1) < len(self._places):
+            if not self._has_room():
+                return
+            places = self._places[number : number + _TOGETHER]
+            few = [self._shards[place] for place in places]
+            ahead.extend(self._format.open_together(few, self._budget))
+            if len(ahead) < number - self._number:  # none of them
+                ahead.append(self._open(number, {}))
+                ahead[-1].begin()
+
+    def _has_room(self) -> bool:
+        """Return whether one more shard may be read ahead.
+
+        One whose size is not known yet is expected to be small if the current one is,
+        and may take as much as any shard before it is pulled.
+        """
+        left: float = self._budget // 2
+        start = self._budget // START_DIVISOR
+        current = None if self._reader is None else self._reader.version()
+        is_small = current is None or current[1].size <= start
+        for reader in self._ahead:
+            count = reader.bytes_ahead()
+            if not (is_small if count is None else reader.is_draining()):
+                return False
+            left -= start if count is None else count
+        return not self._ahead or left >= start
 
 
 async def woven(
@@ -43,7 +217,7 @@ async def woven(
     return await off_loop(join_all, blocks, is_quick=is_quick)
 
 
-class Weaver(Replayed):
+class Weaver(Cursor):
     """Samples of several inputs, which it owns, interleaved.
 
     ``own`` is its part of the state, who is next; ``key`` names that of the inputs.
@@ -135,7 +309,6 @@ class Interleaved(Weaver):
         return active[turn:] + active[:turn]
 
     def _turn_to(self, going: Sequence[int]) -> None:
-        """Note which lanes have not ended, in turn."""
         ended = sorted({*range(len(self.inputs))} - {*going})
         turn = sorted(going).index(going[0]) if going else 0
         self.own = {**self.own, "turn": turn, "ended": ended}

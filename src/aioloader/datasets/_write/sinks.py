@@ -4,6 +4,10 @@ A file is written under a unique hidden name, synchronized and renamed. An objec
 uploaded in parts, and exists once the upload is completed; a killed process leaves
 parts, which nobody sees, and which a lifecycle rule of the bucket should remove after
 some days. Memory holds the parts in flight.
+
+A local file of tokens grows under a hidden name, and a hidden sidecar says how much of
+it counts: a writer that is killed resumes there. An upload cannot be resumed, so the
+next writer starts over.
 """
 
 import asyncio
@@ -12,18 +16,24 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Coroutine
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from http import HTTPStatus
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from aioloader._base.outlast import in_thread, outlast
-from aioloader.datasets._stores.addresses import is_local, path_of
+from aioloader.datasets._stores.addresses import Address, is_local, path_of
 from aioloader.datasets._stores.cache_dir import lock
 from aioloader.datasets._stores.failures import Reason, failure_of
-from aioloader.datasets._stores.flights import Flights, import_obstore, obstore_errors
-from aioloader.datasets._stores.options import Options, check_no_options
+from aioloader.datasets._stores.options import (
+    Flights,
+    Options,
+    check_no_options,
+    import_obstore,
+    obstore_errors,
+)
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import StateMismatchError
 
@@ -36,12 +46,14 @@ T = TypeVar("T")
 _PART_BYTES, _PARTS = 8 << 20, 4
 _PARTIAL = ".partial"
 _DRAIN_SECONDS = 5.0
+# Makes the bytes of an index from the file of sizes.
+MakeIndex: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
+_SIZE_BYTES = 4
 
 
 def make_sink(
     destination: "str | os.PathLike[str] | ObjectStore", options: Options
 ) -> "Sink":
-    """Return the sink of an address, or of a store of obstore."""
     if isinstance(destination, (str, os.PathLike)):
         address = os.fsdecode(destination)
         if not address:  # often an unset variable; it would be the current directory
@@ -51,9 +63,6 @@ def make_sink(
             check_no_options(folder, options)
             return FolderSink(folder)
     return StoreSink(ObstoreStore(destination, options))
-
-
-# -- directories ------------------------------------------------------------------
 
 
 def threaded(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
@@ -143,13 +152,11 @@ class FolderSink:
 
     @threaded
     def complete(self) -> None:
-        """Make the shard visible to readers."""
         assert self._shard is not None
         self._shard.rename()
         self._shard = None
 
     async def aclose(self) -> None:
-        """Remove an incomplete shard."""
         if self._shard is not None:
             await in_thread(self._shard.remove)
             self._shard = None
@@ -212,9 +219,6 @@ def is_at(file: BinaryIO, path: Path) -> bool:
     return False
 
 
-# -- stores -----------------------------------------------------------------------
-
-
 class StoreSink:
     """A store, or the folder in it that a URL names; otherwise like ``FolderSink``."""
 
@@ -250,11 +254,7 @@ class StoreSink:
         await self._request("write", file, lambda store: put(store, file, data))
 
     async def swap(self, file: str, before: bytes | None, data: bytes) -> bool:
-        """Replace a small object if it equals ``before``; return whether it did.
-
-        Of several concurrent writers one succeeds, where the store has conditional
-        writes.
-        """
+        """As for ``FolderSink``, where the store has conditional writes."""
         found, mode = await self._version(file)
         if found != before:
             return False
@@ -288,15 +288,11 @@ class StoreSink:
         await self._request("write", file, send)
 
     async def complete(self) -> None:
-        """Wait for all parts, and combine them into one object."""
         await self._request("write", self._file, lambda _: self._upload.close())
         self._upload = None
 
     async def aclose(self) -> None:
-        """Make the store discard the parts of an incomplete shard; end all requests.
-
-        Errors of the store are ignored.
-        """
+        """Make the store discard an incomplete shard, and end all requests."""
         try:
             if self._upload is not None:
                 error = RuntimeError("aborted")
@@ -309,7 +305,6 @@ class StoreSink:
             self._source.close()
 
     async def _request(self, verb: str, file: str, make: Any) -> Any:
-        """Return the result of the request that ``make`` makes of a store."""
         try:
             return await self._flights.follow(make(self._source.open()))
         except obstore_errors() as exc:
@@ -318,9 +313,194 @@ class StoreSink:
 
 
 def _lacks_conditions(error: Exception) -> bool:
-    """Return whether a store has no conditional writes."""
     is_known = isinstance(error, NotImplementedError)
     return is_known or Reason(error).status == HTTPStatus.NOT_IMPLEMENTED
 
 
 Sink: TypeAlias = FolderSink | StoreSink
+
+
+def make_token_sink(
+    address: Address, index: Address | None, options: Options
+) -> "TokenSink":
+    if is_local(address):
+        path = path_of(address)
+        check_no_options(path, options)
+        return FileSink(Path(path), None if index is None else Path(path_of(index)))
+    return ObjectSink(address, index, options)
+
+
+class FileSink:
+    """A file, whose directory is created if missing."""
+
+    def __init__(self, path: Path, index: Path | None) -> None:
+        self.label = str(path)
+        self._path, self._index = path, index
+        self._sidecar = path.with_name(f"{path.name}.json")
+        self._growing, self._growing_sizes, self._journal = (
+            path.with_name(f".{path.name}{ending}.partial")
+            for ending in ("", ".sizes", ".json")
+        )
+        self._tokens: BinaryIO | None = None
+        self._sizes: BinaryIO | None = None
+        self._is_empty = False  # nothing is there that another writer could resume
+
+    @threaded
+    def open(self) -> tuple[bytes | None, bool]:
+        """Return an earlier writer's sidecar, if any, and whether it had finished."""
+        if self._path.is_dir():
+            raise StateMismatchError(
+                f"{self.label!r} is a directory: name a file in it, such as "
+                f"{str(self._path / 'train.bin')!r}"
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            self._clean()  # it may have been killed just before
+            return _contents(self._sidecar), True
+        self._tokens = self._growing.open("a+b")
+        is_mine = lock(self._tokens, "LOCK_EX", "LOCK_NB")
+        # Another one may have finished meanwhile, which renames the file.
+        if not is_mine or not is_at(self._tokens, self._growing) or self._path.exists():
+            raise StateMismatchError(
+                f"another writer is writing {self.label!r} now; run one writer at a "
+                "time, or give each a different path"
+            )
+        journal = _contents(self._journal)
+        self._is_empty = journal is None
+        self._sizes = self._growing_sizes.open("a+b")
+        return journal, False
+
+    @threaded
+    def begin(self, num_bytes: int, documents: int) -> bool:
+        """Keep so much of what is there; nothing, and return False, if that is less."""
+        files = [(self._tokens, num_bytes), (self._sizes, _SIZE_BYTES * documents)]
+        is_there = all(file and file.seek(0, os.SEEK_END) >= n for file, n in files)
+        for file, size in files:
+            assert file is not None
+            file.truncate(size if is_there else 0)
+        self._is_empty = not (is_there and documents)
+        return is_there
+
+    @threaded
+    def append(self, data: bytes, sizes: bytes, sidecar: bytes) -> None:
+        """Add tokens and sizes of documents, which count from now on."""
+        self._write(data, sizes)
+        for file in (self._tokens, self._sizes):
+            if data and file is not None:
+                os.fsync(file.fileno())
+        _replace(self._journal, [sidecar])
+        self._is_empty &= not data
+
+    @threaded
+    def finish(
+        self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
+    ) -> None:
+        """Add the last ones; make the file visible, after what is next to it."""
+        self._write(data, sizes)
+        assert self._tokens is not None
+        assert self._sizes is not None
+        os.fsync(self._tokens.fileno())
+        if make_index is not None and self._index is not None:
+            _replace(self._index, make_index(self._sizes))
+        _replace(self._sidecar, [sidecar])
+        # While it is open, and so locked.
+        self._growing.replace(self._path)
+        self._is_empty = False
+        sync_folder(self._path.parent)
+        self._clean()
+
+    def _write(self, data: bytes, sizes: bytes) -> None:
+        for file, new in ((self._tokens, data), (self._sizes, sizes)):
+            assert file is not None
+            file.write(new)
+            file.flush()
+
+    @threaded
+    def aclose(self) -> None:
+        """Close the files; what counts stays for the next writer, if anything does."""
+        if self._is_empty:
+            with contextlib.suppress(OSError):  # an earlier one ends the writer
+                self._clean()
+                self._growing.unlink(missing_ok=True)  # while it is locked
+            self._is_empty = False
+        for file in (self._tokens, self._sizes):
+            if file is not None:
+                lock(file, "LOCK_UN")  # a process forked meanwhile has it, too
+                file.close()
+        self._tokens = self._sizes = None
+
+    def _clean(self) -> None:
+        for path in (self._growing_sizes, self._journal):
+            path.unlink(missing_ok=True)
+
+
+class ObjectSink:
+    """An object of a store, which a URL names; otherwise like ``FileSink``."""
+
+    def __init__(
+        self, address: Address, index: Address | None, options: Options
+    ) -> None:
+        folder, _, self._name = address.rpartition("/")
+        self._source = ObstoreStore(folder, options)
+        self._sink = StoreSink(self._source)
+        self._index = None if index is None else index.rpartition("/")[2]
+        self.label = self._source.locate(self._name)
+        self._sizes: BinaryIO | None = None
+
+    async def open(self) -> tuple[bytes | None, bool]:
+        """Return the sidecar of a finished object, and whether there is one."""
+        if self._name in await self._sink.open(""):
+            return await self._sink.read(f"{self._name}.json"), True
+        self._sizes = await in_thread(tempfile.TemporaryFile)
+        return None, False
+
+    async def begin(self, _num_bytes: int, _documents: int) -> bool:
+        return True
+
+    async def append(self, data: bytes, sizes: bytes, _sidecar: bytes) -> None:
+        assert self._sizes is not None
+        await self._sink.write(self._name, data)
+        await in_thread(self._sizes.write, sizes)
+
+    async def finish(
+        self, data: bytes, sizes: bytes, make_index: MakeIndex | None, sidecar: bytes
+    ) -> None:
+        """Add the last ones; make the object visible, after what is next to it."""
+        await self.append(data, sizes, sidecar)
+        assert self._sizes is not None
+        if make_index is not None and self._index is not None:
+            other = StoreSink(self._source)  # it has an upload of its own
+            pieces = make_index(self._sizes)
+            try:
+                while piece := await in_thread(next, pieces, b""):
+                    await other.write(self._index, piece)
+                await other.complete()
+            finally:
+                await other.aclose()
+        await self._sink.put(f"{self._name}.json", sidecar)
+        await self._sink.complete()
+
+    async def aclose(self) -> None:
+        await self._sink.aclose()
+        if self._sizes is not None:
+            await in_thread(self._sizes.close)
+            self._sizes = None
+
+
+def _contents(path: Path) -> bytes | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
+
+
+def _replace(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file, completely or not at all; one writer at a time."""
+    hidden = path.with_name(f".{path.name.removeprefix('.')}.new")
+    with hidden.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
+
+
+TokenSink: TypeAlias = FileSink | ObjectSink

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioloader.datasets.decoders._decode import encode, is_buffer
-from aioloader.datasets.tar._archive import split_name
+from aioloader.datasets.decoders import encode, is_buffer
+from aioloader.datasets.tar import split_name
 
 _BLOCK = 512
 _NUMBER_BYTES = 8
@@ -26,9 +26,6 @@ _UNFIT = ValueError, TypeError, OverflowError, NotImplementedError
 _IMMUTABLE = frozenset({int, float, str, bytes, bool, type(None)})
 _REPR = reprlib.Repr()
 _REPR.maxother = 60
-
-
-# -- members of a tar ---------------------------------------------------------------
 
 
 def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
@@ -68,22 +65,13 @@ def members_of(key: Any, sample: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-# -- rows of a table ----------------------------------------------------------------
-
-
 def table_of(
     pa: Any, rows: list[dict[str, Any]], first: int, schema: Any, *, may_round: bool
 ) -> Any:
     """Return rows as a table of pyarrow, of a given schema or of their own.
 
     A ValueError if a row would not be read back unchanged: it is taken out of ``rows``.
-
-    Args:
-        pa: The module.
-        rows: The rows.
-        first: Number of the first row.
-        schema: Its schema, or None.
-        may_round: Whether numbers may be rounded to floats of the schema.
+    ``first`` is the number of the first row. Numbers ``may_round`` to floats.
     """
     fields: dict[str, Any] = dict.fromkeys(name for row in rows for name in row)
     if schema is not None:
@@ -110,7 +98,6 @@ def table_of(
 
 
 def _is_number(kind: Any) -> bool:
-    """Return whether pyarrow has the numbers of a dtype."""
     return kind is not None and kind.kind in "biuf" and kind.isnative
 
 
@@ -237,7 +224,6 @@ class Output(io.BytesIO):
         return self._taken + super().tell()
 
     def taken(self) -> bytes:
-        """Return the bytes written since the last call."""
         data = self.getvalue()
         self._taken += len(data)
         self.seek(0)

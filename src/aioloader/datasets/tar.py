@@ -1,25 +1,51 @@
-"""Reads tar archives (v7, ustar, GNU, PAX): members with the same key make one sample.
+"""Tar shards, read like WebDataset: members with the same key make a sample.
 
-Members with a plain header that lies whole in a piece take a fast path, all others are
-read step by step. Damage ends the archive; it is not detected in bodies, long names and
-PAX headers, which have no checksum. An archive ends with zeros: a single block of them
-is enough, and only zeros may follow.
+v7, ustar, GNU and PAX. Members with a plain header that lies whole in a piece take a
+fast path, all others are read step by step. Damage ends the archive; it is not detected
+in bodies, long names and PAX headers, which have no checksum. An archive ends with
+zeros: a single block of them is enough, and only zeros may follow.
+
+Where the samples start is in ``shard.tar.idx``, next to the archive: little-endian
+64-bit numbers, one per sample, then one for the end of the last member, as NVIDIA's
+Megatron-Energon and NeMo have it. With it an archive can be cut between samples when
+there are fewer shards than readers.
 """
 
+import array
 import logging
-from collections.abc import Generator
-from functools import lru_cache
+import os
+import sys
+from collections.abc import Generator, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, Unpack
 from zlib import adler32
 
 from typing_extensions import Buffer
 
 from aioloader._base.blocks import Bad
 from aioloader._base.warnings import warn
-from aioloader.datasets._streams.engine import Feed, Steps
+from aioloader.datasets._checks import check_at_least, check_word, names_options
+from aioloader.datasets._stores.addresses import Address, sibling
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._streams.engine import (
+    Cuts,
+    Feed,
+    Kind,
+    Steps,
+    nearest,
+    read_whole,
+)
 from aioloader.datasets._streams.shards import MissingEnd
-from aioloader.errors import DatasetError, TruncatedReadError
+from aioloader.datasets.sharded import (
+    MAX_SAMPLE_BYTES,
+    Addresses,
+    ByteStream,
+    StreamOptions,
+)
+from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
 
 _LOG = logging.getLogger("aioloader")
 _BLOCK = 512
@@ -47,15 +73,17 @@ _SLASH, _LOW_LINE = ord("/"), ord("_")
 # The last character of a key whose base name is empty: that of a hidden file. Of
 # those in folders WebDataset makes samples named "folder/", which nobody wants.
 _NO_STEM = frozenset({"", "/"})
+StrPath: TypeAlias = str | os.PathLike[str]
 # The field for the body of a member (None: to skip it), and the body's size.
 _Member: TypeAlias = tuple[str | None, int]
+_PIECE = 1 << 20
+# Allowed after the last member: zeros to the end of a record.
+_RECORD_BYTES = 1 << 16
+_NO_SIZE = 1 << 62
 
 
 class DamageError(Exception):
     """What is damaged, without its place."""
-
-
-# -- headers: pure functions of whole blocks ----------------------------------------
 
 
 def _read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
@@ -98,7 +126,6 @@ def _size_of_pax(block: bytes) -> int | None:
 
 
 def _read_extended_size(block: bytes) -> int:
-    """Return the size of a long name or of PAX records."""
     size = _read_number(block[124:136])
     if size > _EXTENDED_BYTES:
         raise DamageError(f"a long name or PAX header of {size:,} bytes, over 1 MiB")
@@ -186,18 +213,11 @@ def split_name(name: str) -> tuple[str, str] | None:
     return key, field.lower()
 
 
-# -- archives -----------------------------------------------------------------------
-
-
 def samples(max_sample_bytes: int, missing_end: MissingEnd, feed: Feed) -> Steps:
     """Yield the samples of an archive; a ``Bad`` for one that fails, or for the rest.
 
-    Args:
-        max_sample_bytes: Largest total size of one sample's members. A member takes
-            twice its size while it is assembled from pieces.
-        missing_end: What a missing end is: an ``"error"``, or a reason to ``"warn"``.
-        feed: The bytes, from the first header of a sample on. Global PAX headers
-            before it are not applied.
+    A member takes twice its size while it is assembled from pieces. ``feed`` starts at
+    a header of a sample; global PAX headers before it are not applied.
     """
     return _Archive(max_sample_bytes, missing_end, feed).read()
 
@@ -268,8 +288,6 @@ class _Archive:
                 if field is not None:
                     self._fields[field] = body
 
-    # -- members with a plain header, whole in the piece -----------------------------
-
     def _read_plain_ones(self) -> _Member | None:
         """Read all; return the next member if only its body is not whole here."""
         feed, view, at = self._feed, self._feed.view, self._feed.used
@@ -317,8 +335,6 @@ class _Archive:
             self._tail = block[_TAIL:]
             self._tail_sum = sum(self._tail.translate(None, b"\0"))
         return is_plain
-
-    # -- members of any kind ----------------------------------------------------------
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
         """Read the headers of one member; None at the end of the archive."""
@@ -387,8 +403,6 @@ class _Archive:
             expected = size if received < size else padded
             raise self._cut(owner, begin, expected, received)
         return data
-
-    # -- the end ----------------------------------------------------------------------
 
     def _read_end(self, block: bytes, *, is_between: bool) -> Steps:
         """Read what follows the last member, from its first block on."""
@@ -464,8 +478,6 @@ class _Archive:
         if self._key is None or self._bad is not None:
             return todo
         return f"; sample {self._key!r} at byte {self._start:,} is lost{todo}"
-
-    # -- samples ----------------------------------------------------------------------
 
     def _place(self, name: bytes, size: int, start: int) -> str | None:
         """Return the field for a member's body; None to skip it.
@@ -550,3 +562,133 @@ def _mention(text: str, url: str, *about: object) -> None:
 
 
 _MENTIONED: list[str] = []
+
+
+async def at_samples(
+    places: Places, address: Address, size: int, count: int
+) -> Sequence[int] | str:
+    """Return where samples start, as ``Cuts`` does: from the archive's index."""
+    name = sibling(address, _index_of)
+    try:
+        data = await read_whole(places.open(name, 0, _PIECE))
+    except ObjectNotFoundError:
+        return f"has no index, {places.label(name)!r}: write it with `aioloader index`"
+    starts = _numbers(data[: len(data) & ~7])
+    is_rising = len(starts) > 0 and all(a < b for a, b in pairwise(starts))
+    end = starts.pop() if starts else 0
+    if len(data) % 8 or not is_rising or not end <= size <= end + _RECORD_BYTES:
+        text = f"{places.label(name)!r} is not the index of {places.label(address)!r}"
+        raise DatasetError(
+            f"{text} with its {size:,} bytes (it says {end:,}); write it again by "
+            "`aioloader index`",
+            location=places.label(name),
+        )
+    return nearest(starts, size, count)
+
+
+class TarDataset(ByteStream[dict[str, Any]]):
+    """Streams samples from tar files.
+
+    Consecutive members with the same key (the path up to the first dot of the name)
+    make one sample: ``{"__key__": ..., "__url__": ..., "jpg": b"...", "cls": b"7"}``,
+    with bytes owned by the caller. Links are skipped, and the first is logged; so is a
+    sample whose members are not next to each other. Plain, gzip, zstandard, bzip2, xz;
+    a plain tar can resume at any sample, reading at most 8 MB of earlier data again. If
+    there are fewer shards than readers, ``a.tar`` is split by its index ``a.tar.idx``.
+
+    Args:
+        addresses: Paths or URLs, such as ``"s3://bucket/train-{000..127}.tar"``.
+        max_sample_bytes: Larger samples fail, and are not held in memory.
+        missing_end: A tar without the zeros at its end was cut short, which is an
+            ``"error"``, and its last sample is lost. With ``"warn"``, for writers that
+            leave them out, it is read to where it stops.
+        options: ``store``, ``store_options``, ``shuffle``, ``interleave``, ``cache``
+            and all others of ``StoredStream``.
+
+    Raises:
+        ValueError: If an argument is wrong.
+
+    Example:
+        >>> import asyncio, io, tarfile, tempfile
+        >>> path = tempfile.mktemp(".tar")
+        >>> with tarfile.open(path, "w") as tar:
+        ...     member = tarfile.TarInfo("a.txt")
+        ...     member.size = 2
+        ...     tar.addfile(member, io.BytesIO(b"hi"))
+        >>> async def first():
+        ...     async for sample in TarDataset(path):
+        ...         return sample["txt"]
+        >>> asyncio.run(first())
+        b'hi'
+    """
+
+    cuts: ClassVar[Cuts | None] = staticmethod(at_samples)
+
+    @names_options
+    def __init__(
+        self,
+        addresses: Addresses,
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        missing_end: MissingEnd = "error",
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        check_at_least(max_sample_bytes, 1, "max_sample_bytes")
+        check_word(missing_end, MissingEnd, "missing_end")
+        steps = partial(samples, max_sample_bytes, missing_end)
+        kind = Kind(steps, is_quick=True, copies=True)
+        super().__init__(addresses, kind, **options)
+
+
+def write_index(path: StrPath, index: StrPath | None = None) -> int:
+    """Write the index of a tar archive on disk, completely or not at all.
+
+    Args:
+        path: The archive, not compressed.
+        index: The file to write; default: ``path`` plus ``.idx``.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        DatasetError: If a sample of the archive cannot be read.
+        OSError: If it cannot be read or the index cannot be written.
+    """
+    path = os.fspath(path)
+    target = Path(os.fspath(index) if index is not None else _index_of(path))
+    offsets = _numbers(_offsets(path))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(offsets.tobytes())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(offsets) - 1
+
+
+def _index_of(path: str) -> str:
+    return f"{path}.idx"
+
+
+def _numbers(values: "bytes | Sequence[int]") -> "array.array[int]":
+    """Return numbers from, or for, the bytes of an index."""
+    numbers = array.array("Q", values)
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    return numbers
+
+
+def _offsets(path: str) -> Sequence[int]:
+    """Return where the samples of an archive start, and where the last one ends."""
+    feed = Feed(path, 0)
+    starts = [0]
+    with Path(path).open("rb", buffering=0) as file:
+        for step in samples(_NO_SIZE, "warn", feed):
+            if step is None:
+                feed.give(file.read(_PIECE))
+                continue
+            for sample in step[0]:
+                if type(sample) is Bad:
+                    raise sample.error
+                starts.append(step[1])
+    return starts

@@ -9,23 +9,157 @@ in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop,
 import asyncio
 import os
 import re
+import time
+from collections import deque
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
-from aioloader.datasets._checks import check_at_least, check_is
-from aioloader.datasets._options import names_options
+from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
-from aioloader.datasets._stores.failures import file_failure
+from aioloader.datasets._stores.failures import (
+    NO_WAIT,
+    check_is_file,
+    file_failure,
+    truncated,
+)
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
-from aioloader.datasets.files._batcher import Outcome, ReadBatcher
 from aioloader.datasets.named import Named
 from aioloader.errors import DatasetError
 
+Outcome: TypeAlias = bytes | Exception
+Read: TypeAlias = tuple[str, "asyncio.Future[Outcome]"]
+
+MAX_CHUNK = 64
+# Two milliseconds of reading outweigh a thread switch of 50 to 150 us. Then 20 to 64
+# small cached files share one chunk, and files on slow storage go one by one to
+# threads.
+_CHUNK_SECONDS = 0.002
 StrPath: TypeAlias = str | os.PathLike[str]
+
+
+class ReadBatcher:
+    """Combines the reads of one event loop into chunks for threads.
+
+    While it has users, chunks run in a separate thread pool, else in the loop's default
+    executor. All methods belong to the loop's thread.
+
+    Args:
+        num_threads: Most chunks in threads at once; at least 1.
+
+    Attributes:
+        users: How many have entered the dataset on this loop.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.users = 0
+        self._num_threads = self._free = num_threads
+        self._waiting: deque[Read] = deque()
+        self._flush_is_due = False
+        self._seconds_per_file = _CHUNK_SECONDS / 4
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read(self, path: str) -> "asyncio.Future[Outcome]":
+        """Request the contents of one file.
+
+        The result is the bytes or the exception raised; a value either way, so that an
+        abandoned read logs nothing.
+        """
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting.append((path, future))
+        if self._free:
+            self._flush_soon()
+        return future
+
+    async def aclose(self) -> None:
+        """Join the threads."""
+        if (pool := self._pool) is not None:
+            self._pool = None
+            await asyncio.to_thread(pool.shutdown)
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        loop = asyncio.get_running_loop()
+        while self._free and (chunk := self._next_chunk()):
+            if self.users and self._pool is None:
+                self._pool = ThreadPoolExecutor(self._num_threads, "aioloader-files")
+            try:
+                paths = [path for path, _ in chunk]
+                work = loop.run_in_executor(self._pool, _read_all, paths)
+            except RuntimeError as exc:  # the process is ending
+                _settle(chunk, [exc] * len(chunk))
+                continue
+            self._free -= 1
+            work.add_done_callback(partial(self._finish, chunk))
+
+    def _next_chunk(self) -> list[Read]:
+        room = max(1, min(MAX_CHUNK, int(_CHUNK_SECONDS / self._seconds_per_file)))
+        chunk: list[Read] = []
+        while self._waiting and len(chunk) < room:
+            path, future = self._waiting.popleft()
+            if not future.done():
+                chunk.append((path, future))
+        return chunk
+
+    def _finish(
+        self, chunk: list[Read], work: "asyncio.Future[tuple[list[Outcome], float]]"
+    ) -> None:
+        self._free += 1
+        outcomes, seconds = work.result()
+        self._seconds_per_file = (self._seconds_per_file + seconds / len(chunk)) / 2
+        _settle(chunk, outcomes)
+        # The woken readers now request more: wait for them, then flush once.
+        self._flush_soon()
+
+
+def _settle(chunk: list[Read], outcomes: list[Outcome]) -> None:
+    for (_, future), outcome in zip(chunk, outcomes, strict=True):
+        if not future.done():
+            future.set_result(outcome)
+
+
+# -- in a thread --------------------------------------------------------------------
+
+
+def _read_all(paths: list[str]) -> tuple[list[Outcome], float]:
+    """Read every file of a chunk; return how many seconds that took, too."""
+    began = time.perf_counter()
+    outcomes: list[Outcome] = []
+    for path in paths:
+        try:
+            outcomes.append(_read(path))
+        except Exception as exc:  # noqa: BLE001  (raised again by the reader)
+            outcomes.append(exc)
+    return outcomes, time.perf_counter() - began
+
+
+def _read(path: str) -> bytes:
+    """Return the contents of a file; raise an error if it ended before its size."""
+    # Four calls: `open().read()` makes twice as many, and each releases the GIL and has
+    # to acquire it again (14 % more CPU for 100 KB, 60 % for 4 KB).
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | NO_WAIT)
+    try:
+        facts = os.fstat(fd)
+        if not (size := facts.st_size):
+            check_is_file(facts)
+        data = os.read(fd, size + 1)
+        if len(data) != size:  # over 2 GiB, growing, or in /proc
+            parts = [data, *iter(partial(os.read, fd, 1 << 24), b"")]
+            data = b"".join(parts)
+    finally:
+        os.close(fd)
+    if len(data) < size:
+        raise truncated(path, size, len(data))
+    return data
 
 
 class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):

@@ -8,39 +8,175 @@ start at any sample without the offsets.
 import itertools
 import json
 import operator
+import pickle
 import posixpath
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AsyncExitStack
+from decimal import Decimal
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack, cast
+from io import BytesIO
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, Unpack, cast
+
+import numpy as np
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets._options import StreamOptions, names_options
+from aioloader._base.extras import imported
+from aioloader.datasets._checks import names_options
 from aioloader.datasets._stores.addresses import Address, sealed, sibling
 from aioloader.datasets._stores.places import Places
 from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._streams.cuts import Part, nearest, read_whole, shares
-from aioloader.datasets._streams.engine import ByteFormat, ByteReader, Feed, Kind, Steps
+from aioloader.datasets._streams.engine import (
+    ByteFormat,
+    ByteReader,
+    Feed,
+    Kind,
+    Part,
+    Steps,
+    nearest,
+    read_whole,
+    shares,
+)
 from aioloader.datasets._streams.shards import (
     Position,
     ShardReader,
     Summary,
     summary_of,
 )
-from aioloader.datasets.mds._encodings import Decode, decoder_of
-from aioloader.datasets.sharded import StoredStream
+from aioloader.datasets.sharded import Addresses, StoredStream, StreamOptions
 from aioloader.errors import DatasetError, TruncatedReadError
 
-if TYPE_CHECKING:
-    from aioloader.datasets.sharded import Addresses
-
+Decode = Callable[[bytes], Any]
+_SCALARS = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
+# The codes of dtypes: the bits, one more if signed, two more if floating.
+_DTYPES = {
+    np.dtype(name).itemsize * 8 + {"u": 0, "i": 1, "f": 2}[name[0]]: name
+    for name in _SCALARS
+}
+_SIDES = ("<u1", "<u2", "<u4", "<u8")
 _PIECE = 1 << 20
 _INDEX = "index.json"
 _HEAD = struct.Struct("<2I")
 # A column: its name, its encoding or what decodes it, and its bytes if that is fixed.
 Encoded: TypeAlias = tuple[str, str, int | None]
 Column: TypeAlias = tuple[str, Decode, int | None]
+
+
+def decoder_of(encoding: str, *, allow_unsafe_types: bool) -> Decode:
+    """Return the decoder of a column.
+
+    A ValueError if the encoding is unknown, or unsafe and not allowed.
+    """
+    name, _, config = encoding.partition(":")
+    if name == "ndarray":
+        return _array_decoder(config)
+    if name in _SCALARS:
+        return partial(_scalar, np.dtype(name).newbyteorder("<"))
+    if name in _PICTURES:
+        return _picture_decoder(*_PICTURES[name])
+    if name == "pkl":
+        if not allow_unsafe_types:
+            raise ValueError(
+                "encoding 'pkl' runs any code that the file's author wrote; if you "
+                "trust them, pass allow_unsafe_types=True"
+            )
+        return pickle.loads  # noqa: S301  (allowed by name)
+    if name not in _PLAIN:
+        raise ValueError(
+            f"unknown encoding {encoding!r}; write the shards with another"
+        )
+    return _PLAIN[name]
+
+
+def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    value = np.frombuffer(data, dtype)
+    if len(value) != 1:
+        raise ValueError(f"{len(data)} bytes for a number of type {dtype.name}")
+    return value[0]
+
+
+def _text(make: Callable[[str], Any], data: bytes) -> Any:
+    return make(str(data, "utf-8"))
+
+
+def _int(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _array_decoder(config: str) -> Decode:
+    """Return a decoder of arrays; both parts of ``dtype:shape`` are optional."""
+    dtype, _, shape = config.partition(":")
+    if dtype and dtype not in _SCALARS:
+        raise ValueError(f"unknown dtype {dtype!r} of an ndarray")
+    sides = tuple(map(int, shape.split(","))) if shape else None
+    return partial(_array, dtype or None, sides)
+
+
+def _array(dtype: str | None, shape: tuple[int, ...] | None, data: bytes) -> Any:
+    at = 0
+    if dtype is None:
+        dtype, at = _DTYPES[data[0]], 1
+    if shape is None:
+        number, kind = divmod(data[at], 4)
+        sides = np.frombuffer(data, _SIDES[kind], number, at + 1)
+        shape = tuple(sides.tolist())
+        at += 1 + sides.nbytes
+    # A copy, because tensors share memory with arrays, and bytes are read-only.
+    values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"), offset=at)
+    return values.reshape(shape).astype(dtype)
+
+
+def _list(decode: Decode, start: int, data: bytes) -> list[Any]:
+    """Decode a count, the lengths and the parts, starting at ``start``."""
+    (count,) = struct.unpack_from("<I", data, start)
+    lengths = struct.unpack_from(f"<{count}I", data, start + 4)
+    at = start + 4 + 4 * count
+    if at + sum(lengths) != len(data):
+        raise ValueError(f"a list of {at + sum(lengths):,} bytes in {len(data):,}")
+    found = []
+    for length in lengths:
+        found.append(decode(data[at : at + length]))
+        at += length
+    return found
+
+
+def _picture_decoder(name: str, count_at: int | None) -> Decode:
+    image = imported("PIL.Image", "pictures", "columns of images need Pillow")
+    decode = partial(_raw_picture if name == "pil" else _picture, image)
+    return decode if count_at is None else partial(_list, decode, count_at)
+
+
+def _picture(image: ModuleType, data: bytes) -> Any:
+    return image.open(BytesIO(data))
+
+
+def _raw_picture(image: ModuleType, data: bytes) -> Any:
+    """Decode width, height, length of the mode's name, that name, and pixels."""
+    width, height, length = struct.unpack_from("<3I", data)
+    mode = str(data[12 : 12 + length], "utf-8")
+    return image.frombytes(mode, (width, height), data[12 + length :])
+
+
+# Image encodings, and the offset of the count for lists.
+_PICTURES: dict[str, tuple[str, int | None]] = {
+    **{name: (name, None) for name in ("pil", "jpeg", "png")},
+    **{f"list[{name}]": (name, 4) for name in ("pil", "jpeg", "png")},
+    "jpeg_array": ("jpeg", 0),
+    "jpegarray": ("jpeg", 0),
+}
+_PLAIN: dict[str, Decode] = {
+    "bytes": bytes,
+    "str": partial(_text, str),
+    "int": _int,
+    "str_int": partial(_text, int),
+    "str_float": partial(_text, float),
+    "str_decimal": partial(_text, Decimal),
+    "json": partial(_text, json.loads),
+}
 
 
 class MDSDataset(StoredStream[dict[str, Any]]):
@@ -64,7 +200,7 @@ class MDSDataset(StoredStream[dict[str, Any]]):
     @names_options
     def __init__(
         self,
-        addresses: "Addresses",
+        addresses: Addresses,
         *,
         allow_unsafe_types: bool = False,
         **options: Unpack[StreamOptions],
@@ -85,13 +221,7 @@ class MDSShard(NamedTuple):
 
 
 class MDSFormat(ByteFormat):
-    """Shards that an ``index.json`` lists.
-
-    Args:
-        addresses: Those of the directories with an index.
-        places: Opens addresses.
-        allow_unsafe_types: Whether pickles are loaded.
-    """
+    """Shards that the ``index.json`` of directories list."""
 
     def __init__(
         self, addresses: Any, places: Places, *, allow_unsafe_types: bool
@@ -209,16 +339,10 @@ def _joined(folder: Address, name: str) -> Address:
 
 
 def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Steps:
-    """Yield the samples of a shard.
+    """Yield the samples of a shard, which end at ``stop``: of all, the shard's end.
 
     A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
     and so do bytes after the last sample.
-
-    Args:
-        columns: Columns of its samples.
-        count: Number of samples.
-        stop: End of the samples: for a whole shard, its length.
-        feed: The bytes from the beginning, or from the start of a sample on.
     """
     lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
     fixed = sum(size or 0 for *_, size in columns)

@@ -1,1 +1,0 @@
-"""Data for language models: the arrays of samples, and files of tokens."""
