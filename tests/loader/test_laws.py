@@ -53,7 +53,7 @@ async def test_a_wrong_position_is_named_to_tasks() -> None:
 def test_a_set_that_differs_is_named() -> None:
     """Out of order, batches are counted."""
     with pytest.raises(
-        AssertionError, match=r"3 batches: a batch differs: expected no"
+        AssertionError, match=r"3 batches, in any order: batch 3 differs: expected no"
     ):
         assert_resumes_exactly(
             lambda: Forgetful(Numbers(8), 2, in_order=False), stops=[3]
@@ -94,7 +94,7 @@ async def test_a_new_process() -> None:
         lambda: DataLoader(Numbers(6), 2, shuffle=True)
     )
     with pytest.raises(
-        AssertionError, match=r"new process: resumed before iter\(\): b"
+        AssertionError, match=r"(?s)new process: .* resumed before iter\(\): b"
     ):
         testing.assert_resumes_exactly(lambda: DataLoader(OfProcess(6), 2))
 
