@@ -9,15 +9,9 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
 from aioloader._transport import arena as module
-from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter, SlotRef
+from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader.errors import BatchTooLargeError
 
 SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
@@ -62,97 +56,6 @@ class Pair:
     def resident(self) -> int:
         """Return how many bytes of memory the file has."""
         return os.fstat(self.writer.descriptor).st_blocks * 512
-
-
-class ArenaMachine(RuleBasedStateMachine):
-    """Whatever is held stays as it was written, by either side."""
-
-    locker: Locking | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = Pair(self.locker)
-        self.stamp = 0
-        self.read: list[tuple[np.ndarray[Any, Any], int]] = []
-        self.kept: list[tuple[np.ndarray[Any, Any], int]] = []
-
-    def _take(self, nbytes: int) -> tuple[SlotRef, Any, int]:
-        ref, view = self.pair.writer.take(nbytes)
-        self.stamp = (self.stamp + 1) % 251
-        view[:nbytes] = self.stamp
-        return ref, view, self.stamp
-
-    @rule(nbytes=SIZES)
-    def pass_on(self, nbytes: int) -> None:
-        """Write a batch, and have the consumer hold it."""
-        ref, view, stamp = self._take(nbytes)
-        del view
-        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
-
-    @rule(nbytes=SIZES)
-    def keep_in_the_worker(self, nbytes: int) -> None:
-        """Write a batch that the worker itself goes on to hold."""
-        ref, view, stamp = self._take(nbytes)
-        self.kept.append((view[:nbytes], stamp))
-        del view
-        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
-
-    @rule(nbytes=SIZES)
-    def give_back(self, nbytes: int) -> None:
-        """Take a slot in vain."""
-        self.pair.writer.free(self._take(nbytes)[0])
-
-    @rule(nbytes=SIZES)
-    def free_unread(self, nbytes: int) -> None:
-        """Pass on a batch that nobody wants any more."""
-        self.pair.reader.free(self._take(nbytes)[0])
-
-    @rule(which=st.integers(0, 100))
-    def drop(self, which: int) -> None:
-        """Have the consumer let go of a batch."""
-        if self.read:
-            del self.read[which % len(self.read)]
-
-    @rule(which=st.integers(0, 100))
-    def drop_in_the_worker(self, which: int) -> None:
-        """Have the worker let go of a batch that it has kept."""
-        if self.kept:
-            del self.kept[which % len(self.kept)]
-
-    @invariant()
-    def held_batches_are_intact(self) -> None:
-        """No slot has a second owner."""
-        for view, stamp in (*self.read, *self.kept):
-            assert view[0] == view[-1] == stamp
-        assert self.pair.reader.lent == len(self.read)
-
-    @invariant()
-    def locked_slots_keep_their_pages(self) -> None:
-        """A device knows them, and not those that would take their place."""
-        for slot in self.pair.writer._slots:
-            assert slot.ref.number not in self.pair.reader._locked or not slot.is_empty
-
-    def teardown(self) -> None:
-        """Close."""
-        self.pair.__exit__()
-
-
-class LockingMachine(ArenaMachine):
-    """The same, with slots that are page-locked."""
-
-    locker = Locking()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [ArenaMachine, LockingMachine])
-def test_no_slot_ever_has_two_owners(
-    machine: type[ArenaMachine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The laws above, over any sequence of steps; idle pages are given back soon."""
-    monkeypatch.setattr(module, "_IDLE", 3)
-    run_state_machine_as_test(machine)
-    gc.collect()
-    assert machine.locker is None or machine.locker.locked == {}
 
 
 def test_locked_slots_that_have_become_too_small() -> None:

@@ -7,9 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch.utils.data import (
-    ChainDataset,
     ConcatDataset,
-    IterableDataset,
     StackDataset,
     Subset,
     TensorDataset,
@@ -17,24 +15,12 @@ from torch.utils.data import (
 
 from aioloader import DataLoader
 from aioloader.protocols import (
-    Kind,
     OwnStream,
     batch_getter,
     is_async_function,
-    kind_of,
     reads_async,
 )
-from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
-
-
-class AsyncIterableDataset(IterableDataset[int]):
-    """torch's base class with an async iterator."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("the async iterator should have been used")
-
-    async def __aiter__(self) -> Any:
-        yield 1
+from samples import AsyncBatchMap, AsyncMap, SyncMap, SyncStream
 
 
 class AnyName(dict[int, int]):
@@ -49,30 +35,6 @@ class Refusing(SyncStream):
     __aiter__ = None
 
 
-@pytest.mark.parametrize(
-    ("dataset", "kind"),
-    [
-        ([1, 2], Kind.MAP),
-        ({"a": 1}, Kind.MAP),
-        (SyncMap(), Kind.MAP),
-        (AsyncMap(), Kind.MAP),
-        (SyncStream(), Kind.ITERABLE),
-        ((i for i in range(3)), Kind.ITERABLE),
-        ({1, 2}, Kind.ITERABLE),
-        (AsyncStream(), Kind.ASYNC_ITERABLE),
-        (AsyncIterableDataset(), Kind.ASYNC_ITERABLE),
-        (ChainDataset([SyncStream()]), Kind.ITERABLE),
-        (ChainDataset([SyncStream(), AsyncIterableDataset()]), Kind.ASYNC_ITERABLE),
-        (AnyName({0: 5}), Kind.MAP),
-        (Refusing(), Kind.ITERABLE),
-        (MagicMock(), Kind.MAP),
-    ],
-)
-def test_kind(dataset: Any, kind: Kind) -> None:
-    """The kind follows from the methods of the class, as for special methods."""
-    assert kind_of(dataset) is kind
-
-
 @pytest.mark.parametrize("spec", [None, SyncMap])
 def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
     """By index, as torch reads them."""
@@ -82,12 +44,6 @@ def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
     for dataset in (AnyName(enumerate(range(4, 8))), mock):
         loader: Any = DataLoader(dataset, 2)
         assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
-
-
-def test_what_is_no_dataset_is_refused() -> None:
-    """With the type in the message."""
-    with pytest.raises(TypeError, match="got 'int'"):
-        kind_of(3)
 
 
 async def coroutine(x: int) -> int:

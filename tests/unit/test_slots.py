@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aioloader import DataLoader, default_collate
 from aioloader._collate.collate import collated
@@ -17,15 +15,6 @@ from aioloader._transport.slots import MIN_BYTES, SlotPool
 def address(slot: Any) -> int:
     """Return where the memory of an array is."""
     return int(slot.__array_interface__["data"][0])
-
-
-@given(st.integers(1, 1 << 26))
-def test_sizes(nbytes: int) -> None:
-    """A slot is as long as asked, page-aligned, and at most a quarter is wasted."""
-    slot = SlotPool().lease(nbytes)
-    assert slot.shape == (nbytes,)
-    assert address(slot) % 4096 == 0
-    assert len(slot.base) <= max(4096, nbytes * 1.25 + 4096)  # type: ignore[arg-type]
 
 
 def test_memory_comes_back_when_the_last_view_dies() -> None:
@@ -57,22 +46,6 @@ def test_a_consumer_that_keeps_everything_gets_its_own_memory() -> None:
         many = [pool.lease(size) for _ in range(40)]
         del many
         assert len(pool._free[size]) == count
-
-
-def test_sizes_come_while_surplus_is_dropped() -> None:
-    """Another thread may lease then; here, what unlocks the memory does."""
-    pool = SlotPool()
-    others = [MIN_BYTES + 8192, MIN_BYTES + 16384]
-
-    def unlock() -> None:
-        if others:
-            pool.lease(others.pop())
-
-    pool.locker = lambda address, nbytes: unlock
-    many = [pool.lease(1 << 26) for _ in range(6)]
-    del many
-    pool.lease(MIN_BYTES)
-    assert not others
 
 
 def lent(samples: list[Any]) -> Any:
