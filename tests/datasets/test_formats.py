@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import own_format
 import pytest
+from datasets.test_interleave import Memory, Reader
 
 from aioloader import DataLoader
 from aioloader._base.blocks import Block
@@ -57,7 +58,6 @@ from datasets.shards import (
     text,
 )
 from datasets.test_flat_steps import tokenizer
-from datasets.test_interleave import Memory, Reader
 from object_server import Faults, ObjectServer
 from python_process import python
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.test_interleave import Memory, Reader
 from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import LocalStore
@@ -25,7 +26,6 @@ from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
 from datasets.shards import check_resumes, items, parquet, read, sqlite, write_lines
-from datasets.test_interleave import Memory, Reader
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from datasets.test_interleave import Memory
 
 from aioloader import DataLoader, Skip
 from aioloader._order.permutation import ShuffledIndices
@@ -23,7 +24,6 @@ from aioloader.errors import DatasetError, FailureBudgetError, ShardChangedError
 from beside import beside
 from datasets import shards
 from datasets.shards import read
-from datasets.test_interleave import Memory
 
 SKIP: Any = {"on_error": "skip", "collate_fn": list}
 

@@ -25,7 +25,6 @@ from resuming import assert_resumes_exactly
 from working import Numbers
 
 LENGTHS = [1 + (7 * at) % 13 for at in range(39)]
-Make = Callable[[], Any]
 
 
 def sampler_of(**options: Any) -> TokenBudgetBatchSampler:

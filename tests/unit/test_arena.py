@@ -8,13 +8,10 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from aioloader._transport import arena as module
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
 from aioloader.errors import BatchTooLargeError
-
-SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
 
 
 class Locking:

@@ -20,19 +20,13 @@ from aioloader.protocols import (
     is_async_function,
     reads_async,
 )
-from samples import AsyncBatchMap, AsyncMap, SyncMap, SyncStream
+from samples import AsyncBatchMap, AsyncMap, SyncMap
 
 
 class AnyName(dict[int, int]):
     """Answers any attribute, with None if it has no such key."""
 
     __getattr__ = dict.get
-
-
-class Refusing(SyncStream):
-    """Says in Python's way that it is no async iterable."""
-
-    __aiter__ = None
 
 
 @pytest.mark.parametrize("spec", [None, SyncMap])

@@ -19,10 +19,6 @@ ENVIRONMENT = {
 }
 
 
-def metric(key: str, *, higher: bool) -> dict[str, Any]:
-    return {"key": key, "title": f"{key} title", "spec": ",.1f", "higher": higher}
-
-
 def page(modules: dict[str, ModuleType], folder: Path, **kept: Any) -> str:
     """Return the page of a folder, in which the results of a question are kept."""
     if kept:

@@ -1,16 +1,6 @@
 """Keys and seeds: the same everywhere, for ever."""
 
-import random
-
-import numpy as np
-import torch
-
 from aioloader._workers.rng import key_of
-
-
-def drawn() -> tuple[float, float, float]:
-    """Draw from all three global generators."""
-    return torch.rand(()).item(), random.random(), float(np.random.random())
 
 
 def test_keys_do_not_change() -> None:
