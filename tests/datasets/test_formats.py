@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 import own_format
 import pytest
-from datasets.test_interleave import Memory, Reader
 
 from aioloader import DataLoader
 from aioloader._base.blocks import Block
@@ -49,6 +48,8 @@ from datasets.shards import (
     MORE_TABLES,
     SHARDED,
     Make,
+    Memory,
+    Reader,
     names,
     own,
     parquet,

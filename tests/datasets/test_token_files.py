@@ -26,7 +26,6 @@ from aioloader.datasets import Piece, Source, TokenDataset, TokenWriter, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError, StateMismatchError
 from aioloader.protocols import reads_async
 from datasets.killed_writing import DOCUMENTS, SIGKILLED, TEXTS, letters, run
-from laws.dataset_law import check_dataset
 from python_process import python
 from resuming import assert_resumes_exactly
 
@@ -226,7 +225,6 @@ def test_a_loader_reads_it(path: Path, is_stored: bool) -> None:
     store = Shelf(path.parent) if is_stored else None
     dataset = TokenDataset(path.name if is_stored else path, 512, store=store)
     assert reads_async(dataset) is is_stored
-    check_dataset(dataset)
     options: Any = {"batch_size": 3, "shuffle": True}
     for workers in (0, 2):
         with DataLoader(dataset, num_workers=workers, **options) as loader:

@@ -168,17 +168,6 @@ def test_the_served_supervisor_dies() -> None:
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
-def test_all_workers_die_at_once() -> None:
-    """While batches wait, are made, and are on their way."""
-    iterator = iter(DataLoader(Faulty(200), 4, num_workers=2))
-    found = [next(iterator)]
-    for worker in pools_of(iterator)._dispatcher.workers:
-        if worker.pid:
-            os.kill(worker.pid, signal.SIGKILL)
-    found += iterator
-    assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_the_fork_server_dies(is_alone: bool) -> None:

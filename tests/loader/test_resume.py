@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Sampler, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._order.epoch import Progress
 from beside import beside
 from core.kit import PATIENCE
 from loader.states import begun, left_at, listed, loaded, saved, seeded
 from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
-from stateful import Kept
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
@@ -108,13 +104,6 @@ def test_other_places(options: dict[str, Any], others: dict[str, Any]) -> None:
     )
 
 
-async def test_other_hosts() -> None:
-    """Left on the private loop, resumed on the caller's."""
-    await assert_resumes_exactly_async(
-        LOADERS["async"], resume_in=lambda: LOADERS["async"](loop="caller")
-    )
-
-
 # -- while batches are ready ------------------------------------------------------
 
 
@@ -164,32 +153,6 @@ def test_out_of_order(taken: int) -> None:
     assert sorted(again.read) == sorted(found[2 * taken :])
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.randoms())
-def test_ends_come_before_batches(counts: list[int], random: Any) -> None:
-    """A reader has ended once its batches are delivered, not when its mark comes."""
-    readers = len(counts)
-    made = {k * readers + r for r, count in enumerate(counts) for k in range(count)}
-    ends = {(count + k) * readers + r for r, count in enumerate(counts) for k in (0, 1)}
-    progress, delivered = Progress(readers=readers), set[int]()
-    for number in random.sample([*made, *ends], len(made | ends)):
-        if number in made or readers > 1:
-            progress.take(number, number if number in made else "end")
-        else:
-            progress.end(number, "end")
-        if number in ends:
-            progress.end_reader(number)
-        delivered |= {number} & made
-        at = progress.bookmark()
-        below = {one for one in made if one < at.done}
-        assert below <= delivered == made & (below | at.beyond)
-        for reader, count in enumerate(counts):
-            own = [one for one in below if one % readers == reader]
-            is_over, latest = len(own) == count, max(own, default=None)
-            state = at.states.get(reader)
-            assert state == latest or (is_over and state == "end")
-    assert [*at.states.values()] == ["end"] * readers
-
-
 async def test_from_a_task_and_a_thread() -> None:
     """Whoever asks between two batches gets the same state."""
     loader: Any = DataLoader(AsyncMap(20), 2, shuffle=True)
@@ -207,17 +170,6 @@ async def test_from_a_task_and_a_thread() -> None:
 
 
 # -- what frameworks do -----------------------------------------------------------
-
-
-def test_iterators_that_are_dropped() -> None:
-    """A loaded state waits for the first batch that is asked for."""
-    loader = LOADERS["generator"]()
-    iterator, state = begun(loader)
-    resumed = loaded(LOADERS["generator"](), state)
-    assert resumed.state_dict() == state
-    iter(resumed)
-    assert resumed.state_dict() == state
-    assert listed(iter(resumed)) == listed(iterator)
 
 
 def test_set_epoch_again() -> None:
@@ -319,18 +271,6 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
     first = flat(next(iterator) for _ in range(count))
     state = saved(loader)
     return first, state, flat(iterator)
-
-
-@pytest.mark.slow
-def test_the_second_epoch_of_persistent_replicas() -> None:
-    """Each reader has its own state."""
-    options: Any = {"num_workers": 2, "persistent_workers": True}
-    with DataLoader(Kept(12), 2, **options) as loader:
-        list(loader)
-        _, state, rest = taken(loader, 3)
-    assert sorted(state["states"][0]) == ["0", "1"]
-    resumed = loaded(DataLoader(Kept(12), 2, num_workers=2), state)
-    assert flat(resumed) == rest
 
 
 @pytest.mark.slow

@@ -169,25 +169,6 @@ def test_widths_are_times(tmp_path: Path) -> None:
     assert len(boxes(waits)) == 8
 
 
-def test_many_batches_share_bars(tmp_path: Path) -> None:
-    """Each bar is the longest of its batches, so that none is hidden."""
-    taken = records(1000)
-    taken[501] = taken[501]._replace(asked=taken[501].taken - 7)
-    root = parsed(written(tmp_path / "page.html", taken))
-    bars = boxes(root.findall(".//figure")[2])
-    assert len(bars) <= 230
-    (highest,) = [one for one in bars if size(one) > 80]
-    assert "at most 7.00 s" in str(highest.get("title"))
-
-
-def test_batches_of_unknown_making(tmp_path: Path) -> None:
-    """Their consumer is known all the same."""
-    taken = records(8, is_made=False)
-    root = parsed(written(tmp_path / "page.html", taken, stages=STAGES[-1:]))
-    timeline = root.findall(".//figure")[1]
-    assert "consumer" in {one.get("class") for one in boxes(timeline)}
-
-
 def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
     """Or not at all."""
     path = tmp_path / "page.html"

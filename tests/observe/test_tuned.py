@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
 from aioloader._base.records import NOT_MADE
-from aioloader._loader.arguments import count_workers
 from aioloader._loader.options import Chosen
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
@@ -22,7 +21,6 @@ from aioloader._pipeline.autotune import Controller, Held
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.tuner import Tuner, Tuning
-from aioloader._workers.ray.workers import RayWorkers
 from loader.states import left_at
 from observe.showing import Clock
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
@@ -144,16 +142,6 @@ def test_nothing_more_where_the_consumer_does_not_wait(clock: Clock) -> None:
     assert again.batches == 6
 
 
-def test_samples_in_flight_follow_the_concurrency(clock: Clock) -> None:
-    """The window is as wide as reads need it."""
-    controller = Controller("concurrency", 32, 1, 1024)
-    tuned = tuner(Tuning(), concurrency=controller)
-    window = tuned.begin(Window(3, samples=32))
-    controller.value = 100
-    window = tuned.note_batch(b"batch", window, 0.0)
-    assert (window.batches, window.samples) == (3, 100)
-
-
 # -- bytes ------------------------------------------------------------
 
 
@@ -174,14 +162,6 @@ def test_what_is_held_fits(options: dict[str, Any]) -> None:
     assert len(in_flight) == 80
     assert max(in_flight[:40]) == 4
     assert max(in_flight[50:]) == 1
-
-
-def test_bytes_hold_for_async_datasets_too() -> None:
-    """However many samples there might be at a time."""
-    loader = DataLoader(AsyncMap(200), 4, prefetch_bytes=200, concurrency="auto")
-    for _ in loader:  # four samples of three float32 and an int64
-        assert loader.stats().in_flight <= 2
-    assert loader._live.tuning.controllers["concurrency"].value <= 200 // 20
 
 
 @pytest.mark.slow
@@ -307,11 +287,6 @@ def test_a_stream_that_the_loader_reads_once() -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_ray_workers_have_their_number() -> None:
-    """It is not chosen anew."""
-    assert repr(count_workers("auto", RayWorkers(3))) == "3"
-
-
 def test_an_executor() -> None:
     """How many batches it has at once is chosen too."""
     with ThreadPoolExecutor(2) as executor:
@@ -369,13 +344,6 @@ def test_resumed_in_the_middle(workers: Any) -> None:
     other = DataLoader(SyncMap(40), 4, num_workers=1)
     other.load_state_dict(state)
     assert indices(other) == [*range(12, 40)]
-
-
-def test_nothing_is_tuned_that_is_not_asked_for() -> None:
-    """A loader without such arguments has no tuner."""
-    loader = DataLoader(AsyncMap(24), 4)
-    list(loader)
-    assert not loader._live.tuning.controllers
 
 
 def test_held_bytes_are_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

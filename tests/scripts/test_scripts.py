@@ -31,7 +31,7 @@ from scripts.running import (
 pytestmark = pytest.mark.slow
 
 # Those that draw in workers.
-AUGMENTED = {"mnist_like", "persistent", "notebook", "seeding", "spawned_ranks"}
+AUGMENTED = {"mnist_like", "notebook", "seeding", "spawned_ranks"}
 RUN = {"notebook": CELLS, "torchrun_ddp": TORCHRUN}
 ARGUMENTS = {
     "command_line": (
