@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pytest
-from obstore.store import MemoryStore
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -465,21 +464,3 @@ def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
     loader.load_state_dict(state, strict=False)
     with pytest.raises(ShardChangedError, match="had 16,000 bytes and has 16,080"):
         list(loader)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [b"", number_lines(0, 10)], ids=["empty", "shorter"])
-@pytest.mark.parametrize("make", [TextDataset, CSVDataset])
-async def test_the_listed_size(make: Any, body: bytes) -> None:
-    """An object that has fewer bytes than were listed was cut short, or replaced."""
-    store = MemoryStore()
-    await store.put_async("a.csv", number_lines(0, LONG))
-    await store.put_async("b.csv", number_lines(0, 20))
-    stream = make("*.csv", store=store, **LITTLE)
-    found: list[Any] = []
-    async with aiter(stream) as iterator:
-        found.append(await anext(iterator))
-        await store.put_async("b.csv", body)
-        kind = TruncatedReadError if make is TextDataset else DatasetError
-        with pytest.raises(kind, match=r"b\.csv' changed while being read"):
-            found += [sample async for sample in iterator]

@@ -131,22 +131,6 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
     await check_resumes(stream, lines, stops)
 
 
-@pytest.mark.slow
-async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    with path.open("wb") as file:
-        file.write(b"first\n")
-        file.truncate(1 << 30)
-        file.seek(0, os.SEEK_END)
-        file.write(b"\nlast")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert (found[0], found[2]) == ("first", "last")
-    assert "the line at byte 6 has 1,073,741,818 bytes, over" in str(found[1])
-    assert grown < 200_000  # KB
-
-
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.slow
 async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import glob
 import os
 import re
-import tracemalloc
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -468,24 +467,3 @@ async def test_cancelled_amid_the_pages(noise: list[Any]) -> None:
             await task
         await beside(lambda: server.wait_for(lambda: not server.counts().in_flight))
         assert 150 < server.counts().requests < 2000
-
-
-@pytest.mark.slow
-@pytest.mark.one_loop
-async def test_what_many_keys_take() -> None:
-    """Memory holds the names twice at most, in their buffers, for a moment."""
-    sizes = many(100_000)
-    with serve(sizes) as server:
-        bucket, config = f"s3://{server.bucket}", options(server)
-        # What every listing takes, and the server.
-        await ObjectDataset.discover(bucket, prefix="train/000", store_options=config)
-        tracemalloc.start()
-        try:
-            found = await ObjectDataset.discover(bucket, store_options=config)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-    assert list(found.keys) == sorted(sizes)
-    # A key's bytes, its end and its size; and 4 MB for pages under way. As a list of
-    # strings, and a dict of their sizes, it would be three times as much.
-    assert peak < 2 * sum(len(key) + 16 for key in sizes) + (4 << 20)

@@ -198,22 +198,6 @@ async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
         assert bodies(server) <= served + 8
 
 
-@pytest.mark.slow
-async def test_big_objects_and_faults(tmp_path: Path) -> None:
-    faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
-    objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
-    with ObjectServer(objects, faults=faults) as server:
-        stream = TarDataset(
-            "{0..2}.tar", store=server.url, interleave=3, requests=QUICK
-        ).cache(tmp_path)
-        found, _ = await read(stream)
-        served = bodies(server)
-        again, _ = await read(stream)
-        assert bodies(server) < served + 100
-    assert [s["__key__"] for s in found] == [s["__key__"] for s in again]
-    assert len(found) == 3600
-
-
 async def test_two_loops_at_once(tmp_path: Path) -> None:
     with ObjectServer(shards(tmp_path)) as server:
         stream = TarDataset("{0..7}.tar", store=server.url).cache(tmp_path / "cache")

@@ -19,7 +19,6 @@ from aioloader._base.records import (
     NOT_MADE,
     Copy,
     Counters,
-    Latest,
     Records,
     RecordTuple,
     Setting,
@@ -108,25 +107,6 @@ def test_tracks() -> None:
     ]
     inline = list(tracks(trace_events([traced(Setting("inline"))], 0, 7)).values())
     assert inline == ["consumer", "loader", "loader (2)"]
-
-
-def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
-    """They end in another thread than batches are taken in."""
-    records, copies, path = Records(), Latest[Copy](), tmp_path / "run.json"
-    trace = Trace(path, [])
-    counters = Counters(0, records=records, copies=copies)
-    trace.follow(counters, Setting("thread", on_device=1))
-    copies.append(Copy(0, 1.0, 1.0, 2.0, 64))
-    with trace:
-        copies.append(Copy(1, 2.0, 3.0, 5.0, 64))
-        copies.append(Copy(2, 3.0, 4.0, 6.0, 64))
-    copies.append(Copy(3, 4.0, 5.0, 7.0, 64))
-    events = json.loads(path.read_text())["traceEvents"]
-    shown = [(one["args"], one["dur"]) for one in events if one["ph"] == "X"]
-    assert shown == [
-        ({"epoch": 0, "batch": 1, "bytes": 64}, 2e6),
-        ({"epoch": 0, "batch": 2, "bytes": 64}, 1e6),
-    ]
 
 
 # -- the block ----------------------------------------------------------------------

@@ -16,7 +16,6 @@ from aioloader._base.records import NOT_MADE
 from aioloader._loader.options import Chosen
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
-from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.autotune import Controller, Held
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
@@ -98,48 +97,6 @@ async def test_reads_grow_to_the_knee(clock: Clock) -> None:
     assert await read_all(store, controller, 400) == list(range(3200))
     assert controller.value >= 90
     assert store.most <= 256
-
-
-async def test_reads_become_fewer(clock: Clock) -> None:
-    """As many as were under way and are no more allowed end with their sample."""
-    store, controller = Store(clock, 4), Controller("concurrency", 64, 1, 64)
-    tuned = tuner(Tuning(), concurrency=controller)
-    tuned._most_concurrency = 8
-    assert tuned.note_read(clock.now, failures=0, is_busy=True) == 8
-    assert controller.value == controller.most == 8
-    assert await read_all(store, controller, 40) == list(range(320))
-    assert store.most == 8
-
-
-# -- as many batches ahead as gain --------------------------------------------------
-
-
-def test_more_is_requested_while_that_gains(clock: Clock) -> None:
-    """Batches come faster the more are requested, up to twelve."""
-    controller = Controller("prefetch_factor", 2, 1, 32)
-    tuned = tuner(Tuning(), prefetch=controller)
-    window = tuned.begin(Window(2))
-    waited = 0.0
-    for _ in range(400):
-        seconds = 0.1 / min(12, window.batches)
-        clock.now, waited = clock.now + seconds, waited + seconds / 2
-        window = tuned.note_batch(b"batch", window, waited)
-        assert window.batches == controller.value
-    assert 10 <= controller.value <= 16
-
-
-def test_nothing_more_where_the_consumer_does_not_wait(clock: Clock) -> None:
-    """What is requested ahead stays as it was."""
-    controller = Controller("prefetch_factor", 2, 1, 32)
-    tuned = tuner(Tuning(), prefetch=controller)
-    window = tuned.begin(Window(3))  # one of them on the device
-    for _ in range(400):
-        clock.now += 0.1
-        window = tuned.note_batch(b"batch", window, 0.0)
-    assert (window.batches, window.samples) == (3, 0)
-    controller.value = 5  # kept workers begin the next epoch with what was learned
-    again = tuner(Tuning(), prefetch=controller).begin(Window(3))
-    assert again.batches == 6
 
 
 # -- bytes ------------------------------------------------------------

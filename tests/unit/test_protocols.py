@@ -1,23 +1,19 @@
 """Kinds and colours."""
 
-import functools
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from torch.utils.data import (
     ConcatDataset,
     StackDataset,
     Subset,
-    TensorDataset,
 )
 
 from aioloader import DataLoader
 from aioloader.protocols import (
     OwnStream,
     batch_getter,
-    is_async_function,
     reads_async,
 )
 from samples import AsyncBatchMap, AsyncMap, SyncMap
@@ -38,37 +34,6 @@ def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
     for dataset in (AnyName(enumerate(range(4, 8))), mock):
         loader: Any = DataLoader(dataset, 2)
         assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
-
-
-async def coroutine(x: int) -> int:
-    """Return ``x``."""
-    return x
-
-
-class AsyncCall:
-    """An object whose call is a coroutine."""
-
-    async def __call__(self, x: int) -> int:
-        return x
-
-
-@pytest.mark.parametrize(
-    ("function", "colour"),
-    [
-        (coroutine, True),
-        (functools.partial(coroutine, 1), True),
-        (AsyncCall(), True),
-        (functools.partial(AsyncCall(), 1), True),
-        (AsyncMap().__getitem__, True),
-        (len, False),
-        (lambda x: x, False),
-        (SyncMap().__getitem__, False),
-        (None, False),
-    ],
-)
-def test_colour(function: Any, colour: bool) -> None:
-    """Coroutine functions are seen through partials and callable objects."""
-    assert is_async_function(function) is colour
 
 
 class Holder(SyncMap):
@@ -97,13 +62,6 @@ def test_wrappers_take_the_colour_of_what_they_hold(wrap: Any) -> None:
 def test_a_users_wrapper_is_plain_code() -> None:
     """It may block, or run a loop: what it holds says nothing of that."""
     assert not reads_async(Holder())
-
-
-def test_data_is_not_mistaken_for_a_dataset() -> None:
-    """Tensors, lists and dicts of data are not searched for colour."""
-    assert not reads_async(TensorDataset(torch.zeros(3)))
-    assert not reads_async([[1], [2]])
-    assert not reads_async({"a": AsyncMap})
 
 
 class Batched(SyncMap):

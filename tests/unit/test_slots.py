@@ -1,6 +1,5 @@
 """Recycled memory: reused when the last view died, never before."""
 
-import os
 import warnings
 from typing import Any
 
@@ -85,20 +84,3 @@ def test_little_is_kept_of_what_is_big() -> None:
     for megabytes in range(20, 60):
         pool.lease(megabytes << 20)
     assert sum(size * len(free) for size, free in pool._free.items()) <= 330 << 20
-
-
-def test_a_forked_child_has_its_own_copy() -> None:
-    """A batch that a child holds is not overwritten by the parent's next one."""
-    pool = SlotPool()
-    slot = pool.lease(MIN_BYTES)
-    slot[:] = 1
-    mine, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(mine, 1)
-        os._exit(int(slot.max()))
-    slot[:] = 2
-    os.write(theirs, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    os.close(mine)
-    os.close(theirs)
