@@ -206,17 +206,6 @@ async def test_user_and_password_of_a_url_are_sent(loopback: Any, serve: Serve) 
     assert "authorization: Bearer x" in loopback.heads[1]
 
 
-async def test_options_go_before_the_environment(
-    loopback: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
-    mine = {"access_key_id": "mine", "secret_access_key": "mine", "region": "x"}
-    options = {"endpoint": loopback.at("ok"), "virtual_hosted_style_request": True}
-    await ObjectDataset("s3://b", ["cats/z.bin"], store_options=mine | options)[0]
-    assert "Credential=mine/" in loopback.heads[0]
-
-
 @pytest.mark.slow
 def test_forked_child_raises_instead_of_hanging(folder: Path) -> None:
     script = f"""

@@ -4,16 +4,14 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Sampler, TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
 from beside import beside
-from core.kit import PATIENCE
 from loader.states import begun, left_at, listed, loaded, saved, seeded
 from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
@@ -367,103 +365,3 @@ def test_a_sampler_that_fails_ends_no_epoch() -> None:
             flat(next(iterator) for _ in range(9))
         assert next(iterator, None) is None
         assert (loader.state_dict()["epoch"], loader.state_dict()["done"]) == (0, 2)
-
-
-def test_an_iterator_that_is_false() -> None:
-    """It has a length, which may be zero; it is opened once all the same."""
-
-    class Falsy:
-        def __init__(self) -> None:
-            self.left = [3, 2, 1]
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __len__(self) -> int:
-            return 0
-
-        def __next__(self) -> int:
-            if not self.left:
-                raise StopIteration
-            return self.left.pop()
-
-    class Opens(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return Falsy()
-
-    assert flat(DataLoader(Opens(), 2)) == [1, 2, 3]
-    sampler: Any = Falsy()
-    assert flat(DataLoader(list(range(4)), 2, sampler=sampler)) == [1, 2, 3]
-
-
-# -- threads that start an iteration at once: one of them resumes ------------------
-
-LENGTH = 12
-
-
-class Meeting:
-    """Where two threads meet, once each."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._met: set[int] = set()
-        self.is_on = False
-
-    def reach(self) -> None:
-        if self.is_on and threading.get_ident() not in self._met:
-            self._met.add(threading.get_ident())
-            self._barrier.wait(PATIENCE)
-
-
-class Order(Sampler[int]):
-    """Indices in order; its iterations meet, before anything has started."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        self.meeting.reach()
-        return iter(range(LENGTH))
-
-
-class Data:
-    """Its own indices; reads meet, once both iterations have started."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        self.meeting.reach()
-        return index
-
-
-def meeting_loader(where: str, meeting: Meeting) -> DataLoader[Any]:
-    if where == "sample":
-        return DataLoader(Data(meeting), 3)
-    data: Any = range(LENGTH)
-    workers = int("workers" in where)
-    return DataLoader(data, 3, sampler=Order(meeting), num_workers=workers)
-
-
-@pytest.mark.filterwarnings("ignore:Order has no state_dict")
-@pytest.mark.parametrize("where", ["sampler", "sampler, workers", "sample"])
-def test_one_of_two_threads_resumes(where: str) -> None:
-    """The other one reads the whole next epoch, wherever in the start they meet."""
-    meeting = Meeting()
-    loader = meeting_loader(where, meeting)
-    iterator = iter(loader)
-    assert flat([next(iterator), next(iterator)]) == [*range(6)]
-    state = loader.state_dict()
-    iterator.close()
-    resumed = loaded(meeting_loader(where, meeting), state)
-    meeting.is_on = True
-    with ThreadPoolExecutor(2) as pool:
-        found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
-    assert found == [[*range(6, LENGTH)], [*range(LENGTH)]]
-    assert resumed.epoch == 2
