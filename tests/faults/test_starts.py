@@ -24,7 +24,6 @@ from faults.planted import (  # noqa: F401  (fixtures too)
     WORKERS,
     Marks,
     Planted,
-    PlantedAsync,
     PlantedError,
     in_time,
     kinds_at,
@@ -32,7 +31,7 @@ from faults.planted import (  # noqa: F401  (fixtures too)
     marks,
     refuse,
 )
-from faulty import Act, await_gone, kill_itself, sleep_forever
+from faulty import Act, await_gone, kill_itself, leave, sleep_forever
 from python_process import python
 
 
@@ -116,19 +115,28 @@ def test_a_module_that_cannot_be_imported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("act", DEATHS)
-@pytest.mark.parametrize("place", ["init", "read", "iterate", "unpickle"])
+@pytest.mark.parametrize("place", ["init", "read", "iterate"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_is_tried_three_times(
     way: Any, place: str, act: Act, marks: Marks
 ) -> None:
     """An error that says so; no more than three starts for each worker."""
-    skip_unless_unpickled(way, place)
     dataset = kinds_at(place)(marks, place, act)
     loader = loader_of(dataset, multiprocessing_context=way)
-    words = "." if place == "unpickle" else r"DataLoader worker \(pid"
+    words = r"DataLoader worker \(pid"
     if place == "init":
         words += "(.|\n)*3 processes in a row"
     with pytest.raises(WorkerError, match=words):
+        list(loader)
+    loader.close()
+    assert 1 <= len(marks) <= STARTS * WORKERS
+
+
+@pytest.mark.parametrize("way", UNPICKLED)
+def test_a_death_while_unpickling(way: Any, marks: Marks) -> None:
+    """The same, before the worker has run anything of ours."""
+    loader = loader_of(Planted(marks, "unpickle", leave), multiprocessing_context=way)
+    with pytest.raises(WorkerError):
         list(loader)
     loader.close()
     assert 1 <= len(marks) <= STARTS * WORKERS

@@ -148,14 +148,6 @@ def test_never_leaves_its_bounds(
             assert reason
 
 
-def test_the_consumer_does_not_wait() -> None:
-    """Nothing is tried: there is nothing to gain."""
-    run = started(knee(500), waited=0.01)
-    assert [run.step() for _ in range(50)] == [None] * 50
-    run.waited = 0.5
-    assert run.step() is not None
-
-
 def test_what_lost_is_taken_back() -> None:
     """Twice as much is slower, and so is half."""
     run = started(lambda n: 100 - abs(n - 32))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from aioloader._base.records import Setting
 from aioloader._observe.costs import Costs, costs_of
-from aioloader._observe.pace import pace, seconds_per_batch
-from observe.clock import TICK, Clock, Ticks, ticks
+from aioloader._observe.pace import seconds_per_batch
+from observe.clock import Clock, Ticks, ticks
 from observe.clock import seconds_per_batch as seconds_of
 
 
@@ -32,14 +32,6 @@ def workers(number: int, **changes: object) -> Setting:
         "workers", number, "process", reads_in_workers=True, window=2 * number, cores=8
     )
     return replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def test_the_pace_of_bursts() -> None:
-    """Batches that come eight at a time; the ends of the span do not matter much."""
-    taken = [float(at // 8) for at in range(60)]
-    assert pace(taken) == pytest.approx(1 / 8, rel=0.05)
-    assert pace([TICK * at for at in range(7)]) == pytest.approx(TICK)
-    assert pace([1.0]) == 0
 
 
 SETTINGS = st.one_of(

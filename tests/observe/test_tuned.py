@@ -16,7 +16,7 @@ from aioloader._base.records import NOT_MADE
 from aioloader._loader.options import Chosen
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
-from aioloader._pipeline.autotune import Controller, Held
+from aioloader._pipeline.autotune import Controller
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.tuner import Tuner, Tuning
@@ -100,25 +100,6 @@ async def test_reads_grow_to_the_knee(clock: Clock) -> None:
 
 
 # -- bytes ------------------------------------------------------------
-
-
-class Growing(SyncMap):
-    """Samples of 100 float32 at first, and later of 1,000."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(100 if index < 40 else 1000)
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch_factor": 16}])
-def test_what_is_held_fits(options: dict[str, Any]) -> None:
-    """One batch until its size is known, then as many as fit, and one at least."""
-    loader = DataLoader(
-        Growing(80), 1, prefetch_bytes=1700, workers="thread", **options
-    )
-    in_flight = [loader.stats().in_flight for _ in loader]
-    assert len(in_flight) == 80
-    assert max(in_flight[:40]) == 4
-    assert max(in_flight[50:]) == 1
 
 
 @pytest.mark.slow
@@ -301,16 +282,3 @@ def test_resumed_in_the_middle(workers: Any) -> None:
     other = DataLoader(SyncMap(40), 4, num_workers=1)
     other.load_state_dict(state)
     assert indices(other) == [*range(12, 40)]
-
-
-def test_held_bytes_are_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a number of bytes, and where that is smaller than the number."""
-    monkeypatch.setattr(tuner_module, "memory_left", lambda: 1000)
-    tuning = Tuning()
-    tuner(tuning)
-    assert isinstance(tuning.held, Held)
-    assert tuning.held.most == 500
-    tuner(tuning, prefetch_bytes=300)
-    assert tuning.held.most == 300
-    tuner(tuning, prefetch_bytes=3000)
-    assert tuning.held.most == 500
