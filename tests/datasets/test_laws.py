@@ -199,7 +199,7 @@ def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
     """A list of paths stays as it is."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
-    assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
+    assert FileDataset(given).paths == [os.fspath(path) for path in given]
     assert len(FileDataset([])) == 0
     shown = repr(FileDataset("**/*.bin", root=folder))
     assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")

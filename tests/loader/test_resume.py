@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -365,3 +366,20 @@ def test_a_sampler_that_fails_ends_no_epoch() -> None:
             flat(next(iterator) for _ in range(9))
         assert next(iterator, None) is None
         assert (loader.state_dict()["epoch"], loader.state_dict()["done"]) == (0, 2)
+
+
+def test_one_of_two_threads_resumes() -> None:
+    """The other one reads the whole next epoch, though both have started."""
+    barrier, met = threading.Barrier(2), threading.local()
+
+    class Meeting(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if not hasattr(met, "once"):
+                met.once = barrier.wait(20)
+            return super().__getitem__(index)
+
+    resumed = DataLoader(Meeting(range(12)), 3)
+    resumed.load_state_dict(left_at(DataLoader(range(12), 3), 2))
+    with ThreadPoolExecutor(2) as pool:
+        found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
+    assert found == [[*range(6, 12)], [*range(12)]]

@@ -105,15 +105,6 @@ def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
     assert apart.argument == "num_workers"
 
 
-def test_a_transport_is_not_seen() -> None:
-    """Batches of a microsecond: what a wider window would do for them is not known."""
-    setting = replace(PROCESSES, cores=8)
-    records = Clock(setting, [Ticks((0,) * 4, collate=1, transport=40, step=1)]).run(64)
-    found = report(records, setting)
-    assert (found.stage, found.advice) == ("transport", None)
-    assert found.limit.startswith("No argument would help: make batches larger")
-
-
 # -- starts of workers -----------------------------------------------------------------
 
 

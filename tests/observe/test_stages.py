@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._base.records import NOT_MADE, Copy, Record, Setting
+from aioloader._base.records import Copy, Record, Setting
 from aioloader._observe.stages import StageStats, stage_stats
 from aioloader._observe.stats import LoaderStats
 from observe.clock import Clock, Ticks, ticks
@@ -47,14 +47,6 @@ def test_copies_to_a_device() -> None:
     device = named(stage_stats(records[:2], setting, copies), "device")
     assert (device.busy, device.starved, device.blocked) == (10, 0, 6)
     assert device.p99 == pytest.approx(6, abs=0.1)
-
-
-def test_batches_whose_making_is_not_known() -> None:
-    records = [Record(at, 2.0 * at, 2.0 * at + 1, 0, 8, NOT_MADE) for at in range(4)]
-    stages = stage_stats(records, Setting("inline"))
-    assert [stage.name for stage in stages] == ["sampler", "transport", "consumer"]
-    assert [stage.busy for stage in stages] == [0, 4, 3]
-    assert stage_stats([], Setting("inline")) == ()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from aioloader._base.records import NOT_MADE
 from aioloader._loader.options import Chosen
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
+from aioloader._pipeline.ahead_feed import Window
 from aioloader._pipeline.autotune import Controller
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
@@ -89,6 +90,28 @@ async def read_all(store: Store, controller: Controller, batches: int) -> list[A
     await asyncio.gather(*(lanes.run(task, read, 8) for task in tasks))
     await lanes.aclose()
     return [sample for task in tasks for sample in task.samples]
+
+
+def test_more_is_requested_while_that_gains(clock: Clock) -> None:
+    """Batches come faster the more are requested, up to twelve."""
+    controller = Controller("prefetch_factor", 2, 1, 32)
+    tuned = tuner(Tuning(), prefetch=controller)
+    window = tuned.begin(Window(2))
+    waited = 0.0
+    for _ in range(400):
+        seconds = 0.1 / min(12, window.batches)
+        clock.now, waited = clock.now + seconds, waited + seconds / 2
+        window = tuned.note_batch(b"batch", window, waited)
+        assert window.batches == controller.value
+    assert 10 <= controller.value <= 16
+
+
+def test_bytes_hold_for_async_datasets_too() -> None:
+    """However many samples there might be at a time."""
+    loader = DataLoader(AsyncMap(200), 4, prefetch_bytes=200, concurrency="auto")
+    for _ in loader:  # four samples of three float32 and an int64
+        assert loader.stats().in_flight <= 2
+    assert loader._live.tuning.controllers["concurrency"].value <= 200 // 20
 
 
 async def test_reads_grow_to_the_knee(clock: Clock) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from aioloader._base.records import LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.verdict import Advice, Report, report
+from aioloader._observe.verdict import Report, report
 from observe.clock import (
     Clock,
     Ticks,
@@ -270,14 +270,6 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
     assert "parse" in str(found.advice)
 
 
-def test_more_reads_do_not_help_a_busy_loop() -> None:
-    idle = told(LoopLag(0.0, 0.0, "", busy=0.1))
-    assert idle.advice is not None
-    assert idle.advice.argument == "concurrency"
-    busy = told(LoopLag(0.0, 0.0, "", busy=0.97))
-    assert busy.advice is None or busy.advice.argument != "concurrency"
-
-
 def test_the_cheaper_change_is_preferred() -> None:
     """A thread beside the step hides as much as processes would."""
     found = simulated(Setting("inline", cores=8), Ticks((10,), collate=2, step=12))
@@ -404,23 +396,6 @@ def test_a_report_for_people() -> None:
         "2 worker processes died.\n"
         "2 worker processes were started again.\n"
         "Measured over the latest 63 batches."
-    )
-
-
-def test_confidence_in_words() -> None:
-    guessed = Report("", "read", batches=9).confidence
-    assert guessed == "a guess, measured over only 9 batches"
-    doubtful = Report("", "read", batches=90, model_error=-0.25)
-    assert doubtful.confidence == (
-        "measured over the latest 90 batches; doubtful: the computed seconds per batch "
-        "are off by -25%"
-    )
-    advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
-    assert str(Report("It waits.", "read", advice, batches=90)) == (
-        "It waits.\n"
-        "Change concurrency from 8 to 16, for about 2.0 times the steps per second: "
-        "samples wait.\n"
-        "Measured over the latest 90 batches."
     )
 
 
