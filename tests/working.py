@@ -114,11 +114,6 @@ def draw(_sample: Any = None) -> torch.Tensor:
     return torch.cat([torch.rand(1).double(), torch.tensor(numbers)])
 
 
-def drawn_from(generator: torch.Generator) -> int:
-    """Return the next number."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-
-
 def draw_own(_sample: Any = None) -> torch.Tensor:
     """Return a number of each of the worker's own generators."""
     info = get_worker_info()

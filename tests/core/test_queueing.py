@@ -1,7 +1,6 @@
 """Who waits for whom: nothing that is ready waits for reads of later batches."""
 
 import asyncio
-import contextlib
 import itertools
 import threading
 from typing import Any
@@ -204,23 +203,3 @@ async def test_a_task_leaves_the_queue_when_it_is_cancelled(
     found = await bounded(asyncio.gather(*steps, anext(iterator)))
     assert labels(found) == IN_ORDER
     await iterator.aclose()
-
-
-def test_a_task_that_is_left_on_a_stopped_loop_blocks_no_other() -> None:
-    """Its loop may run again, or never."""
-    gate = threading.Event()
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        iterator = aiter(make("thread", Closed(16, gate)))
-        left = loop.create_task(_next(iterator))
-        for _ in range(20):
-            loop.run_until_complete(asyncio.sleep(0))
-        assert not left.done()
-        gate.set()
-        found = asyncio.run(bounded(_next(iterator)))
-        assert labels([found]) == IN_ORDER[:1]
-        assert labels([loop.run_until_complete(bounded(left))]) == IN_ORDER[1:2]
-        loop.run_until_complete(iterator.aclose())
-
-
-async def _next(iterator: Any) -> Any:
-    return await anext(iterator)

@@ -72,20 +72,6 @@ async def test_a_read(dataset: Any, way: str, by: str) -> None:
         assert loader.stats().failures == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("base", [Samples, AsyncSamples])
-@pytest.mark.parametrize("stop", STOPS)
-async def test_a_transform_that_is_skipped(
-    stop: Any, base: Any, is_async: bool, way: str
-) -> None:
-    """The same, whatever reads the samples."""
-    raiser = Raiser(stop)
-    transform: Any = raiser.later if is_async else raiser
-    batches, errors, _ = await found(way, base(), transform=transform, on_error="skip")
-    assert (batches, errors) == (WITHOUT, [])
-
-
 @pytest.mark.parametrize("way", [INLINE, *WAYS])
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("stream", [PlainSteps, AsyncSteps])

@@ -176,22 +176,6 @@ async def test_nested_loaders(way: str, how: str, inner_kind: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.blocking
-async def test_three_levels_of_loaders() -> None:
-    """And of any depth, though all of them share what they share."""
-
-    def second() -> Any:
-        inner = Nesting(lambda: DataLoader(AsyncMap(), 4, timeout=PATIENCE), "for")
-        loader: Any = DataLoader(inner, 4, timeout=PATIENCE)
-        return [(None, batch) for batch in loader]
-
-    assert (
-        await outcomes("thread", make("thread", Nesting(second, "for")))
-        == [[8] * 4] * 2
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["transform", "collate_fn", "sync dataset"])
 @pytest.mark.parametrize("way", ["for", "thread"])
 async def test_a_loader_inside_of_plain_code(way: str, what: str) -> None:

@@ -9,15 +9,12 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
 from aioloader import DataLoader
-from aioloader._base.raising import saved_state
-from aioloader.errors import DatasetError
 from aioloader.testing import no_leaks
 from beside import beside
 from core.kit import ASYNC_WAYS, BY, WAYS, bounded, make, quiet, released
@@ -41,17 +38,6 @@ KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 ALL = [(kind, by) for kind in KINDS for by in BY]
 ALL.remove((SyncStream, "threads"))
 EVERYWHERE = pytest.mark.parametrize(("kind", "by"), ALL)
-
-
-def refuse() -> None:
-    """Have no state now."""
-    raise DatasetError
-
-
-def test_a_state_that_cannot_be_saved() -> None:
-    """There may be one for each batch."""
-    error = weakref.ref(saved_state(SimpleNamespace(state_dict=refuse)).error)
-    assert error() is None
 
 
 # -- cancellation -------------------------------------------------------------------
@@ -114,18 +100,6 @@ async def test_a_disconnect_amid_a_read(way: str) -> None:
         await quiet()
         assert "open=0" in repr(loader)
     assert len(kept) == 5
-
-
-@pytest.mark.parametrize("way", ASYNC_WAYS)
-async def test_leaving_a_loader_in_a_cancelled_scope(way: str) -> None:
-    """Each ``await`` of ``__aexit__`` is cancelled again; it releases all the same."""
-    async with released():
-        with anyio.CancelScope() as scope:
-            async with make(way, Never(80)) as loader:
-                async for _ in loader:
-                    scope.cancel()
-        assert scope.cancelled_caught
-        assert "open=0" in repr(loader)
 
 
 class Lingering(Never):

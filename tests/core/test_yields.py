@@ -99,21 +99,6 @@ async def test_a_turn_for_some_short_steps(source: str) -> None:
     assert min(turns) >= 1, turns
 
 
-async def test_a_turn_although_two_loaders_alternate() -> None:
-    """A service's coroutine may draw from several."""
-    beats = Beats()
-    task = asyncio.create_task(beats.beat())
-    pair = [aiter(make("thread", rows(80))) for _ in range(2)]
-    for _ in range(20):
-        before = beats.count
-        for iterator in pair:
-            await anext(iterator)
-            spin(0.002)
-        assert beats.count > before or not before
-    task.cancel()
-    await asyncio.wait([task])
-
-
 @pytest.mark.parametrize("way", ASYNC_WAYS)
 async def test_a_timer_fires_beside_ready_batches(way: str) -> None:
     """A deadline beside the loop is kept: it does not wait for the epoch's end."""

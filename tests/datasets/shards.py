@@ -10,6 +10,7 @@ import os
 import sqlite3
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import zstandard
 from PIL import Image
 from pyarrow import dataset as ds
 
+from aioloader._base.blocks import Block
 from aioloader.datasets import (
     ArrowDataset,
     ByteStream,
@@ -35,6 +37,7 @@ from aioloader.datasets import (
     from_dataset,
     from_iterable,
 )
+from aioloader.datasets._streams.shards import ShardFormat, ShardReader
 from datasets.pg import SHARED, Database, Server
 from datasets.tar_archives import Member, archive
 
@@ -355,3 +358,61 @@ def write_tree(root: Path) -> Path:
         values = np.full((SIDE, SIDE, 3), 40 * number, np.uint8)
         path.write_bytes(encoded(values, "JPEG" if "jpeg" in name else "PNG"))
     return root
+
+
+# -- shards in memory -----------------------------------------------------------------
+
+
+class Reader(ShardReader):
+    """A shard in memory, in blocks of at most ``most`` samples."""
+
+    def __init__(
+        self, numbers: list[int], at: int, most: int, make: Callable[[list[int]], Block]
+    ) -> None:
+        self._numbers = numbers
+        self._at = at
+        self._most = most
+        self._make = make
+
+    async def pull(self, limit: int) -> Block:
+        """Return the next samples; fail at a negative one."""
+        found = self._numbers[self._at : self._at + min(limit, self._most)]
+        if found and found[0] < 0:
+            raise OSError(f"sample {found[0]}")
+        found = list(itertools.takewhile(lambda number: number >= 0, found))
+        self._at += len(found)
+        return self._make(found) if found else []
+
+    def position(self) -> dict[str, Any]:
+        """Return the place of the next sample."""
+        return {"at": self._at}
+
+    def is_draining(self) -> bool:
+        """Tell whether all was pulled."""
+        return self._at >= len(self._numbers)
+
+
+class Memory(ShardFormat):
+    """Shards in memory: sample ``k`` of shard ``s`` is ``100 * s + k``."""
+
+    def __init__(
+        self, make: Callable[[list[int]], Block], most: int = 5, made: Any = None
+    ) -> None:
+        every = [[100 * s + k for k in range(n)] for s, n in enumerate(LENGTHS)]
+        self.made: list[list[int]] = every if made is None else made
+        self._make = make
+        self._most = most
+
+    async def shards(
+        self, stack: AsyncExitStack, _known: Any = None, /
+    ) -> list[list[int]]:
+        """Return the samples themselves."""
+        return self.made
+
+    def summary(self, shards: Any) -> dict[str, Any]:
+        """Return their number."""
+        return {"count": len(shards)}
+
+    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
+        """Return a reader from a place on."""
+        return Reader(shard, position.get("at", 0), self._most, self._make)

@@ -5,13 +5,11 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pytest
-from obstore.store import MemoryStore
 
 from aioloader import DataLoader
 from aioloader.datasets import (
@@ -26,8 +24,6 @@ from aioloader.datasets import (
     from_async_iterable,
     from_iterable,
 )
-from aioloader.datasets._stores.failures import Version
-from aioloader.datasets._streams.engine import ByteFormat
 from aioloader.errors import (
     BatchTimeoutError,
     DatasetError,
@@ -72,14 +68,6 @@ async def test_while_it_is_read(tags: str, count: int, failures: int) -> None:
             server.replace(lines(count, "b"))
             with pytest.raises(DatasetError, match="changed while being read"):
                 [_ async for _ in iterator]
-
-
-@pytest.mark.parametrize("tags", ["strong", "weak", "weak date", "date", ""])
-async def test_what_does_not_change_is_read(tags: str) -> None:
-    """A weak tag is no condition: a server must refuse it, as the standard says."""
-    with ChangingServer(lines(2000), tags=tags) as server:
-        found = await items(TextDataset(f"{server.url}/a", **SMALL))
-    assert len(found) == 2000
 
 
 @pytest.mark.slow
@@ -141,20 +129,6 @@ async def test_an_iterable_that_shrank_before_it_is_resumed(kind: str) -> None:
             stream.load_state_dict(state)
             with pytest.raises(ShardChangedError, match="restart the epoch"):
                 await items(stream)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_same"),
-    [
-        (Version(1, '"a"', 1.0), Version(1, '"a"', 2.0), True),
-        (Version(1, None, 1.0), Version(1, '"b"', 1.0), True),
-        (Version(1, None, 1.0), Version(1, '"b"', 2.0), False),
-        (Version(1), Version(1, None, 2.0), True),
-    ],
-)
-def test_versions(one: Version, other: Version, is_same: bool) -> None:
-    """A strong tag decides; of the rest, what both have must agree."""
-    assert one.is_of(other) == other.is_of(one) == is_same
 
 
 # -- bad answers ----------------------------------------------------------------------
@@ -472,17 +446,6 @@ async def test_copies(ending: str, tmp_path: Path) -> None:
     assert len(found) == len(rest) - 7
 
 
-async def test_the_state_is_small(tmp_path: Path) -> None:
-    for name in "abcdefgh":
-        put(tmp_path / f"{name}.txt", number_lines(0))
-    stream = TextDataset(str(tmp_path / "*.txt"), interleave=2)
-    _, state = await read(stream, 0)
-    assert "stamp" not in str(state)
-    _, state = await read(stream, 3)
-    lanes = state["streams"]["0"]["state"]["lanes"]
-    assert [len(lane["at"]["stamp"]) for lane in lanes] == [17, 17]
-
-
 def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     put(path, number_lines(0))
@@ -501,45 +464,3 @@ def test_a_loader_resumes_or_refuses(tmp_path: Path) -> None:
     loader.load_state_dict(state, strict=False)
     with pytest.raises(ShardChangedError, match="had 16,000 bytes and has 16,080"):
         list(loader)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [b"", number_lines(0, 10)], ids=["empty", "shorter"])
-@pytest.mark.parametrize("make", [TextDataset, CSVDataset])
-async def test_the_listed_size(make: Any, body: bytes) -> None:
-    """An object that has fewer bytes than were listed was cut short, or replaced."""
-    store = MemoryStore()
-    await store.put_async("a.csv", number_lines(0, LONG))
-    await store.put_async("b.csv", number_lines(0, 20))
-    stream = make("*.csv", store=store, **LITTLE)
-    found: list[Any] = []
-    async with aiter(stream) as iterator:
-        found.append(await anext(iterator))
-        await store.put_async("b.csv", body)
-        kind = TruncatedReadError if make is TextDataset else DatasetError
-        with pytest.raises(kind, match=r"b\.csv' changed while being read"):
-            found += [sample async for sample in iterator]
-
-
-@pytest.mark.parametrize(
-    ("rows", "kind", "words"),
-    [
-        (ROWS, DatasetError, ""),
-        (1900, TruncatedReadError, ".* had 16,000 bytes and has 15,200"),
-    ],
-)
-async def test_parts_of_a_shard_are_of_one_version(
-    rows: int, kind: Any, words: str, tmp_path: Path
-) -> None:
-    """Where it was cut depends on what it was."""
-    path = tmp_path / "a.txt"
-    put(path, number_lines(0))
-    async with AsyncExitStack() as stack:
-        made_by = TextDataset(str(path)).made_by
-        assert isinstance(made_by, ByteFormat)
-        parts = await made_by.cut(await made_by.shards(stack), 3)
-        put(path, number_lines(0, rows))
-        reader = made_by.open(parts[1], {}, 1 << 20)
-        with pytest.raises(kind, match="changed while being read" + words):
-            await reader.pull(1)
-        await reader.aclose()

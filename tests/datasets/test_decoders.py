@@ -31,7 +31,6 @@ from aioloader.errors import DecodeError
 from aioloader.testing._frozen import frozen
 from datasets.shards import SIDE, TREE, encoded, pixels, write_tree
 from datasets.tar_archives import Member, archive
-from laws.dataset_law import check_dataset
 
 COLOURS = pixels(0, 3)
 SAMPLE = {
@@ -307,13 +306,6 @@ async def test_a_damaged_sample_is_skipped(tmp_path: Path) -> None:
     assert labels == [0, 1, 2, 3, 4, 6, 7]
 
 
-@pytest.mark.slow
-def test_the_laws_hold(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tar")
-    stream = TarDataset([path, write(tmp_path / "b.tar")], interleave=2)
-    check_dataset(stream.shuffle(5).decode("torch"))
-
-
 async def test_files_are_decoded(tmp_path: Path) -> None:
     (tmp_path / "a.b.png").write_bytes(encoded(COLOURS))
     (tmp_path / "c.json").write_bytes(b"{}")
@@ -407,12 +399,6 @@ def test_decoded_where_workers_read(tree: Path) -> None:
     loader = DataLoader(dataset, **options)
     with loader, pytest.raises(DecodeError, match=r"'png' of sample 'dog/10\.png'"):
         list(loader)
-
-
-def test_the_laws_hold_of_class_folders(tree: Path) -> None:
-    (tree / "dog" / "2.jpeg").rename(tree / "dog" / "2.png")
-    check_dataset(FileDataset("**/*.png", root=tree).decode("torch"))
-    check_dataset(FileDataset("**/*", root=tree).class_folders().decode("torch"))
 
 
 def test_labels_of_another_set(tree: Path) -> None:

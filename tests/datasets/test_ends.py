@@ -24,10 +24,8 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._stores.failures import NoRangesError, Version
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.failures import NoRangesError
 from aioloader.datasets._stores.sources import Requests
-from aioloader.datasets._streams.engine import cut_shards
 from aioloader.datasets.tar import write_index
 from aioloader.errors import DatasetError, StateMismatchError, TruncatedReadError
 from datasets.changing import ALWAYS, ChangingServer, Sender
@@ -38,7 +36,6 @@ from datasets.test_lines import PACKERS as PACKS
 from object_server import ObjectServer
 
 QUICK = Requests(timeout=5.0, deadline=1.0, base_delay=0.001, max_delay=0.01)
-LONG = "n" * 150
 
 
 async def read(stream: Any) -> tuple[list[Any], Exception | None]:
@@ -326,26 +323,6 @@ async def test_a_state_at_any_sample_of_a_part(kind: str, tmp_path: Path) -> Non
         stream.load_state_dict(state)
         with pytest.raises(StateMismatchError):
             await names(stream)
-
-
-async def test_sizes_and_cuts_are_asked_together() -> None:
-    """Not shard by shard: each answer of a distant store takes long."""
-    places, shards = Places(None, {}, Requests()), ["a", "b", "c"]
-    sizes, cuts = asyncio.Barrier(3), asyncio.Barrier(3)
-
-    async def version(address: Any) -> Version:
-        await sizes.wait()
-        return Version(10)
-
-    async def halves(*_: Any, **__: Any) -> list[int]:
-        await cuts.wait()
-        return [5]
-
-    places.version = version  # type: ignore[method-assign]
-    parts = await asyncio.wait_for(cut_shards(places, shards, 6, halves), 10)
-    assert [(part.address, part.start, part.stop) for part in parts] == [
-        (shard, start, start + 5) for shard in shards for start in (0, 5)
-    ]
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])

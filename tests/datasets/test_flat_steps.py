@@ -133,20 +133,6 @@ async def test_only_one_sample_is_made_again() -> None:
     }  # fmt: skip
 
 
-async def test_few_samples_are_made_in_advance() -> None:
-    """As many as have the items that are asked for."""
-    made = 0
-
-    def split(number: int) -> list[int]:
-        nonlocal made
-        made += 1
-        return [number] * 100
-
-    async with aiter(from_iterable(range(1000)).flat_map(split).shuffle(512)) as one:
-        await one.pull(64)
-    assert made < 20
-
-
 async def test_generators_are_read_as_needed_off_the_loop() -> None:
     read_to, threads, closed = 0, set[threading.Thread](), False
 
@@ -285,35 +271,6 @@ async def test_tokens_of_a_function(function: str) -> None:
     assert plain(found) == codes(TEXTS)
     assert all(isinstance(one, np.ndarray) for one in found)
     assert all(one.dtype.kind in "iu" for one in found)
-
-
-async def test_texts_are_not_tokenized_again() -> None:
-    """A state may be loaded with another size of batches."""
-    seen: list[list[str]] = []
-
-    def watched(texts: list[str]) -> list[list[int]]:
-        seen.append(texts)
-        return codes(texts)
-
-    stream = from_iterable(TEXTS).tokenize(watched, batch=16)
-    head, state = await pulled(stream, (1,), 20)
-    seen.clear()
-    again = from_iterable(TEXTS).tokenize(watched, batch=5)
-    again.load_state_dict(state)
-    rest, _ = await pulled(again)
-    assert plain(head + rest) == codes(TEXTS)
-    assert seen == [TEXTS[at : at + 5] for at in range(20, 40, 5)]
-
-
-async def test_a_column_is_taken_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"text": text, "n": n} for n, text in enumerate(TEXTS)]
-    whole, _ = await read(from_iterable(rows).tokenize(tokenizer(), "text"))
-    assert plain(whole) == IDS
-    monkeypatch.setattr(Rows, "__iter__", no_rows)
-    table = pa.concat_tables([pa.Table.from_pylist(rows)[at::2] for at in range(2)])
-    stream = from_arrow(table).shuffle(9).tokenize(tokenizer(), "text", batch=4)
-    found, _ = await read(stream)
-    assert sorted(plain(found)) == sorted(IDS)
 
 
 NO_COLUMN = (

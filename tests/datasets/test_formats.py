@@ -48,6 +48,8 @@ from datasets.shards import (
     MORE_TABLES,
     SHARDED,
     Make,
+    Memory,
+    Reader,
     names,
     own,
     parquet,
@@ -57,7 +59,6 @@ from datasets.shards import (
     text,
 )
 from datasets.test_flat_steps import tokenizer
-from datasets.test_interleave import Memory, Reader
 from object_server import Faults, ObjectServer
 from python_process import python
 
@@ -145,7 +146,7 @@ async def test_a_format_of_ones_own() -> None:
     ("reader", "words"),
     [
         (TooMany, r"pull\(1\) gave 2 samples|pull\(2\) gave 3 samples"),
-        (LosesOne, r"after \d samples, from {'at': 4}: sample 0 is"),
+        (LosesOne, r"after \d samples, from {'at': 4}: sample 0 differs"),
         (ForgetsCancelled, "it leaves|tasks are left"),
         (AfterTheEnd, "there are samples after the end"),
         (Tuples, "a position must be JSON"),

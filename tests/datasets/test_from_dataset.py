@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from aioloader import DataLoader, ShuffledIndices
+from aioloader import DataLoader
 from aioloader._base.blocks import Bad
 from aioloader._order.mixture import Schedule
 from aioloader._order.ranks import Share
@@ -256,20 +256,6 @@ async def test_steps_and_passes() -> None:
     assert repr(from_dataset(Plain()).take(2)) == "stream of Plain.take(...)"
 
 
-async def test_an_index_is_computed() -> None:
-    """A dataset of any length starts at once."""
-
-    class Endless(Plain):
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    stream = from_dataset(Endless(10**15), shuffle=True, seed=3)
-    stream.set_epoch(7)
-    order = ShuffledIndices(10**15, seed=3 * 0x9E3779B97F4A7C15)
-    order.set_epoch(7)
-    assert (await read(stream, 50))[0] == order.take(0, 50).tolist()
-
-
 # -- mix: shares at every prefix, stages, ends and figures -----------------------------
 
 WEIGHTS = st.lists(
@@ -501,16 +487,3 @@ def test_passes_of_a_mixture_count_the_one_under_way(times: int | None) -> None:
         seen = [loader.stats().sources["a"].passes for _ in loader]
     assert seen[0] == 1
     assert seen[-1] == (times or 1)
-
-
-def test_figures_of_a_mixture_in_a_mixture() -> None:
-    inner = mix({"x": of("x", 4).repeat(), "y": of("y", 4).repeat()})
-    stream = mix({"inner": inner.shuffle(2), "z": of("z", 50)}).shuffle(3)
-    with DataLoader(stream, 8, collate_fn=list) as loader:
-        iterator = iter(loader)
-        for _ in range(4):
-            next(iterator)
-        sources = loader.stats().sources
-    assert [*sources] == ["inner", "inner/x", "inner/y", "z"]
-    assert sources["inner"].samples == pytest.approx(16, abs=3)
-    assert sources["inner/x"].samples == pytest.approx(8, abs=4)

@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +24,6 @@ from aioloader.datasets import (
     TextDataset,
     TokenDataset,
 )
-from aioloader.datasets.files import MAX_CHUNK, ReadBatcher
 from aioloader.errors import (
     DatasetError,
     ObjectNotFoundError,
@@ -162,18 +160,6 @@ async def test_a_server_that_went_away_does_not_hang_the_exit(
 # -- files: patterns, threads, the page cache, errors of paths -------------------------
 
 
-class CountingExecutor(ThreadPoolExecutor):
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.hops: list[int] = []
-
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> "Future[Any]":
-        self.hops.append(len(args[0]))
-        return super().submit(fn, *args, **kwargs)
-
-
 def pseudo(path: str) -> str:
     if not Path(path).exists():
         pytest.skip(f"needs {path}")
@@ -213,7 +199,7 @@ def test_shows_its_names(folder: Path, tmp_path: Path) -> None:
     """A list of paths stays as it is."""
     odd = os.fsdecode(b"not-utf8-\xff[1].png")
     given: list[Path | str] = [tmp_path / "b", tmp_path / "a", tmp_path / "b", odd]
-    assert list(FileDataset(given).paths) == [os.fspath(path) for path in given]
+    assert FileDataset(given).paths == [os.fspath(path) for path in given]
     assert len(FileDataset([])) == 0
     shown = repr(FileDataset("**/*.bin", root=folder))
     assert shown.startswith("FileDataset(<12 names: 'cats/a b.bin', ")
@@ -269,32 +255,6 @@ async def test_one_failure_fails_one_read(folder: Path) -> None:
     assert ends[0] == b"cats-z" * 5
     assert isinstance(ends[1], ObjectNotFoundError)
     assert ends[2] == b"dogs-z" * 5
-
-
-@pytest.mark.parametrize(
-    ("seconds", "cancelled", "reads", "hops"),
-    [
-        # A hundred reads awaited together make two hops, not a hundred.
-        (1e-6, 0, 100, [MAX_CHUNK, 100 - MAX_CHUNK]),
-        # Where one file takes longer than a hop is worth, each travels alone.
-        (1.0, 0, 4, [1, 1, 1, 1]),
-        # Nothing is read for nobody.
-        (1e-6, 9, 1, [1]),
-    ],
-)
-async def test_hops_to_threads(
-    seconds: float, cancelled: int, reads: int, hops: list[int], folder: Path
-) -> None:
-    """Reads of one turn travel together, as far as that pays."""
-    executor = CountingExecutor()
-    asyncio.get_running_loop().set_default_executor(executor)
-    batcher = ReadBatcher(num_threads=4)
-    batcher._seconds_per_file = seconds
-    for _ in range(cancelled):
-        batcher.read(f"{folder}/cats/z.bin").cancel()
-    made = [batcher.read(f"{folder}/cats/z.bin") for _ in range(reads)]
-    assert await asyncio.gather(*made) == [b"cats-z" * 5] * reads
-    assert executor.hops == hops
 
 
 async def test_owns_its_threads_while_entered(folder: Path) -> None:

@@ -4,11 +4,9 @@ JSON lines give the same samples with and without orjson: those of ``json``.
 """
 
 import bz2
-import contextlib
 import functools
 import gzip
 import io
-import itertools
 import json
 import lzma
 import os
@@ -16,7 +14,7 @@ import resource
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,7 @@ from aioloader.datasets import (
     TarDataset,
     TextDataset,
 )
-from aioloader.datasets._stores.unpack import unpacker_of
-from aioloader.datasets._streams import engine
-from aioloader.datasets.lines import JSONDecoder, samples, without_end
+from aioloader.datasets.lines import JSONDecoder, samples
 from aioloader.datasets.mds import decoder_of
 from aioloader.errors import DatasetError, StateMismatchError
 from aioloader.testing import check_shard_format
@@ -57,53 +53,6 @@ PACKERS: dict[str, Any] = {
 
 async def outcomes(stream: Any) -> list[Any]:
     return (await read(stream, errors=DatasetError))[0]
-
-
-class Raw:
-    def __init__(self, *, at_once: bool) -> None:
-        self._at_once = at_once
-
-    def one(self, line: bytes) -> list[bytes]:
-        return [line]
-
-    def is_plain(self, piece: Any) -> bool:
-        return True
-
-    def many(
-        self, lines: Sequence[bytes], longest: int, *, is_plain: bool
-    ) -> list[bytes] | None:
-        return list(map(without_end, lines)) if self._at_once else None
-
-
-@given(
-    lines=st.lists(st.binary(max_size=12).filter(lambda b: b"\n" not in b)),
-    cuts=st.lists(st.integers(0, 200)),
-    is_closed=st.booleans(),
-    limit=st.integers(1, 5),
-    at_once=st.booleans(),
-)
-def test_lines_whatever_the_pieces(
-    lines: list[bytes], cuts: list[int], is_closed: bool, limit: int, at_once: bool
-) -> None:
-    data = b"\n".join(lines) + (b"\n" if is_closed else b"")
-    raw: Any = Raw(at_once=at_once)
-    make = functools.partial(samples, raw, 100)
-    bounds = [0, *sorted(cut for cut in cuts if 0 < cut < len(data)), len(data)]
-    sizes = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
-    found: list[bytes] = []
-    for block, at in steps(make, data, [*sizes, 1], [limit]):
-        found += block
-        assert at == len(data) or data[at - 1 : at] == b"\n"
-        assert found == expected_of(data[:at])
-    assert found == expected_of(data)
-
-
-def expected_of(data: bytes) -> list[bytes]:
-    return (
-        [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
-        if data
-        else []
-    )
 
 
 async def test_bad_lines(tmp_path: Path) -> None:
@@ -181,22 +130,6 @@ async def test_a_state_at_any_line(length: int, tmp_path: Path) -> None:
     await check_resumes(stream, lines, stops)
 
 
-@pytest.mark.slow
-async def test_a_line_of_a_gigabyte(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    with path.open("wb") as file:
-        file.write(b"first\n")
-        file.truncate(1 << 30)
-        file.seek(0, os.SEEK_END)
-        file.write(b"\nlast")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = await outcomes(TextDataset(str(path), max_sample_bytes=1 << 20))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert (found[0], found[2]) == ("first", "last")
-    assert "the line at byte 6 has 1,073,741,818 bytes, over" in str(found[1])
-    assert grown < 200_000  # KB
-
-
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.slow
 async def test_a_bomb_is_unpacked_by_the_piece(ending: str, tmp_path: Path) -> None:
@@ -224,38 +157,6 @@ async def test_packed_shards_that_are_damaged(ending: str, tmp_path: Path) -> No
         assert found[-1] == "fine"
         if ending != "zst":  # its checksum is optional, and off here
             assert any(isinstance(one, DatasetError) for one in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", PACKERS)
-@given(data=st.data())
-def test_unpackers_never_hang(ending: str, data: st.DataObject) -> None:
-    make = unpacker_of(f"a.{ending}")
-    assert make is not None
-    packed = bytearray(PACKERS[ending](data.draw(st.binary(max_size=300)) * 20))
-    for place in data.draw(st.lists(st.integers(0, len(packed) - 1), max_size=3)):
-        packed[place] ^= data.draw(st.integers(1, 255))
-    pieces = (packed[start : start + 50] for start in range(0, len(packed), 50))
-    unpacking, piece = make("x", 1 << 27), None
-    with contextlib.suppress(DatasetError, StopIteration):
-        while True:
-            found = unpacking.send(piece)
-            piece = next(pieces, b"") if found is None else None
-
-
-async def test_blocks_are_smaller_where_samples_hold_containers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The collector looks at what is held; a block goes on from piece to piece."""
-    monkeypatch.setattr(engine, "_TURN", 60.0)
-    text = '"' + "x" * 80 + '"'  # of which 5,000 are several pieces
-    lengths = []
-    for line in (text, f"[{text}]"):
-        (tmp_path / "shard.jsonl").write_text(f"{line}\n" * 5000)
-        async with aiter(JSONLinesDataset(tmp_path / "shard.jsonl")) as blocks:
-            pulls = [len(await blocks.pull(5000)) for _ in range(3)]
-        lengths.append(pulls)
-    assert lengths == [[256, 2048, 2048], [256, 256, 256]]
 
 
 # -- with and without orjson ----------------------------------------------------------
@@ -326,16 +227,6 @@ def test_what_json_reads_is_read(line: bytes) -> None:
         assert found == repr(json.loads(line))
     except (ValueError, RecursionError):
         assert found is None or not line.strip() or "damaged" in str(found)
-
-
-def test_integers_are_exact_in_large_blocks() -> None:
-    for at in range(40):
-        lines = [b'{"n": %d}' % n for n in range(40)]
-        lines[at] = b'{"pad": "%s", "n": %d}' % (b"x" * at, 10**18 + 10**19)
-        found, expected = both(lines)
-        assert found == expected
-        last = at == 39  # a line without its end is a block of its own
-        assert str(10**18 + 10**19) in found[at + last]
 
 
 @pytest.mark.parametrize("pad", range(20))

@@ -1,13 +1,9 @@
 """Names of shards, read back as a listing gives them, and listings of many pages."""
 
 import asyncio
-import fnmatch
 import glob
-import gzip
 import os
-import pickle
 import re
-import tracemalloc
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +12,6 @@ from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 from xml.sax.saxutils import escape
 
-import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -24,20 +19,16 @@ from obstore.store import LocalStore, MemoryStore, S3Store
 
 from aioloader.datasets import (
     FileDataset,
-    JSONLinesDataset,
     ObjectDataset,
-    ParquetDataset,
     TarDataset,
     TextDataset,
 )
 from aioloader.datasets._stores.addresses import matching, spell, split
-from aioloader.datasets._stores.listing import Listing
-from aioloader.datasets._stores.names import NameTable
 from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.changing import Handler, Server
 from datasets.conftest import QUICK, SECRET, Loopback
-from datasets.shards import NAMES, bytes_of, items, names, read
+from datasets.shards import NAMES, items, names, read
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
 
@@ -171,24 +162,6 @@ async def test_spelled_addresses(moto: Any) -> None:
     for root in ("s3://bucket/spelled#1", "s3://bucket/spelled?1"):
         with pytest.raises(ValueError, match="no object in"):
             await ObjectDataset.discover(root)  # not of `spelled`
-
-
-@pytest.mark.parametrize(
-    ("make", "pattern"),
-    [
-        (JSONLinesDataset, "*.jsonl"),
-        (ParquetDataset, "*.parquet"),
-        (TextDataset, "*.gz"),
-    ],
-)
-async def test_of_every_format(make: Any, pattern: str) -> None:
-    """Whatever cuts the shard; the end of the name tells how it is packed."""
-    store, found = MemoryStore(), ["a#b", "a%20b", "a?b"]
-    for name in found:
-        store.put(f"{name}.parquet", bytes_of(pa.table({"name": [name]}), "parquet"))
-        store.put(f"{name}.jsonl", f'{{"name": "{name}"}}'.encode())
-        store.put(f"{name}.txt.gz", gzip.compress(name.encode()))
-    assert await names(make(pattern, store=store)) == found
 
 
 @pytest.mark.slow
@@ -346,14 +319,6 @@ def test_addresses_of_keys(names: list[str]) -> None:
         assert split(address) == ((address, "") if is_whole else (root, key))
 
 
-@given(pattern=st.text("ab*?[]!-./", max_size=8), names=st.data())
-def test_patterns_of_random_signs(pattern: str, names: Any) -> None:
-    """In a store they match what they match on disk, segment by segment."""
-    name = names.draw(st.text("ab]-", min_size=1, max_size=6))
-    if "/" not in pattern and pattern != "**":
-        assert matching([name], pattern) == fnmatch.filter([name], pattern)
-
-
 def test_a_pattern_of_many_stars_takes_no_time() -> None:
     """Each star is matched where it first can be, and no other place is tried."""
     assert not matching(["a" * 2000], "*a" * 40 + "b")
@@ -419,57 +384,6 @@ async def test_in_a_store(
 Names = st.lists(
     st.text() | st.binary().map(lambda b: b.decode("utf-8", "surrogateescape"))
 )
-
-
-@given(Names, st.integers(-9, 9), st.slices(8))
-def test_names_are_as_a_list(names: list[str], index: int, part: slice) -> None:
-    """A table gives what the list gives, by index, slice and iteration."""
-    table = NameTable(names)
-    assert list(table) == names
-    assert table == names
-    assert table[part] == names[part]
-    if -len(names) <= index < len(names):
-        assert table[index] == names[index]
-    else:
-        with pytest.raises(IndexError):
-            table[index]
-
-
-def test_big_names_travel_out_of_band() -> None:
-    """A table gives its two buffers to whoever ships them apart."""
-    buffers: list[Any] = []
-    table = NameTable(f"{index:040d}" for index in range(1000))
-    head = pickle.dumps(table, 5, buffer_callback=buffers.append)
-    assert len(head) < 1000
-    assert sum(buffer.raw().nbytes for buffer in buffers) == 40_000 + 8_008
-
-
-def test_listing_leaves_out_folder_markers() -> None:
-    """An empty object is a folder's marker only if there are keys below it."""
-    found = {"a/x": 1, "a": 0, "a-b": 0, "b": 0, "c": 2, "c/x": 0, "": 0}
-    listing = Listing(found)
-    assert list(listing) == ["a-b", "a/x", "b", "c", "c/x"]
-    assert listing.sizes.tolist() == [0, 1, 0, 2, 0]
-
-
-# Few names that are beginnings of others; an empty one is a folder's marker or a file.
-Keys = st.text("a/!", max_size=4)
-
-
-@given(st.dictionaries(Keys, st.integers(0, 2)), st.lists(st.integers(1, 4)))
-@pytest.mark.parametrize("is_ordered", [True, False])
-def test_pages_are_as_the_whole(
-    is_ordered: bool, found: dict[str, int], lengths: list[int]
-) -> None:
-    left = sorted(found) if is_ordered else list(found)
-    pages = []
-    for length in [*lengths, len(left)]:
-        pages.append(Listing({key: found[key] for key in left[:length]}))
-        del left[:length]
-    pages += pages[:1]  # a page that came twice
-    whole, joined = Listing(found), Listing.joined(pages)
-    assert list(joined.items()) == list(whole.items())
-    assert not pages
 
 
 def many(count: int) -> dict[str, int]:
@@ -553,24 +467,3 @@ async def test_cancelled_amid_the_pages(noise: list[Any]) -> None:
             await task
         await beside(lambda: server.wait_for(lambda: not server.counts().in_flight))
         assert 150 < server.counts().requests < 2000
-
-
-@pytest.mark.slow
-@pytest.mark.one_loop
-async def test_what_many_keys_take() -> None:
-    """Memory holds the names twice at most, in their buffers, for a moment."""
-    sizes = many(100_000)
-    with serve(sizes) as server:
-        bucket, config = f"s3://{server.bucket}", options(server)
-        # What every listing takes, and the server.
-        await ObjectDataset.discover(bucket, prefix="train/000", store_options=config)
-        tracemalloc.start()
-        try:
-            found = await ObjectDataset.discover(bucket, store_options=config)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-    assert list(found.keys) == sorted(sizes)
-    # A key's bytes, its end and its size; and 4 MB for pages under way. As a list of
-    # strings, and a dict of their sizes, it would be three times as much.
-    assert peak < 2 * sum(len(key) + 16 for key in sizes) + (4 << 20)

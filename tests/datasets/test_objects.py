@@ -416,35 +416,6 @@ async def test_of_two_requests_one_may_fail() -> None:
 # -- their end ----------------------------------------------------------------------
 
 
-async def test_drain_waits_for_requests_in_flight() -> None:
-    """What is followed when the drain begins is awaited."""
-    flights, request = Flights(), asyncio.get_running_loop().create_future()
-    following = asyncio.create_task(flights.follow(request))
-    await asyncio.sleep(0)
-    draining = asyncio.create_task(flights.drain(60.0))
-    await asyncio.sleep(0)
-    assert not draining.done()
-    request.set_result(7)
-    del request
-    assert await following == 7
-    await draining
-
-
-async def test_drain_waits_for_what_is_held() -> None:
-    """A request that is over but still referred to is one a thread may be busy with."""
-    flights, held = Flights(), [asyncio.get_running_loop().create_future()]
-    following = asyncio.create_task(flights.follow(held[0]))
-    await asyncio.sleep(0)
-    following.cancel()
-    draining = asyncio.create_task(flights.drain(60.0))
-    await asyncio.wait({following})
-    await asyncio.sleep(0)
-    assert not draining.done()
-    held.clear()
-    del following
-    await draining
-
-
 async def test_a_request_that_is_kept_keeps_no_frames() -> None:
     """obstore's threads may hold a failed request until the next call of obstore."""
 

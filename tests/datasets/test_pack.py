@@ -293,22 +293,6 @@ def test_an_index_by_either_way(
     )
 
 
-@pytest.mark.parametrize("command", [[], ["pack"], ["index"]])
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main([*command, "--help"])
-    assert raised.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith(" ".join(["usage: aioloader", *command]))
-    if command:
-        assert "example" in said
-    if command == ["pack"]:
-        assert all(
-            f"--{name}" in said
-            for name in ("format", "shard-size", "jobs", "class-folders", "shuffle")
-        )
-
-
 @pytest.mark.slow
 def test_as_a_program(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,26 +2,19 @@
 
 import asyncio
 import base64
-import gc
-import threading
-import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pyarrow import compute as pc
 from pyarrow import parquet as pq
 from pyarrow.parquet import encryption
 
-from aioloader import DataLoader
-from aioloader._base.blocks import Bad, Block
+from aioloader._base.blocks import Bad
 from aioloader.datasets import ParquetDataset, write_parquet
-from aioloader.datasets._arrow import files, parquet
+from aioloader.datasets._arrow import files
 from aioloader.datasets._arrow.parquet import ParquetFormat
 from aioloader.datasets._arrow.ranges import Ranges
 from aioloader.datasets._arrow.wanted import Filters
@@ -154,50 +147,6 @@ def test_a_loop_that_is_gone_is_an_error() -> None:
         ranges.read(0, 9)
 
 
-async def test_no_error_is_kept(tmp_path: Path) -> None:
-    """Not even one of those by which footers are checked: pyarrow would keep it."""
-    write(tmp_path / "a.parquet", pa.table({"row": range(9)}))
-
-    def errors() -> int:
-        gc.collect()
-        found = [one for one in gc.get_objects() if isinstance(one, BaseException)]
-        return sum(
-            any(frame.f_code.co_filename == parquet.__file__ for frame, _ in frames)
-            for frames in (traceback.walk_tb(one.__traceback__) for one in found)
-        )
-
-    before = errors()
-    for _ in range(3):
-        stream: Any = ParquetDataset(str(tmp_path / "a.parquet"), ["row"])
-        assert [row["row"] async for row in stream] == [*range(9)]
-    assert errors() <= before
-
-
-async def test_requests_stay_within_the_budget(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0)
-    columns = {name: noise.random(400_000) for name in "abc"}
-    path = write(
-        tmp_path / "a.parquet",
-        pa.table(columns),
-        rows=400_000,
-        use_dictionary=False,
-        compression="none",
-    )
-    local, budget = Local(is_remote=True), 3 << 20
-    reader = ParquetFormat(path, local).open((path, 0), {}, budget)
-    row = most = 0
-    while len(block := await reader.pull(10_000)):
-        row += len(block)
-        asked = sum(stop - start for start, stop in local.spans[1:])
-        most = max(most, asked - row * 24)
-        if row < 200_000:
-            assert not reader.is_draining()
-    assert row == 400_000
-    # What pyarrow holds of each column, and a range that is used at both ends.
-    assert most < budget + (1 << 20)
-    await reader.aclose()
-
-
 async def test_a_footer_is_read_once_for_its_row_groups(
     numbered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,36 +160,6 @@ async def test_a_footer_is_read_once_for_its_row_groups(
     assert len(await read_all(made)) == 100
     assert len(local.spans) == 2 + 6 + 2
     assert local.closed == 2
-
-
-@pytest.mark.parametrize(("columns", "is_quick"), [(["n"], True), (None, False)])
-async def test_few_numbers_are_collated_on_the_loop(
-    columns: Any, is_quick: bool, numbered: str
-) -> None:
-    """A hop to a thread would cost more; text takes it."""
-    loader: Any = DataLoader(ParquetDataset(numbered, columns), 8)
-    names: set[str] = set()
-    async for _ in loader:
-        names |= {thread.name for thread in threading.enumerate()}
-    assert ("aioloader-cpu" not in names) is is_quick
-
-
-# -- epochs ------------------------------------------------------------------------
-
-
-async def test_a_file_rewritten_between_epochs(tmp_path: Path) -> None:
-    paths = [
-        write(tmp_path / f"{n}.parquet", pa.table({"n": [n], "text": ["a"]}))
-        for n in range(2)
-    ]
-    stream = ParquetDataset(paths)
-    assert [row async for row in stream] == [{"n": n, "text": "a"} for n in range(2)]
-    first = pa.table({"n": [7], "text": ["b"]})
-    write(Path(paths[0]), first)
-    assert [row["n"] async for row in stream] == [7, 1]
-    write(Path(paths[0]), first.select(["text"]))
-    with pytest.warns(UserWarning, match=r"has columns \['n'\] that the first file"):
-        assert [row async for row in stream] == [{"text": "b"}, {"text": "a"}]
 
 
 # -- damage ------------------------------------------------------------------------
@@ -326,33 +245,12 @@ def small(tmp_path: Path) -> str:
     return write(tmp_path / "small.parquet", table, rows=ROWS)
 
 
-@pytest.fixture
-def hops(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Block]]]:
-    """Return what was decoded by each hop to a thread."""
-    found: list[list[list[Block]]] = []
-    step_all = files._step_all
-
-    def noted(shards: Sequence[Any], nbytes: int) -> Any:
-        steps = step_all(shards, nbytes)
-        found.append([[block for _, block in made] for made in steps.values()])
-        return steps
-
-    monkeypatch.setattr(files, "_step_all", noted)
-    return found
-
-
 async def numbers(made: ParquetDataset) -> list[Any]:
     found: list[Any] = []
     async with aiter(made) as rows:
         while len(block := await rows.pull(64)):
             found += [row if isinstance(row, Bad) else int(row["n"]) for row in block]
     return found
-
-
-async def test_few_hops(small: str, hops: list[Any]) -> None:
-    assert await numbers(ParquetDataset(small)) == [*range(GROUPS * ROWS)]
-    assert len(hops) < GROUPS / 4
-    assert sum(len(shards) for shards in hops) == GROUPS
 
 
 async def test_only_the_damaged_one_is_lost(small: str) -> None:
@@ -368,18 +266,6 @@ async def test_only_the_damaged_one_is_lost(small: str) -> None:
     del found[at]
     lost = range(7 * ROWS, 8 * ROWS)
     assert found == [n for n in range(GROUPS * ROWS) if n not in lost]
-
-
-async def test_bytes_are_counted_as_decoded(tmp_path: Path, hops: list[Any]) -> None:
-    """What is small as it is written, but not decoded, is not held all at once."""
-    table = pa.table({"n": np.zeros(40 * 20_000, np.int64)})
-    path = write(tmp_path / "zeros.parquet", table, rows=20_000)
-    async with aiter(ParquetDataset(path, max_bytes=1 << 20)) as rows:
-        while len(await rows.pull(1 << 14)):
-            pass
-    decoded = [sum(len(b) for blocks in shards for b in blocks) * 8 for shards in hops]
-    assert sum(decoded) == table.nbytes
-    assert max(decoded) <= (1 << 18) + 16_384 * 8  # its share, and a batch
 
 
 # -- filters: row groups are skipped by statistics -------------------------------------
@@ -544,22 +430,6 @@ async def test_filters_that_do_not_suit(hundred: str) -> None:
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
         with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):
             await shards(ParquetFormat(hundred, Local(), filters=filters))
-
-
-TERMS = st.tuples(
-    st.sampled_from(["n", "x", "text"]),
-    st.sampled_from(["==", "!=", "<", ">", "<=", ">="]),
-    st.integers(-1, 101),
-).map(lambda t: (t[0], t[1], str(t[2]) if t[0] == "text" else t[2]))
-
-
-@pytest.mark.fuzz
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(TERMS, min_size=1, max_size=3), min_size=1, max_size=3))
-async def test_any_filters(hundred: str, filters: Any) -> None:
-    made = ParquetFormat(hundred, Local(), filters=filters)
-    table = pq.read_table(hundred, filters=filters)
-    assert plain(await read_all(made)) == expected(table)
 
 
 class Keys(encryption.KmsClient):  # type: ignore[misc]

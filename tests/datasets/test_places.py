@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import ssl
 import struct
-import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -29,8 +28,6 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
-from aioloader.datasets._stores.bytes import FileBytes, ObjectBytes
-from aioloader.datasets._stores.failures import Piece, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from beside import beside
 from datasets.changing import ChangingServer
@@ -168,70 +165,6 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
                 assert held <= 1.25 * budget, taken
 
 
-async def settled() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
-
-
-async def test_pieces_grow_and_end_where_blocks_do() -> None:
-    """Few are asked for before anybody reads, and never more than the budget."""
-    size, budget = (20 << 20) + 5, 16 << 20
-    asked: list[tuple[int, int]] = []
-
-    class Object:
-        location, block = "x", 0
-
-        async def fetch(self, start: int, stop: int, _version: Any) -> Piece:
-            asked.append((start, stop))
-            await asyncio.sleep(0)
-            return Piece(bytes(stop - start), Version(size))
-
-    one: Any = Object()
-    found = ObjectBytes(one, 1000, budget)
-    found.begin()
-    await settled()
-    assert asked[0] == (1000, 1 << 16)
-    assert asked[-1][1] == budget // 8
-    assert found.bytes_ahead() == budget // 8 - 1000
-    assert not found.is_draining()
-    received = 1000
-    while length := len(memoryview(await found.read())):
-        await settled()
-        received += length
-        ahead = asked[-1][1] - received
-        assert ahead <= budget
-        assert found.is_draining() == (asked[-1][1] == size and ahead <= budget // 2)
-    assert received == size
-    assert [start for start, _ in asked[1:]] == [stop for _, stop in asked[:-1]]
-    lengths = [stop - start for start, stop in asked[1:-1]]
-    assert lengths[:4] == [1 << 16, 1 << 17, 1 << 18, 1 << 19]
-    assert set(lengths[4:]) == {1 << 20}
-    await found.aclose()
-
-
-async def test_a_thread_that_reads_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    file = FileBytes(str(tmp_path / "a"), 0, 1 << 20)
-    entered, release = threading.Event(), threading.Event()
-
-    def use(read: Any) -> bytes:
-        entered.set()
-        release.wait()
-        return bytes(read())
-
-    task = asyncio.create_task(file.use(use))
-    await asyncio.to_thread(entered.wait)
-    for _ in range(2):
-        task.cancel()
-        await settled()
-    was_done = task.done()
-    release.set()
-    await asyncio.wait([task])
-    assert (was_done, task.cancelled()) == (False, True)
-    assert await file.read() == b""
-    await file.aclose()
-
-
 # -- through a local cache: read once, and never something old ------------------------
 
 
@@ -263,22 +196,6 @@ async def test_the_second_epoch_is_local(tmp_path: Path) -> None:
         batches = await beside(lambda: list(loader))
         assert sorted(name_of(s) for b in batches for s in b) == sorted(NAMES)
         assert bodies(server) <= served + 8
-
-
-@pytest.mark.slow
-async def test_big_objects_and_faults(tmp_path: Path) -> None:
-    faults = Faults(errors=0.1, resets=0.1, truncated=0.1, seed=2)
-    objects = {f"{at}.tar": big_shard(1200, 8000) for at in range(3)}
-    with ObjectServer(objects, faults=faults) as server:
-        stream = TarDataset(
-            "{0..2}.tar", store=server.url, interleave=3, requests=QUICK
-        ).cache(tmp_path)
-        found, _ = await read(stream)
-        served = bodies(server)
-        again, _ = await read(stream)
-        assert bodies(server) < served + 100
-    assert [s["__key__"] for s in found] == [s["__key__"] for s in again]
-    assert len(found) == 3600
 
 
 async def test_two_loops_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
-from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader._pipeline.evened import EvenedQueue
 from aioloader._pipeline.ready import ReadyQueue
 from aioloader.datasets import from_iterable
@@ -307,16 +306,6 @@ def test_a_rank_without_samples(tail: Any) -> None:
         read_all(parts([0, 4]), 2, tail=tail)
     assert read_all(parts([4, 0]), 2, tail="drop") == [[], []]
     assert read_all(parts([0, 0]), 2, tail=tail) == [[], []]
-
-
-@given(st.integers(0, 9), st.booleans(), st.tuples(*[st.integers(0, 9)] * 2))
-def test_who_has_nothing_to_do_waits_for_others(
-    own: int, pads: bool, told: tuple[int, int]
-) -> None:
-    """Not for a batch of its own, which would never come: the wait has a limit."""
-    counts = Counts.of([(min(told[0], own), False, False), (told[1], False, True)])
-    end = SharedEnd(pads, made=own, passed=own, has_ended=True, counts=counts)
-    assert end.needs_others() or end.lacking() > 0
 
 
 def test_a_rank_that_leaves() -> None:

@@ -24,8 +24,15 @@ from aioloader.datasets.sharded import ShardedStream
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import STREAMS, Ranks, lines, merge_states, numbers, trimmed
-from datasets.shards import check_resumes, items, parquet, read, sqlite, write_lines
-from datasets.test_interleave import Memory, Reader
+from datasets.shards import (
+    Memory,
+    check_resumes,
+    items,
+    parquet,
+    read,
+    sqlite,
+    write_lines,
+)
 
 KINDS = pytest.mark.parametrize("kind", STREAMS)
 SHARED = pytest.mark.filterwarnings("ignore:.*take turns at:UserWarning")
@@ -188,27 +195,6 @@ async def test_readers_of_a_rank_have_one_snapshot(tmp_path: Path) -> None:
     assert cuts == [cuts[0]] * 4
 
 
-class Budgets(Memory):
-    """24 empty shards; notes the budget of each that is opened."""
-
-    def __init__(self) -> None:
-        super().__init__(list, made=[[]] * 24)
-        self.noted: list[int] = []
-
-    def open(self, shard: Any, position: dict[str, Any], budget: int) -> Reader:
-        self.noted.append(budget)
-        return super().open(shard, position, budget)
-
-
-async def test_memory_is_shared_by_the_readers_of_a_rank() -> None:
-    for count, ranks in ((1, 1), (6, 1), (24, 1), (12, 2)):
-        made_by = Budgets()
-        stream: Any = ShardedStream(made_by, max_bytes=2400, interleave=24)
-        await read(stream.readers(count).shard(0, ranks))
-        assert sum(made_by.noted) == 2400, count
-        assert len(made_by.noted) == 24 // ranks
-
-
 async def test_readers_begin_at_once() -> None:
     waiting: set[int] = set()
     release = asyncio.Event()
@@ -328,19 +314,6 @@ async def test_states_that_do_not_belong_together() -> None:
     ) as caught:
         numbers().load_state_dict({"version": 0})
     assert (caught.value.expected, caught.value.found) == (0, 5)
-
-
-async def test_a_rank_that_had_a_batch_less(tmp_path: Path) -> None:
-    write_lines(tmp_path, (9, 2, 9, 2))
-    stream = TextDataset(str(tmp_path / "*"), interleave=4).readers(4)
-    async with Ranks(stream, 2) as reading:
-        found = await reading.batches(4, 2)
-        over = changed(reading.states()[1], ended=True)
-        found += await reading.batches(4, 1)
-        state = merge_states([reading.states()[0], over])
-    async with Ranks(stream, 1, state) as reading:
-        found += await reading.batches(4)
-    assert len({*chain(*found)}) == len([*chain(*found)]) == 9 + 2 + 9 + 2
 
 
 async def test_integers_of_numpy(tmp_path: Path) -> None:

@@ -283,17 +283,6 @@ def test_a_null_in_a_struct_names_the_field() -> None:
     assert rows[:1].collate()["x"]["b"] == [None]
 
 
-def test_nulls_in_one_part_only() -> None:
-    without, with_null = rows_of(pa.int8(), [1, 2]), rows_of(pa.int8(), [3, None])
-    joined = without.joined([with_null])
-    assert joined is not None
-    assert [row["x"] for row in joined] == [1, 2, 3, None]
-    with pytest.raises(TypeError, match="row 3 of this batch of 4"):
-        joined.collate()
-    assert joined[:3].collate()["x"].tolist() == [1, 2, 3]
-    assert joined.pick([2, 0]).collate()["x"].tolist() == [3, 1]
-
-
 # -- a block -----------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ import threading
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -43,7 +42,6 @@ from aioloader.errors import (
 from beside import beside
 from datasets.changing import Handler, Server
 from datasets.shards import (
-    LENGTHS,
     NAMES,
     bytes_of,
     check_resumes,
@@ -238,17 +236,6 @@ async def test_what_waiting_cannot_cure_is_raised_at_once(
         await names(TextDataset("big.txt", store=shop))
     assert shop.gets == 1
     assert "MARKER" not in str(caught.value)
-
-
-@pytest.mark.parametrize("defect", [KeyError("x"), TypeError("x"), ZeroDivisionError()])
-async def test_defects_are_the_users(shop: Shop, defect: Exception) -> None:
-    shop.failures = [defect] * 9
-    with pytest.raises(type(defect)) as caught:
-        await names(TextDataset("big.txt", store=shop))
-    assert caught.value is defect
-    shop.failures = [StopAsyncIteration()]  # the end of something that it iterates over
-    with pytest.raises(RuntimeError, match=r"Shop.get\(\) raised StopAsyncIteration"):
-        await names(TextDataset("big.txt", store=shop))
 
 
 async def test_wrong_answers_are_told(shop: Shop) -> None:
@@ -512,21 +499,6 @@ async def test_tokens_are_sent_and_never_shown(hub: Hub) -> None:
     with pytest.raises(DatasetError, match=r"HF_TOKEN|may not read") as caught:
         await names(TextDataset(f"{ROOT}/README.md", **hub_options(hub, token=wrong)))
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
-
-
-async def test_the_users_threads_are_free(hub: Hub) -> None:
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    hub.reads.clear()
-    stream = TextDataset(f"{ROOT}/data/{{0..7}}.txt", **hub_options(hub))
-    reading = asyncio.create_task(names(stream))
-    try:
-        while not any("resolve" in one for one in hub.seen):
-            await asyncio.to_thread(int)
-        async with asyncio.timeout(SOON.deadline):
-            await asyncio.to_thread(int)
-    finally:
-        hub.reads.set()
-    assert len(await reading) == sum(LENGTHS)
 
 
 def test_wrong_options_are_named() -> None:

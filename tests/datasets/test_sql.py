@@ -3,14 +3,12 @@
 import asyncio
 import json
 import os
-import pickle
 import sqlite3
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import adbc_driver_postgresql.dbapi
 import numpy as np
 import pytest
 from hypothesis import given
@@ -174,14 +172,6 @@ async def test_sqlite_s_own_row_number(sqlite: Database) -> None:
     assert await keys_of(made, "rowid") == [1, 2, 3]
 
 
-async def test_as_many_columns_as_sqlite_has(sqlite: Database) -> None:
-    names = ", ".join(f"c{at}" for at in range(1999))
-    sqlite.run(f"CREATE TABLE t (id INTEGER PRIMARY KEY, {names})")
-    sqlite.run(f"INSERT INTO t VALUES (1, {names.replace('c', '')})")
-    (row,) = await rows_of(SQLFormat(sqlite.url, "t", key="id"))
-    assert [*row.values()] == [1, *range(1999)]
-
-
 async def test_partitioned_tables_and_schemas(postgresql: Database) -> None:
     postgresql.run(
         "CREATE TABLE t (id INT PRIMARY KEY, n INT) PARTITION BY RANGE (id)",
@@ -329,18 +319,6 @@ async def test_the_state_says_how_it_was_cut(
     assert head + rest == [*range(100)]
 
 
-async def test_ranges_that_were_empty(database: Database) -> None:
-    database.run("CREATE TABLE t (id BIGINT PRIMARY KEY)")
-    assert (await keys(stream_of(database)))[0] == []
-    await beside(lambda: database.run("INSERT INTO t VALUES (7)"))
-    head, state = await keys(stream_of(database, interleave=2), 1)
-    assert head == [7]
-    assert source_state(state)["shards"]["count"] == 8
-    await beside(lambda: database.run("INSERT INTO t VALUES (1), (8), (9), (10)"))
-    again = stream_of(database, interleave=2)
-    assert (await keys(again, state=state))[0] == [8, 9, 10]
-
-
 async def test_a_state_is_small(database: Database) -> None:
     """Some hundred bytes, though much was read ahead; more only for more ranges."""
     database.fill("t", 5000)
@@ -408,18 +386,6 @@ async def test_without_a_log_writers_wait(tmp_path: Path) -> None:
     assert len(await keys_of(made)) == 1999
 
 
-async def test_two_iterations_have_snapshots_of_their_own(database: Database) -> None:
-    database.fill("t", 300)
-    made = SQLFormat(database.url, "t", key="id", partitions=2)
-    async with opened(made) as old:
-        await old[0].pull(1)
-        await beside(lambda: database.run("DELETE FROM t WHERE id >= 100"))
-        async with opened(pickle.loads(pickle.dumps(made))) as new:
-            for readers, count in ((new, 100), (old, 299)):
-                rows = [row for reader in readers for row in await rest_of(reader)]
-                assert len(rows) == count
-
-
 # -- memory, and ends -------------------------------------------------------------
 
 
@@ -460,35 +426,6 @@ def working(postgresql: Database) -> int:
         "AND pid <> pg_backend_pid()"
     )[0][0]
     return count
-
-
-# -- as a stream ------------------------------------------------------------------
-
-
-async def test_one_driver_and_few_connections(
-    postgresql: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PostgreSQL's driver reads all types when it is loaded: once, for all ranges.
-
-    One after the other, they take two connections: the leader's and a reader's.
-    """
-    postgresql.fill("t", 100)
-    count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'aioloader'"
-    loaded: list[Any] = []
-    driver = adbc_driver_postgresql.dbapi
-    connect = driver.connect
-
-    def counted(*args: Any, **options: Any) -> Any:
-        loaded.append(args)
-        return connect(*args, **options)
-
-    monkeypatch.setattr(driver, "connect", counted)
-    made = SQLFormat(postgresql.url, "t", key="id", partitions=4)
-    async with opened(made) as readers:
-        rows = [len(await rest_of(reader)) for reader in readers]
-        assert (await beside(lambda: postgresql.run(count)))[0][0] == 2
-    assert sum(rows) == 100
-    assert len(loaded) == 1
 
 
 # -- how much a reader of a database holds, and how soon it ends ----------------------
@@ -550,16 +487,6 @@ async def test_large_rows_are_bounded_by_their_bytes(
         made = SQLFormat(database.url, "t", key="id", partitions=[2000])
         async with opened(made, BUDGET) as (_, reader):
             check_held(await batches(reader))
-
-
-async def test_small_rows_are_read_in_few_batches(database: Database) -> None:
-    """They grow eightfold to their size."""
-    database.fill("t", 20_000)
-    made = SQLFormat(database.url, "t", key="id", partitions=1)
-    async with opened(made) as (reader,):
-        found = await batches(reader)
-    assert sum(map(len, found)) == 20_000
-    assert len(found) < 10
 
 
 ENDLESS = (

@@ -3,7 +3,6 @@
 import contextlib
 import datetime as dt
 import decimal
-import pickle
 import re
 import uuid
 import zoneinfo
@@ -221,20 +220,6 @@ async def test_a_late_value(
     assert rows == expected
 
 
-async def test_blocks_of_all_ranges_are_alike(database: Database) -> None:
-    database.run("CREATE TABLE t (id INTEGER PRIMARY KEY, x REAL, y TEXT)")
-    database.run(
-        "INSERT INTO t VALUES (1, 0.5, 'a'), (2, NULL, NULL), (3, 1, 'b'), (4, 7, '')"
-    )
-    async with opened(SQLFormat(database.url, "t", key="id", partitions=4)) as readers:
-        blocks = [await reader.pull(9) for reader in readers]
-    first, *others = blocks
-    assert isinstance(first, Rows)
-    joined = first.joined(others)
-    assert joined is not None
-    assert [row["y"] for row in joined] == ["a", None, "b", ""]
-
-
 @pytest.mark.parametrize("bad", ["x'ff41'", "CAST(x'ff41' AS TEXT)"])
 async def test_what_is_among_texts(sqlite: Database, bad: str) -> None:
     """Numbers are texts; of text that is no UTF-8 only the row fails."""
@@ -411,19 +396,6 @@ async def test_exact_numbers(postgresql: Database, kind: str) -> None:
     assert float(rows[1]["xs"][0]) == 0.1
     assert float(rows[0]["m"]) == 92233720368547758.07
     assert float(rows[0]["ms"][0]) == 1.5
-
-
-async def test_batches_of_exact_numbers(postgresql: Database) -> None:
-    fill_exact(postgresql)
-    stream = SQLDataset(postgresql.url, "t", key="id", columns=["x"], partitions=1)
-    loader: Any = DataLoader(stream.shuffle(9), 9)
-    (batch,) = [batch async for batch in loader]
-    assert sorted(map(str, batch["x"])) == sorted(
-        [*map(str, map(decimal.Decimal, EXACT)), "None"]
-    )
-    async with opened(SQLFormat(postgresql.url, "t", key="id")) as readers:
-        block = await readers[0].pull(9)
-        assert [*map(str, pickle.loads(pickle.dumps(block)))] == [*map(str, block)]
 
 
 @pytest.mark.slow

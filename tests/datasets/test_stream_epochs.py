@@ -1,7 +1,5 @@
 """Streams that repeat, and epochs of a given length, which continue for each reader."""
 
-import asyncio
-import contextlib
 import itertools
 import json
 from collections import Counter
@@ -14,10 +12,7 @@ import pytest
 import torch
 
 from aioloader import DataLoader, merge_states
-from aioloader._order.ranks import Share
-from aioloader.datasets import JSONLinesDataset, TextDataset, from_iterable
-from aioloader.datasets._streams.cursors import Reading
-from aioloader.datasets._streams.steps import Repeated
+from aioloader.datasets import TextDataset, from_iterable
 from aioloader.errors import StateMismatchError
 from beside import beside
 from datasets.ranks import lines, of_ranks
@@ -53,41 +48,6 @@ async def test_shards_are_shuffled_in_each_pass(tmp_path: Path) -> None:
     half = len(found) // 2
     assert sorted(found[:half]) == sorted(found[half:])
     assert found[:half] != found[half:]
-
-
-async def test_a_pass_whose_end_is_cancelled_is_closed() -> None:
-    closed: list[int] = []
-    is_closing = asyncio.Event()
-
-    class Pass:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        async def pull(self, _limit: int) -> list[Any]:
-            return []
-
-        def state(self) -> dict[str, Any]:
-            return {}
-
-        async def aclose(self) -> None:
-            is_closing.set()
-            await asyncio.sleep(0)
-            closed.append(self.number)
-
-    async def open_pass(number: int, _state: Any) -> Any:
-        return Pass(number)
-
-    reading = Reading(0, Share(), contextlib.AsyncExitStack())
-    state = {"good": True}
-    first: Any = Pass(0)
-    repeated = Repeated(first, state, reading, open_pass=open_pass, times=None)
-    pulling = asyncio.create_task(repeated.pull(1))
-    await is_closing.wait()
-    pulling.cancel()
-    await asyncio.gather(pulling, return_exceptions=True)
-    assert closed == [0]
-    await repeated.aclose()
-    assert closed == [0, 1]
 
 
 async def test_an_empty_pass_is_not_the_end(tmp_path: Path) -> None:
@@ -149,30 +109,6 @@ def _listed(batch: Any) -> Any:
     return batch.tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "workers"), [(1, 0), (8, 0), (9, 0), (11, 2)])
-def test_tails(count: int, workers: int) -> None:
-    options = in_workers(workers)
-
-    def found(tail: Any) -> Any:
-        stream = numbers().epoch_length(count)
-        return loaders(stream, 2, batch_size=2, tail=tail, **options)
-
-    for tail in ("wrap", None, "drop", "pad"):
-        both = found(tail)
-        sizes = [[len(b[0] if tail == "pad" else b) for b in rank] for rank in both]
-        assert sizes[0] == sizes[1]
-        unit = 2 * max(1, workers)
-        total = sum(map(sum, sizes))
-        assert total == (
-            count - count % unit if tail == "drop" else -(-count // unit) * unit
-        )
-        if tail == "pad":
-            masks = [kept for rank in both for _, mask in rank for kept in mask]
-            assert sum(masks) == count
-    assert sum(len(batch) for rank in found("uneven") for batch in rank) == count
-
-
 def padded(stream: Any, size: int, rank: int, ranks: int, **options: Any) -> Any:
     """Return the loader of one rank, of global batches of a size."""
     asked: Any = {"rank": rank, "world_size": ranks, "tail": "pad", **options}
@@ -196,25 +132,6 @@ def test_a_mask_on_other_ranks(first: int, second: int, options: Any) -> None:
             for samples, mask in map(_listed, loader):
                 found += [*compress(samples, mask)]
     assert sorted(found) == [*range(13)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("batch_size", "workers"),
-    [(1, 0), (3, 0), (3, 2), pytest.param(1, 2, marks=pytest.mark.fuzz)],
-)
-def test_failed_samples_do_not_count(
-    batch_size: int, workers: int, tmp_path: Path
-) -> None:
-    for shard in range(4):
-        text = [f"{shard}{n:02}" if n % 9 < 4 * shard else "{" for n in range(40)]
-        (tmp_path / f"{shard}.jsonl").write_text("\n".join(["1", *text]))
-    stream = JSONLinesDataset(str(tmp_path / "*"), interleave=4).epoch_length(72)
-    options: Any = {"batch_size": batch_size, "on_error": "skip", "tail": "pad"}
-    options |= in_workers(workers)
-    both = loaders(stream, 2, **options)
-    assert [len(rank) for rank in both] == [36 // batch_size] * 2
-    assert all(mask == [True] * batch_size for rank in both for _, mask in rank)
 
 
 def of_layout(stream: Any, ranks: int, workers: int) -> list[Any]:
@@ -316,19 +233,6 @@ def test_columns_and_masks(tmp_path: Path) -> None:
         with padded(stream, 8, rank, 2, collate_fn=len) as loader:
             found.append([(size, mask.tolist()) for size, mask in loader])
     assert found == [[(4, [True] * 4), (1, [True])], [(4, [True] * 4), (1, [False])]]
-
-
-async def test_orders_of_old_passes_are_not_kept(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    await asyncio.to_thread(path.write_text, "x\n")
-    stream = TextDataset([str(path)] * 3, shuffle=True)
-    async with contextlib.AsyncExitStack() as stack:
-        reading = Reading(0, Share(), stack)
-        cursor = await stream.repeat(9).open(reading, {})
-        assert sum([len(await cursor.pull(1)) for _ in range(28)]) == 27
-        await cursor.aclose()
-        (orders,) = (one for one in reading.listed.values() if isinstance(one, dict))
-        assert len(orders) == 2
 
 
 # -- epochs that continue -------------------------------------------------------------

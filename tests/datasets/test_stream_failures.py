@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -17,13 +17,11 @@ from aioloader.datasets import (
     from_async_iterable,
     from_iterable,
 )
-from aioloader.datasets._streams import steps
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.errors import DatasetError, FailureBudgetError, ShardChangedError
 from beside import beside
 from datasets import shards
-from datasets.shards import read
-from datasets.test_interleave import Memory
+from datasets.shards import Memory, read
 
 SKIP: Any = {"on_error": "skip", "collate_fn": list}
 
@@ -225,44 +223,6 @@ async def test_long_orders_are_made_beside_the_loop(looked_up: dict[int, int]) -
     assert here not in looked_up
     await read(numbers(100).shuffle(50))  # a short one is not worth a thread
     assert looked_up[here] == 100
-
-
-async def test_a_window_is_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pauses, and beside the loop: the loop would wait for all of it."""
-    threads: list[int] = []
-    monkeypatch.setattr(steps, "pause", lambda: threads.append(threading.get_ident()))
-    count = 5 * (1 << 13)
-    found, _ = await read(numbers(count).shuffle(count))
-    assert sorted(found) == [*range(count)]
-    assert len(threads) >= 4
-    assert threading.get_ident() not in threads
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.tasks = 0
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-
-        def make(loop: Any, job: Any, **options: Any) -> Any:
-            self.tasks += 1
-            return asyncio.Task(job, loop=loop, **options)
-
-        loop.set_task_factory(make)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        asyncio.get_running_loop().set_task_factory(None)
-
-
-async def test_no_task_for_each_sample(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"{n}\n" for n in range(3000)))
-    stream = TextDataset(str(tmp_path / "a.txt"))
-    for made in (stream, stream.mix(stream.take(500)), stream.readers(1)):
-        with Counting() as counting:
-            assert len((await read(made))[0]) >= 3000
-        assert counting.tasks < 300
 
 
 async def test_no_sample_waits_for_another_one() -> None:

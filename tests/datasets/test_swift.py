@@ -1,6 +1,5 @@
 """Signed requests to a server that checks signatures: OpenStack Swift, the real one."""
 
-import asyncio
 import gc
 import pickle
 import shutil
@@ -19,11 +18,10 @@ from obstore.store import S3Store
 
 from aioloader import DataLoader
 from aioloader.datasets import ObjectDataset, TarDataset
-from aioloader.errors import ObjectNotFoundError, ObjectPermissionError
+from aioloader.errors import ObjectPermissionError
 from beside import beside
 from datasets.conftest import CONTENTS, wait_until_hung_up
 from datasets.shards import read, write_tar
-from datasets.test_places import big_shard
 from datasets.test_secrets import everything_said
 
 ACCESS_KEY, STRANGER = "test:owner", "test:stranger"
@@ -85,7 +83,6 @@ def swift() -> Iterator[Swift]:
 
 pytestmark = pytest.mark.slow
 
-BIG = big_shard(samples=30, size=200_000)
 Use: TypeAlias = Callable[[str], Awaitable[Any]]
 
 
@@ -95,7 +92,6 @@ def filled(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> Swift:
     write_tar(folder)
     objects = {f"train/{key}": body for key, body in CONTENTS.items()}
     objects |= {f"tar/{path.name}": path.read_bytes() for path in folder.glob("*.tar")}
-    objects["big.tar"] = BIG
     assert len(objects) > 2 * PAGE
     for key, body in objects.items():
         obstore.put(swift.store(), key, body, use_multipart=False)
@@ -109,23 +105,6 @@ def bucket(filled: Swift, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield f"s3://{BUCKET}"
     gc.collect()  # datasets that the test did not close
     wait_until_hung_up(filled.port)
-
-
-async def test_objects(bucket: str) -> None:
-    async with await ObjectDataset.discover(bucket, prefix="train") as found:
-        assert list(found.keys) == sorted(f"train/{key}" for key in CONTENTS)
-        bodies = await asyncio.gather(*(found[i] for i in range(len(found))))
-    assert [bytes(body) for body in bodies] == [
-        CONTENTS[key.removeprefix("train/")] for key in found.keys
-    ]
-
-
-async def test_one_shard_in_many_ranges(bucket: str) -> None:
-    """A shard larger than what is read ahead comes in pieces, each signed for."""
-    samples, _ = await read(TarDataset(f"{bucket}/big.tar", max_bytes=1 << 20))
-    assert [int.from_bytes(sample["bin"][:8], "little") for sample in samples] == [
-        *range(30)
-    ]
 
 
 USES: list[tuple[Use, str]] = [
@@ -196,10 +175,3 @@ async def test_options_go_before_the_environment(
     for text in (*said, repr(dataset), repr(stream)):
         assert SECRET not in text
         assert ACCESS_KEY not in text
-
-
-@pytest.mark.parametrize(("use", "place"), USES)
-async def test_a_missing_bucket(bucket: str, use: Use, place: str) -> None:
-    with pytest.raises(ObjectNotFoundError, match="HTTP 404 Not Found; check") as c:
-        await use("s3://nothing")
-    assert c.value.location == f"s3://nothing/{place}"

@@ -1,18 +1,16 @@
 """The tar parser on sound and on damaged archives, in pieces of any size."""
 
-import io
 import pickle
-import random
 import shutil
 import subprocess
 import tarfile
 import tracemalloc
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioloader._base.blocks import Bad
@@ -96,18 +94,6 @@ def test_a_sparse_member_is_refused(form: str, holes: int, tmp_path: Path) -> No
         assert [first, last] == [sample("./1", x=b"1.x"), sample("./3", x=b"3.x")]
         assert "sample './2'" in str(bad.error)
         assert "member './2.x' is sparse, which is not supported" in str(bad.error)
-
-
-def test_a_sparse_map_may_go_on() -> None:
-    """By hand, for the file system may know no holes."""
-    block = header(b"2.x", 700, b"S", tail=b"ustar  \0")
-    block = signed(block[:482] + b"\1" + block[483:])
-    further = bytes(504) + b"\1" + bytes(7), bytes(512)
-    data = member(b"1.x", b"one") + block + b"".join(further) + padded(b"h" * 700)
-    data += member(b"2.y", b"skipped") + member(b"3.x", b"three") + ZEROS
-    first, bad, last = walk(data)
-    assert isinstance(bad, Bad)
-    assert [first, last] == [sample("1", x=b"one"), sample("3", x=b"three")]
 
 
 @pytest.mark.parametrize(
@@ -275,21 +261,6 @@ def test_only_the_last_byte_ends_an_archive() -> None:
     assert "other bytes after them" in str(bad[0].error)
 
 
-def test_a_sample_comes_when_the_next_begins() -> None:
-    """Not only when the body that follows is here; and a piece may be any buffer."""
-    first, second = member(b"a.x", b"1"), member(b"b.x", b"2" * 5000)
-    kinds: Any = bytes, bytearray, memoryview, lambda data: io.BytesIO(data).getbuffer()
-    for buffer in kinds:
-        feed = Feed(URL, 0)
-        reading = archives.samples(1 << 20, "error", feed)
-        for piece in (first, second[:512]):
-            assert next(reading) is None
-            feed.give(buffer(piece))
-        found = next(reading)
-        assert found == ([sample("a", x=b"1")], len(first))
-        assert type(found[0][0]["x"]) is bytes
-
-
 KEYS = st.sampled_from(["a", "b", "d/c", "__meta__/a", LONG, "ü/ключ", "d.e/.f"])
 ENDS = st.sampled_from([".x", ".y", ".Z", ".x.Ünï", "", "/"])
 OTHERS = [tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE]
@@ -451,116 +422,3 @@ def test_damage_is_told(data: bytes, what: str) -> None:
     text = str(the_error(data + ZEROS))
     assert "is damaged at byte " in text
     assert what in text
-
-
-class Edit(NamedTuple):
-    """What happens to the bytes from ``at`` to ``stop`` of an archive."""
-
-    at: int
-    stop: int
-    instead: bytes
-
-
-# Bytes of bodies are never zero, and no two names differ by what makes up for another
-# difference: what moves a header's bytes into a body, or mixes two headers, is seen.
-NAMES = [f"{key}.{field}" for key in "abcdefg" for field in ("x", "xx")]
-
-
-@st.composite
-def fuzzed(draw: st.DrawFn) -> tuple[bytes, Edit]:
-    """Return a sound archive, and a flip, a deletion, an insertion or a cut."""
-    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-    extra = draw(st.sampled_from(["", "n" * 150 + "/"]))
-    rng, made = random.Random(draw(st.integers(0, 99))), list[Member]()
-    for name in sorted(names):
-        size = rng.choice([0, 1, 511, 512, 1024, 1500])
-        body = bytes(rng.choices(range(1, 256), k=size))
-        made.append(Member(extra + name, body, mtime=rng.choice([0, 0.5])))
-    data = archive(made, draw(st.sampled_from([*FORMATS][extra != "" :])))
-    at = draw(st.integers(0, len(data) - 1))
-    blocks = st.integers(1, 8).map(lambda count: count * 512)
-    count = draw(blocks | st.integers(1, 3000))
-    edits = {
-        "flip": Edit(at, at + 1, bytes([data[at] ^ draw(st.integers(1, 255))])),
-        "delete": Edit(at, min(at + count, len(data)), b""),
-        "truncate": Edit(at, len(data), b""),
-        "zeros": Edit(at, at, bytes(count)),
-        "noise": Edit(at, at, random.Random(count).randbytes(count)),
-    }
-    return data, edits[draw(st.sampled_from([*edits]))]
-
-
-def touched(data: bytes, edit: Edit) -> tuple[bool, set[str]]:
-    """Return whether a name without a checksum was hit, and whose bodies were."""
-    hit: set[str] = set()
-    is_name_hit = False
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        for info in tar:
-            own = info.offset_data - 512
-            if edit.at < own and edit.stop >= info.offset:
-                is_name_hit = True
-            # The zeros at the end of a header are as good as the body's beginning.
-            begin = own + len(data[own : own + 512].rstrip(b"\0"))
-            is_flip = len(edit.instead) == edit.stop - edit.at
-            if edit.at <= info.offset_data + info.size and edit.stop >= (
-                info.offset_data if is_flip else begin
-            ):
-                hit.add(info.name)
-    return is_name_hit, hit
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(fuzzed(), st.sampled_from([1 << 20, 512, 300]))
-def test_damage_delivers_nothing_wrong(case: tuple[bytes, Edit], size: int) -> None:
-    """Each field has its bytes, unless they, or a name without checksum, were hit."""
-    data, edit = case
-    bodies = {
-        (found["__key__"], field): body
-        for found in walk(data)
-        for field, body in found.items()
-    }
-    is_name_hit, hit = touched(data, edit)
-    damaged = data[: edit.at] + edit.instead + data[edit.stop :]
-    results = walk(damaged, [size])
-    assert plain(results) == plain(walk(damaged))
-    assert not any(isinstance(found, Bad) for found in results[:-1])
-    for found in results:
-        if not (is_name_hit or isinstance(found, Bad)):
-            for field, body in found.items():
-                name = f"{found['__key__']}.{field}"
-                assert name in hit or body == bodies[found["__key__"], field]
-
-
-RECORDS = b"12 path=a.x\n", b"9 size=1\n", b"path=", b"0 ", b"12", b" ", b"\n", b"\0"
-BLOCKS = st.one_of(
-    st.binary(min_size=512, max_size=512).map(signed),
-    st.builds(
-        header,
-        st.binary(max_size=99),
-        st.integers(0, 2000) | st.binary(min_size=12, max_size=12),
-        st.sampled_from([bytes([kind]) for kind in b"0\0001257LKxXgSDZ"]),
-    ),
-    st.builds(
-        lambda key, value, kind: pax({key: value}, kind),
-        st.sampled_from(["path", "size", "GNU.sparse.map", "mtime"]),
-        st.text(max_size=20) | st.integers(0, 3000).map(str),
-        st.sampled_from([b"x", b"g"]),
-    ),
-    st.lists(st.sampled_from(RECORDS), max_size=6).map(
-        lambda records: broken(b"".join(records))
-    ),
-    st.binary(max_size=3000),
-    st.binary(max_size=600).map(padded),
-    st.just(ZEROS[:512]),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=200)
-@given(st.lists(BLOCKS, max_size=8), st.lists(st.integers(1, 900), min_size=1))
-def test_any_blocks_are_read_to_an_end(blocks: list[bytes], sizes: list[int]) -> None:
-    """Nothing is raised, be they headers with right checksums or anything else."""
-    data = b"".join(blocks)
-    whole = plain(walk(data, max_sample_bytes=1000))
-    assert plain(walk(data, sizes, max_sample_bytes=1000)) == whole

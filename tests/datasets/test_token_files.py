@@ -8,7 +8,6 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from aioloader.datasets import Piece, Source, TokenDataset, TokenWriter, Version
 from aioloader.errors import DatasetError, ObjectNotFoundError, StateMismatchError
 from aioloader.protocols import reads_async
 from datasets.killed_writing import DOCUMENTS, SIGKILLED, TEXTS, letters, run
-from laws.dataset_law import check_dataset
 from python_process import python
 from resuming import assert_resumes_exactly
 
@@ -226,7 +224,6 @@ def test_a_loader_reads_it(path: Path, is_stored: bool) -> None:
     store = Shelf(path.parent) if is_stored else None
     dataset = TokenDataset(path.name if is_stored else path, 512, store=store)
     assert reads_async(dataset) is is_stored
-    check_dataset(dataset)
     options: Any = {"batch_size": 3, "shuffle": True}
     for workers in (0, 2):
         with DataLoader(dataset, num_workers=workers, **options) as loader:
@@ -243,14 +240,6 @@ def test_pickles_hold_no_map(path: Path) -> None:
     assert len(data) < 1500
     assert lists(pickle.loads(data)[0]) == first
     assert lists(Subset(dataset, [5, 0])[1]) == first
-
-
-def test_threads_share_a_dataset(path: Path) -> None:
-    """The first sample may be read by several at once."""
-    dataset = TokenDataset(path, 64)
-    with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(every, [dataset] * 4)]
-    assert found == [every(dataset)] * 4
 
 
 @pytest.mark.slow
@@ -510,33 +499,6 @@ async def test_nothing_is_seen_before_the_end(tmp_path: Path) -> None:
         assert writer.next_sample == 5
         with pytest.raises(StateMismatchError, match="is finished, with 5 documents"):
             await writer.write([6])
-
-
-def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """But what an earlier writer saved."""
-
-    async def fail(*documents: Sequence[int], **options: Any) -> int:
-        first = -1
-        with pytest.raises(TypeError, match="must be 1-D integers"):
-            async with TokenWriter(tmp_path / "a", "uint16", **options) as writer:
-                first = writer.next_sample
-                for document in (*documents, 0.5):
-                    await writer.write(document)  # type: ignore[arg-type]
-        return first
-
-    def there() -> set[str]:
-        return {one.name for one in tmp_path.iterdir()}
-
-    assert (asyncio.run(fail([1])), there()) == (0, set())
-    assert asyncio.run(fail([1], [2], save_bytes=2)) == 0
-    left = {f".a{ending}.partial" for ending in ("", ".sizes", ".json")}
-    assert there() == left
-    assert asyncio.run(fail()) == 2
-    with pytest.raises(StateMismatchError, match="started with another eos"):
-        write(tmp_path / "a", [[1], [2], [3]], eos=0)
-    assert there() == left
-    write(tmp_path / "a", [[1], [2], [3]])
-    assert np.fromfile(tmp_path / "a", "<u2").tolist() == [1, 2, 3]
 
 
 async def test_files_of_others_stay(tmp_path: Path) -> None:

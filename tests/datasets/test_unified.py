@@ -1,33 +1,24 @@
 """Files not written alike are one table, also with columns in directories' names."""
 
-import asyncio
 import datetime
 import decimal
 import json
-from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import compute as pc
-from pyarrow import csv as pacsv
 from pyarrow import dataset as ds
 from pyarrow import parquet as pq
 
 from aioloader import DataLoader
 from aioloader.datasets import ArrowDataset, CSVDataset, ParquetDataset
-from aioloader.datasets._arrow.csv import CSVFormat, Dialect
-from aioloader.datasets._arrow.ipc import ArrowFormat
 from aioloader.datasets._arrow.parquet import ParquetFormat
-from aioloader.datasets._arrow.rows import Rows
-from aioloader.datasets._stores.failures import Version
 from aioloader.errors import DatasetError
-from datasets.tables import Local, expected, plain, read_all, read_shard, shards, write
+from datasets.tables import Local, expected, plain, read_all, shards, write
 from object_server import ObjectServer
 
 Columns = dict[str, pa.Array]
@@ -74,63 +65,6 @@ async def test_what_differs_but_means_the_same(tmp_path: Path) -> None:
         rows = await read_all(ParquetFormat(order, Local()))
         assert plain(rows) == one_table(order, [*rows[0]])
         assert {type(row["n"]) for row in rows} == {np.int64, type(None)}
-
-
-class Held(Local):
-    """Objects; ``held`` has no length until ``release``, if it is asked for once."""
-
-    def __init__(self) -> None:
-        super().__init__(is_remote=True)
-        self.held = ""
-        self.release = asyncio.Event()
-
-    async def version(self, address: str) -> Version:
-        if address == self.held:
-            self.held = ""
-            self.entered.set()
-            await self.release.wait()
-        return await super().version(address)
-
-
-FORMATS: dict[str, Any] = {
-    "parquet": ParquetFormat,
-    "arrow": ArrowFormat,
-    "csv": partial(CSVFormat, dialect=Dialect()),
-}
-
-
-def stored(path: Path, table: pa.Table) -> str:
-    if path.suffix != ".csv":
-        return write(path, table)
-    pacsv.write_csv(table, path)
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-async def test_a_second_listing_leaves_readers_alone(tmp_path: Path, kind: str) -> None:
-    """They keep the types of all files while those are found again."""
-    narrow = {"n": pa.array([1, 2], pa.int32()), "x": pa.nulls(2)}
-    wide = {"n": pa.array([2.5, None]), "x": pa.array([0.5, None])}
-    paths = [
-        stored(tmp_path / f"{name}.{kind}", pa.table(columns))
-        for name, columns in (("a", narrow), ("b", wide))
-    ]
-    opener = Held()
-    made: Any = FORMATS[kind](paths, opener)
-    found = await shards(made)
-    before = [await read_shard(made, shard) for shard in found]
-    opener.held = paths[1]
-    listing = asyncio.create_task(shards(made))
-    await opener.entered.wait()
-    meanwhile = [await read_shard(made, shard) for shard in found]
-    opener.release.set()
-    assert await listing == found
-    for rows in (before, meanwhile):
-        assert plain(rows) == [
-            [{"n": 1.0, "x": None}, {"n": 2.0, "x": None}],
-            [{"n": 2.5, "x": 0.5}, {"n": None, "x": None}],
-        ]
-        assert type(rows[0][0]["n"]) is np.float64
 
 
 @pytest.mark.parametrize(("columns", "words"), [
@@ -260,15 +194,6 @@ async def test_values_of_a_map_keep_their_value(tmp_path: Path) -> None:
         await shards(ParquetFormat([path], Local(), nulls={"n": {"a": 1.5}}))
 
 
-async def test_floats_become_smaller_as_in_arrow(tmp_path: Path) -> None:
-    """Rounded, and infinite beyond the range, as numpy and torch make them."""
-    (path,) = written(tmp_path, {"n": pa.array([0.1, 1e300, None])})
-    schema = pa.schema([("n", pa.float32())])
-    made = ParquetFormat([path], Local(), schema=schema, nulls={"n": 0})
-    rows = [row["n"] for row in await read_all(made)]
-    assert rows == [np.float32(0.1), np.inf, 0.0]
-
-
 async def test_a_state_is_bound_to_schema_and_filters(tmp_path: Path) -> None:
     (path,) = written(tmp_path, {"n": pa.array([1])})
     schema = pa.schema([("n", pa.int8())])
@@ -346,38 +271,6 @@ def _values(kind: pa.DataType, values: list[int]) -> pa.Array:  # noqa: PLR0911
         width = pa.int32() if kind.bit_width == 32 else pa.int64()
         return pa.array(values).cast(width).view(kind)
     return pa.array([f"{value:02d}" for value in values]).cast(pa.binary()).cast(kind)
-
-
-@pytest.mark.fuzz
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(files())
-async def test_any_two_files(tmp_path: Path, tables: list[pa.Table]) -> None:
-    paths = []
-    for name, table in zip("ab", tables, strict=True):
-        path = tmp_path / f"{name}.parquet"
-        pq.write_table(table, path)
-        paths.append(str(path))
-    for order in (paths, paths[::-1]):
-        schemas = [pq.read_schema(path) for path in order]
-        try:
-            found = await read_all(ParquetFormat(order, Local()))
-        except DatasetError as error:
-            text = str(error)
-            assert (
-                "'a.parquet'" in text and "'b.parquet'" in text
-            ) or "schema=" in text
-            continue
-        schema = pa.unify_schemas(schemas, promote_options="permissive")
-        made = ParquetFormat(order, Local())
-        async with AsyncExitStack() as stack:
-            await made.shards(stack)
-        types = {field.name: field.type for field in made._wanted.schema}
-        assert types == {field.name: field.type for field in schema}
-        whole = pa.concat_tables(
-            [pq.read_table(path).select(schema.names) for path in order],
-            promote_options="permissive",
-        ).cast(schema)
-        assert plain(found) == plain([*Rows(whole.select([*found[0]]))])
 
 
 # -- columns in the names of directories -----------------------------------------------
@@ -503,19 +396,3 @@ def test_a_column_of_the_file_comes_first(tmp_path: Path) -> None:
     for filters in ([("year", "=", 8)], [("year", "=", 2023)]):
         stream = ParquetDataset(PATTERN, filters=filters, store=tmp_path)
         assert ours(stream) == [{"year": 8}] * (filters[0][2] == 8)
-
-
-@pytest.mark.parametrize("columns", [None, ["year"]])
-def test_other_formats(columns: Any, tmp_path: Path) -> None:
-    for year in (2022, 2023):
-        place = tmp_path / f"year={year}"
-        place.mkdir()
-        write(place / "x.arrow", pa.table({"number": [1, 2]}))
-        (place / "x.csv").write_text("number\n1\n2\n")
-    rows = [{"number": n, "year": year} for n in (1, 2) for year in (2022, 2023)]
-    expected = [{key: row[key] for key in columns or row} for row in rows]
-    for made in (
-        ArrowDataset("**/*.arrow", columns, store=tmp_path),
-        CSVDataset("**/*.csv", columns, store=tmp_path),
-    ):
-        assert ours(made) == in_order(expected)

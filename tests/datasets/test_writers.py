@@ -7,9 +7,7 @@ import os
 import resource
 import shutil
 import tarfile
-import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import date, datetime
 from decimal import Decimal
@@ -413,23 +411,6 @@ async def test_two_writers_in_the_same_moment(
     assert await pair[0].read("list.json") == b"%d" % done.index(True)
     for sink in pair:
         await sink.aclose()
-
-
-@pytest.mark.parametrize("before", [None, b"old"])
-def test_one_file_is_swapped_once(before: bytes | None, tmp_path: Path) -> None:
-    if before is not None:
-        (tmp_path / "list.json").write_bytes(before)
-    sink = sinks.FolderSink(str(tmp_path))
-    barrier = threading.Barrier(8)
-
-    def swap(number: int) -> bool:
-        barrier.wait(10)
-        return asyncio.run(sink.swap("list.json", before, b"%d" % number))
-
-    with ThreadPoolExecutor(8) as pool:
-        done = list(pool.map(swap, range(8)))
-    assert sum(done) == 1
-    assert (tmp_path / "list.json").read_bytes() == b"%d" % done.index(True)
 
 
 async def test_two_writers_of_one_shard_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader, get_worker_info
 from faulty import Act, exit_politely, is_alive, kill_itself, leave
-from samples import AsyncMap
 
 FORKED: list[Any] = [None, pytest.param("fork", marks=pytest.mark.slow)]
 UNPICKLED: list[Any] = [
@@ -142,14 +141,6 @@ class PlantedStream(Planted, IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         self.happen("iterate")
         yield from range(12)
-
-
-class PlantedAsync(Planted, AsyncMap):
-    """The same, by a coroutine."""
-
-    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
-        self.happen("read")
-        return index
 
 
 def loader_of(dataset: Planted, **options: Any) -> DataLoader[Any]:

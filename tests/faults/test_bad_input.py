@@ -55,20 +55,6 @@ def test_a_batch_too_large_for_memory(value: Any, collate_fn: Any) -> None:
     assert not any("exited unexpectedly" in str(one) for one in found)
 
 
-class Prints(Faulty):
-    """Prints megabytes."""
-
-    def __getitem__(self, index: int) -> Any:
-        sys.stderr.write("x" * (1 << 18) + "\n")
-        return index
-
-
-def test_megabytes_of_print() -> None:
-    """They go where the output goes; batches are not mixed up with it."""
-    labels = [i for batch in DataLoader(Prints(24), 4, num_workers=2) for i in batch]
-    assert labels == list(range(24))
-
-
 class Manners(Faulty):
     """Does to its process what it should not."""
 

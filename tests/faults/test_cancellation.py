@@ -8,7 +8,6 @@ from typing import Any, Self
 import pytest
 
 from aioloader import DataLoader
-from aioloader.errors import LoaderClosedError
 from aioloader.testing import no_leaks
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, collect, labels
 
@@ -264,17 +263,6 @@ class Never(AsyncMap):
 
     async def __getitem__(self, index: int) -> Any:
         await asyncio.Event().wait()
-
-
-async def test_closing_a_pipeline_that_has_not_started() -> None:
-    """Both reach its loop in one step: whoever waits sees the end all the same."""
-    iterator: Any = aiter(DataLoader(Never(), loop="caller"))
-    run = iterator._steps.begin().pipeline
-    run.dismiss()
-    assert await run.ready.wait_async(20)
-    with pytest.raises(LoaderClosedError, match="closed"):
-        run.ready.pop_nowait()
-    await iterator.aclose()
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -80,33 +80,6 @@ def test_a_thousand_random_exits() -> None:
     before.assert_unchanged()
 
 
-@pytest.mark.parametrize("make", KINDS)
-def test_a_cycle_is_released_by_the_collector(make: Any) -> None:
-    """Also in whatever thread the collector happens to run."""
-    iterator: Any = iter(DataLoader(make(), batch_size=2, timeout=60))
-    next(iterator)
-    iterator.me = iterator
-    del iterator
-    gc.collect()
-
-
-def test_generators_run_their_finally_where_they_run() -> None:
-    """A sync stream is closed by break, in its thread or inline."""
-    closed: list[int] = []
-
-    def rows() -> Any:
-        try:
-            yield from range(100)
-        finally:
-            closed.append(1)
-
-    for options in ({}, {"timeout": 60}):
-        with DataLoader(rows(), batch_size=4, **options) as loader:  # type: ignore[call-overload]
-            for _ in loader:
-                break
-    assert closed == [1, 1]
-
-
 def test_an_entered_loader_that_is_dropped_warns() -> None:
     """And is released all the same."""
     loader: Any = DataLoader(AsyncMap(), batch_size=2).__enter__()

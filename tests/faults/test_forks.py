@@ -12,7 +12,6 @@ import pytest
 
 from aioloader import DataLoader
 from faulty import await_gone, pools_of
-from python_process import python
 from working import Numbers
 
 
@@ -110,12 +109,3 @@ def test_an_unused_iterator_ends_a_supervisor_that_is_stuck(tmp_path: Path) -> N
         os.sched_yield()
     del iterator
     assert await_gone([int(path.read_text())]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forks", [15, pytest.param(60, marks=pytest.mark.fuzz)])
-def test_locks_that_threads_hold_at_a_fork_never_block_the_child(forks: int) -> None:
-    """Children use loaders that their parent's threads are in the middle of using."""
-    program = Path(__file__).with_name("forking_beside_threads.py")
-    done = python("-W", "ignore", program, forks, check=True, timeout=300)
-    assert done.stdout == "[]\n", done.stderr

@@ -50,15 +50,6 @@ def test_this_process_is_forked_once_per_epoch() -> None:
         assert len(FORKS) == epochs
 
 
-def test_this_process_is_forked_once_for_workers_that_persist() -> None:
-    """In all."""
-    FORKS.clear()
-    with DataLoader(range(64), 2, num_workers=2, persistent_workers=True) as loader:
-        for _ in range(3):
-            assert len(killed(iter(loader))) == 32
-    assert len(FORKS) == 1
-
-
 async def used(loader: Any, how: str, *, is_async: bool) -> Any:
     """Iterate over a loader; return an iterator that is still open, if it is kept."""
     if is_async:

@@ -1,17 +1,16 @@
 """Corners that a review found broken, kept shut."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from aioloader.testing import no_leaks
-from samples import AsyncMap, AsyncStream, SyncMap, collect
+from samples import AsyncMap, AsyncStream, collect
 
 LOOPS: list[Any] = ["thread", "caller"]
 
@@ -59,16 +58,6 @@ async def test_user_code_that_swallows_its_cancellation(
         iterator = aiter(DataLoader(dataset, batch_size=1, loop=loop))
         await anext(iterator)
         await asyncio.wait_for(iterator.aclose(), 5)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-async def test_two_tasks_wait_for_the_last_batch(loop: Any) -> None:
-    """One gets it, the other the end."""
-    for _ in range(5):
-        iterator = aiter(DataLoader(AsyncMap(2), batch_size=2, loop=loop))
-        tasks = [asyncio.ensure_future(collect(iterator)) for _ in range(3)]
-        found = await asyncio.wait_for(asyncio.gather(*tasks), 5)
-        assert sorted(map(len, found)) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -142,34 +131,6 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
         while True:
             found.append((await anext(other)).tolist())
     assert found == [[row, row + 1] for row in range(0, 200, 2)]
-
-
-def test_gathering_stays_within_bounds_and_is_contiguous() -> None:
-    """As indexing row by row would."""
-    dataset = TensorDataset(torch.arange(15.0).view(3, 5).T)
-    for batch in DataLoader(dataset, batch_size=2):
-        assert batch[0].is_contiguous()
-    loader = DataLoader(dataset, batch_size=4, sampler=SequentialSampler(range(10)))
-    with pytest.raises(IndexError, match="out of bounds"):
-        list(loader)
-
-
-@pytest.mark.parametrize(("make", "num_workers"), [(AsyncMap, 0), (SyncMap, 2)])
-def test_a_forked_child_uses_the_loader_anew(make: Any, num_workers: int) -> None:
-    """The parent's iterator is of no use there, and says so; a new one works."""
-    loader: Any = DataLoader(make(8), batch_size=4, num_workers=num_workers)
-    with loader:
-        iterator = iter(loader)
-        next(iterator)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                next(iterator)
-            except RuntimeError as error:
-                said = "does not survive a fork" in str(error)
-            os._exit(0 if said and len(list(loader)) == 2 else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert len(list(iterator)) == 1
 
 
 def test_nested_with_blocks() -> None:

@@ -24,7 +24,6 @@ from faults.planted import (  # noqa: F401  (fixtures too)
     WORKERS,
     Marks,
     Planted,
-    PlantedAsync,
     PlantedError,
     in_time,
     kinds_at,
@@ -59,17 +58,6 @@ def test_an_exception_is_raised_once(
     with pytest.raises(PlantedError, match="planted in a start") as caught:
         list(loader)
     assert caught.value.pid in marks.pids()
-    loader.close()
-    assert 1 <= len(marks) <= WORKERS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["read", "unpickle"])
-def test_async_datasets_fail_once(place: str, marks: Marks) -> None:
-    """They come by the fork server, by default."""
-    loader = loader_of(PlantedAsync(marks, place, refuse), fetch="workers")
-    with pytest.raises(PlantedError, match="planted in a start"):
-        list(loader)
     loader.close()
     assert 1 <= len(marks) <= WORKERS
 

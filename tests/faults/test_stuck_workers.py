@@ -1,7 +1,6 @@
 """A worker that does not come back: it is named, with its stack, or replaced."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +95,6 @@ def test_async_code_that_is_stuck() -> None:
     )
     text = raised(loader, in_thread)
     assert "in sleep_forever" in text
-
-
-def test_the_time_counts_from_the_wait() -> None:
-    """What passes before a batch is asked for does not count."""
-    iterator = iter(DataLoader(Faulty(8), 4, num_workers=1, timeout=TIMEOUT))
-    await_ready(pools_of(iterator))
-    next(iterator)
-    time.sleep(TIMEOUT + 0.1)
-    next(iterator)
-    iterator.close()
 
 
 @pytest.mark.slow

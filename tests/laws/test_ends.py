@@ -199,27 +199,6 @@ def test_any_change_while_it_is_read(
         check(found, read_on(batches, found))
 
 
-@CHANGED
-def test_any_change_before_a_resume(
-    form: str, k: int, change: str, where: float, mode: dict[str, Any]
-) -> None:
-    """It is refused; what is the same in another process is not."""
-    with shard_of(form) as (path, body, loader):
-        first = loader(**mode)
-        found = [name for batch in itertools.islice(first, k) for name in batch]
-        state = json.loads(json.dumps(first.state_dict()))
-        again = loader(**mode)
-        again.load_state_dict(state)
-        rest = [*found]
-        assert read_on(again, rest) is None
-        assert rest == ROWS
-        put(path, CHANGES[change](body, where))
-        again.load_state_dict(state)
-        rest = []
-        assert read_on(again, rest) is not None
-        assert rest == []
-
-
 @given(st.floats(0, 1, exclude_max=True))
 @settings(max_examples=settings().max_examples // 4)
 def test_any_cut_of_a_database(where: float) -> None:

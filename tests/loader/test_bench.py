@@ -143,16 +143,6 @@ def test_what_torch_cannot_run(module: str, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"Not compared .*: Awaited is read by coroutines, which", out)
 
 
-def test_a_part_of_a_module_for_a_while(
-    module: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = f"{module}:Parts.inline"
-    assert main(["bench", name, "--rounds", "1", "--seconds", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split() == ["samples/s", "-", "-", "-"]
-    assert "Too few batches to name the bottleneck: 1." in lines
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import itertools
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -279,14 +278,6 @@ def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
     iterator.close()
 
 
-def test_a_generator_that_has_ended_has_no_epoch() -> None:
-    """Wherever it was read."""
-    generator = (n for n in range(4))
-    assert list(generator)
-    with pytest.raises(TypeError, match=READ):
-        iter(DataLoader(generator, 2))
-
-
 @pytest.mark.parametrize(
     "make",
     [lambda: (n for n in range(4)), lambda: map(int, "01")],
@@ -316,23 +307,6 @@ async def test_an_iterator_of_for_is_none_of_async_for() -> None:
             pass
     with pytest.raises(TypeError, match=r"aiter\(loader\)"):
         await anext(iter(loader))
-
-
-async def test_two_slow_batches_are_ahead() -> None:
-    """The first guess of what a batch takes is what the first one took."""
-    read: list[int] = []
-
-    class Slow(SyncMap):
-        def __getitem__(self, index: int) -> Any:
-            time.sleep(0.005)  # longer than a hop, in which several batches are made
-            read.append(index)
-            return super().__getitem__(index)
-
-    done = 0
-    async for _ in DataLoader[Any](Slow(20), 1):
-        done += 1
-        await asyncio.sleep(0.012)
-        assert len(read) <= done + 3  # one more is being made
 
 
 # -- where loaders work ----------------------------------------------------------------

@@ -51,62 +51,6 @@ class Gated(AsyncMap):
             await self.came.wait()
 
 
-async def test_ordered_runs_ahead_of_a_slow_sample_within_the_window() -> None:
-    """One stuck sample holds delivery back, not fetching, up to the window."""
-    gate = Gated(40)
-    loader = DataLoader(
-        gate, batch_size=2, concurrency=64, prefetch_factor=3, loop="caller"
-    )
-    task = asyncio.create_task(collect(loader))
-    await gate.until(6)
-    gate.open(1, 2, 3, 4, 5)
-    await quiet()
-    assert sorted(gate.waiting) == [0]
-    assert not task.done()
-    while not task.done():
-        gate.open(*gate.waiting)
-        await quiet()
-    assert labels(await task) == [[i, i + 1] for i in range(0, 40, 2)]
-
-
-class Announced(SyncMap):
-    """Plain code that says when the last sample was read."""
-
-    def __init__(self, n: int, were_read: asyncio.Event) -> None:
-        super().__init__(n)
-        self.were_read = were_read
-        self.loop = asyncio.get_running_loop()
-
-    def __getitem__(self, index: int) -> Any:
-        if index == len(self) - 1:
-            self.loop.call_soon_threadsafe(self.were_read.set)
-        return index
-
-
-async def test_earlier_batches_are_transformed_first() -> None:
-    """Those read while the first one is transformed wait in their order."""
-    were_read = asyncio.Event()
-    order: list[int] = []
-
-    async def transform(sample: int) -> int:
-        order.append(sample)
-        await were_read.wait()
-        await quiet()
-        return sample
-
-    loader = DataLoader(
-        Announced(8, were_read),
-        batch_size=2,
-        transform=transform,
-        concurrency=1,
-        prefetch_factor=4,
-        loop="caller",
-    )
-    found = [batch.tolist() async for batch in loader]
-    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert order == [*range(8)]
-
-
 async def test_unordered_strands_nothing() -> None:
     """All other batches are delivered while one is stuck."""
     gate = Gated(12)

@@ -4,23 +4,20 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader, testing
 from aioloader._loader.state import unsealed
 from aioloader.datasets import from_iterable
 from aioloader.testing._frozen import frozen
-from laws.dataset_law import check_dataset
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
-from working import Drawing, Numbers, Sharded
+from samples import SyncMap
+from working import Drawing, Numbers
 
 
 class Forgetful(DataLoader[Any]):
@@ -53,7 +50,7 @@ async def test_a_wrong_position_is_named_to_tasks() -> None:
 def test_a_set_that_differs_is_named() -> None:
     """Out of order, batches are counted."""
     with pytest.raises(
-        AssertionError, match=r"3 batches: a batch differs: expected no"
+        AssertionError, match=r"3 batches, in any order: batch 3 differs: expected no"
     ):
         assert_resumes_exactly(
             lambda: Forgetful(Numbers(8), 2, in_order=False), stops=[3]
@@ -94,7 +91,7 @@ async def test_a_new_process() -> None:
         lambda: DataLoader(Numbers(6), 2, shuffle=True)
     )
     with pytest.raises(
-        AssertionError, match=r"new process: resumed before iter\(\): b"
+        AssertionError, match=r"(?s)new process: .* resumed before iter\(\): b"
     ):
         testing.assert_resumes_exactly(lambda: DataLoader(OfProcess(6), 2))
 
@@ -123,123 +120,6 @@ def test_endless_streams() -> None:
     """A limit says how much is looked at."""
     stream = from_iterable(itertools.count)
     assert_resumes_exactly(lambda: DataLoader(stream, 2), limit=5)
-
-
-# -- datasets ---------------------------------------------------------------------
-
-
-class Once:
-    """An iterator: over after one epoch."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if not self.left:
-            raise StopIteration
-        self.left -= 1
-        return self.left
-
-
-class Counting:
-    """Has a state that tells nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
-
-
-class Batches(Numbers):
-    """Reads batches in another order."""
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices[::-1]
-
-
-class Unequal(Numbers):
-    """Gives something else each time."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self.calls = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.calls += 1
-        return {"calls": self.calls}
-
-
-class Wrong(SyncStream):
-    """Has more samples than it says."""
-
-    def __len__(self) -> int:
-        return self.n - 1
-
-
-GOOD: dict[str, Callable[[], Any]] = {
-    "list": lambda: list(range(9)),
-    "map": SyncMap,
-    "empty": lambda: SyncMap(0),
-    "random": Drawing,
-    "async map": AsyncMap,
-    "tensors": lambda: TensorDataset(torch.arange(5)),
-    "iterable": SyncStream,
-    "longer": lambda: SyncStream(40),
-    "sharded": lambda: Sharded(7),
-    "async iterable": AsyncStream,
-    "stream": lambda: from_iterable(range(50)).shuffle(7),
-    "endless": lambda: from_iterable(itertools.count),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GOOD)
-def test_good_datasets(name: str) -> None:
-    """They pass, whatever their kind and colour."""
-    check_dataset(GOOD[name]())
-
-
-class NoLength:
-    """Map-style, without a length."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Holding(IterableDataset[int]):
-    """Holds a generator."""
-
-    def __init__(self) -> None:
-        self.numbers = (one for one in range(3))
-
-    def __iter__(self) -> Iterator[int]:
-        return self.numbers
-
-
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "no length": (NoLength, "NoLength has no length"),
-    "iterator": (lambda: Once(5), "gave 5 samples in one epoch and 0 in the next"),
-    "unequal": (lambda: Unequal(3), r"read again, in batches, gave another Unequal\[0"),
-    "batches": (lambda: Batches(3), r"Batches read again, in batches, gave another"),
-    "generator": (Holding, "Holding cannot be sent to a worker process"),
-    "length": (Wrong, r"len\(Wrong\) is 19, but it gave 20 samples"),
-    "state": (Counting, "resumed after 1 batch: batch 1 differs: expected 1, found 0"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_datasets(name: str) -> None:
-    """They fail, and the failure says what is wrong."""
-    make, what = BAD[name]
-    with pytest.raises(AssertionError, match=what):
-        check_dataset(make())
 
 
 # -- equal in every bit -----------------------------------------------------------

@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from beside import beside
@@ -113,22 +111,6 @@ def test_inline() -> None:
             raise ZeroDivisionError
     gc.collect()
     assert dataset.taken() == (ONCE, {"MainThread"})
-
-
-def test_inline_of_tensors() -> None:
-    """Those that would be gathered too."""
-    events: list[Any] = []
-
-    @contextlib.contextmanager
-    def lifespan(dataset: Any) -> Iterator[None]:
-        events.append(dataset)
-        yield
-        events.append("leave")
-
-    data = TensorDataset(torch.arange(6))
-    batches = list(DataLoader(data, batch_size=3, lifespan=lifespan))
-    assert [batch[0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
-    assert events == [data, "leave"]
 
 
 @pytest.mark.parametrize("name", ["thread", "loop", "threads"])

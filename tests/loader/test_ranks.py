@@ -476,21 +476,6 @@ def samples(loaders: list[Any]) -> list[str]:
     return [sample for loader in loaders for batch in loader for sample in batch]
 
 
-def test_goes_on_without_having_asked_for_readers(shards: list[str]) -> None:
-    """The rest of the epoch keeps the order of the ranks that began it."""
-    stream = TextDataset(shards[:12], interleave=2).shuffle(4)
-    begun = of_stream(stream, 4)
-    iterators = [iter(loader) for loader in begun]
-    found = [one for _ in range(3) for rank in iterators for one in next(rank)]
-    state = merge_states([saved(loader) for loader in begun])
-    for iterator in iterators:
-        iterator.close()
-    resumed = [loaded(loader, state) for loader in of_stream(stream, 3)]
-    with pytest.warns(UserWarning, match="readers"):
-        found += samples(resumed)
-    assert sorted(found) == sorted(samples(of_stream(stream, 1)))
-
-
 def test_states_of_other_moments_are_refused(shards: list[str]) -> None:
     """And those of a part of the ranks."""
     ranks = of_stream(TextDataset(shards).readers(24), 2)
@@ -523,15 +508,6 @@ def test_workers_in_mid_round(ranks: int, shards: list[str]) -> None:
     assert len(found) == len({*found}) == 24 * 11 - 2
     with pytest.raises(StateMismatchError, match=r"3 workers .* after 1 batches: some"):
         made(1, 2)[0].load_state_dict(state)
-
-
-@pytest.mark.filterwarnings("ignore:.*no state_dict:UserWarning")
-def test_workers_that_split_an_iterable_themselves() -> None:
-    """Their number is part of the order."""
-    state = left_at(DataLoader(Plain(), 2, num_workers=2), 1)
-    words = r"2 readers .* but the loader has 1; load it with the same num_workers"
-    with pytest.raises(StateMismatchError, match=words):
-        DataLoader(Plain(), 2, num_workers=1).load_state_dict(state)
 
 
 @pytest.mark.slow

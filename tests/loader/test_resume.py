@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, Sampler, TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from aioloader import DataLoader, ShuffledIndices
-from aioloader._order.epoch import Progress
 from beside import beside
-from core.kit import PATIENCE
 from loader.states import begun, left_at, listed, loaded, saved, seeded
 from loader.test_resume_draws import Grouped, N, Permuting
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
-from stateful import Kept
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
@@ -108,13 +103,6 @@ def test_other_places(options: dict[str, Any], others: dict[str, Any]) -> None:
     )
 
 
-async def test_other_hosts() -> None:
-    """Left on the private loop, resumed on the caller's."""
-    await assert_resumes_exactly_async(
-        LOADERS["async"], resume_in=lambda: LOADERS["async"](loop="caller")
-    )
-
-
 # -- while batches are ready ------------------------------------------------------
 
 
@@ -164,32 +152,6 @@ def test_out_of_order(taken: int) -> None:
     assert sorted(again.read) == sorted(found[2 * taken :])
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.randoms())
-def test_ends_come_before_batches(counts: list[int], random: Any) -> None:
-    """A reader has ended once its batches are delivered, not when its mark comes."""
-    readers = len(counts)
-    made = {k * readers + r for r, count in enumerate(counts) for k in range(count)}
-    ends = {(count + k) * readers + r for r, count in enumerate(counts) for k in (0, 1)}
-    progress, delivered = Progress(readers=readers), set[int]()
-    for number in random.sample([*made, *ends], len(made | ends)):
-        if number in made or readers > 1:
-            progress.take(number, number if number in made else "end")
-        else:
-            progress.end(number, "end")
-        if number in ends:
-            progress.end_reader(number)
-        delivered |= {number} & made
-        at = progress.bookmark()
-        below = {one for one in made if one < at.done}
-        assert below <= delivered == made & (below | at.beyond)
-        for reader, count in enumerate(counts):
-            own = [one for one in below if one % readers == reader]
-            is_over, latest = len(own) == count, max(own, default=None)
-            state = at.states.get(reader)
-            assert state == latest or (is_over and state == "end")
-    assert [*at.states.values()] == ["end"] * readers
-
-
 async def test_from_a_task_and_a_thread() -> None:
     """Whoever asks between two batches gets the same state."""
     loader: Any = DataLoader(AsyncMap(20), 2, shuffle=True)
@@ -207,17 +169,6 @@ async def test_from_a_task_and_a_thread() -> None:
 
 
 # -- what frameworks do -----------------------------------------------------------
-
-
-def test_iterators_that_are_dropped() -> None:
-    """A loaded state waits for the first batch that is asked for."""
-    loader = LOADERS["generator"]()
-    iterator, state = begun(loader)
-    resumed = loaded(LOADERS["generator"](), state)
-    assert resumed.state_dict() == state
-    iter(resumed)
-    assert resumed.state_dict() == state
-    assert listed(iter(resumed)) == listed(iterator)
 
 
 def test_set_epoch_again() -> None:
@@ -322,18 +273,6 @@ def taken(loader: Any, count: int) -> tuple[list[int], Any, list[int]]:
 
 
 @pytest.mark.slow
-def test_the_second_epoch_of_persistent_replicas() -> None:
-    """Each reader has its own state."""
-    options: Any = {"num_workers": 2, "persistent_workers": True}
-    with DataLoader(Kept(12), 2, **options) as loader:
-        list(loader)
-        _, state, rest = taken(loader, 3)
-    assert sorted(state["states"][0]) == ["0", "1"]
-    resumed = loaded(DataLoader(Kept(12), 2, num_workers=2), state)
-    assert flat(resumed) == rest
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "lazy"])
 async def test_a_state_during_the_first_step(kind: str) -> None:
     """Its seed and its epoch are those of the order that is about to be delivered."""
@@ -429,101 +368,18 @@ def test_a_sampler_that_fails_ends_no_epoch() -> None:
         assert (loader.state_dict()["epoch"], loader.state_dict()["done"]) == (0, 2)
 
 
-def test_an_iterator_that_is_false() -> None:
-    """It has a length, which may be zero; it is opened once all the same."""
+def test_one_of_two_threads_resumes() -> None:
+    """The other one reads the whole next epoch, though both have started."""
+    barrier, met = threading.Barrier(2), threading.local()
 
-    class Falsy:
-        def __init__(self) -> None:
-            self.left = [3, 2, 1]
+    class Meeting(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if not hasattr(met, "once"):
+                met.once = barrier.wait(20)
+            return super().__getitem__(index)
 
-        def __iter__(self) -> Any:
-            return self
-
-        def __len__(self) -> int:
-            return 0
-
-        def __next__(self) -> int:
-            if not self.left:
-                raise StopIteration
-            return self.left.pop()
-
-    class Opens(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return Falsy()
-
-    assert flat(DataLoader(Opens(), 2)) == [1, 2, 3]
-    sampler: Any = Falsy()
-    assert flat(DataLoader(list(range(4)), 2, sampler=sampler)) == [1, 2, 3]
-
-
-# -- threads that start an iteration at once: one of them resumes ------------------
-
-LENGTH = 12
-
-
-class Meeting:
-    """Where two threads meet, once each."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._met: set[int] = set()
-        self.is_on = False
-
-    def reach(self) -> None:
-        if self.is_on and threading.get_ident() not in self._met:
-            self._met.add(threading.get_ident())
-            self._barrier.wait(PATIENCE)
-
-
-class Order(Sampler[int]):
-    """Indices in order; its iterations meet, before anything has started."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        self.meeting.reach()
-        return iter(range(LENGTH))
-
-
-class Data:
-    """Its own indices; reads meet, once both iterations have started."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> int:
-        self.meeting.reach()
-        return index
-
-
-def meeting_loader(where: str, meeting: Meeting) -> DataLoader[Any]:
-    if where == "sample":
-        return DataLoader(Data(meeting), 3)
-    data: Any = range(LENGTH)
-    workers = int("workers" in where)
-    return DataLoader(data, 3, sampler=Order(meeting), num_workers=workers)
-
-
-@pytest.mark.filterwarnings("ignore:Order has no state_dict")
-@pytest.mark.parametrize("where", ["sampler", "sampler, workers", "sample"])
-def test_one_of_two_threads_resumes(where: str) -> None:
-    """The other one reads the whole next epoch, wherever in the start they meet."""
-    meeting = Meeting()
-    loader = meeting_loader(where, meeting)
-    iterator = iter(loader)
-    assert flat([next(iterator), next(iterator)]) == [*range(6)]
-    state = loader.state_dict()
-    iterator.close()
-    resumed = loaded(meeting_loader(where, meeting), state)
-    meeting.is_on = True
+    resumed = DataLoader(Meeting(range(12)), 3)
+    resumed.load_state_dict(left_at(DataLoader(range(12), 3), 2))
     with ThreadPoolExecutor(2) as pool:
         found = sorted(pool.map(lambda _: flat(resumed), range(2)), key=len)
-    assert found == [[*range(6, LENGTH)], [*range(LENGTH)]]
-    assert resumed.epoch == 2
+    assert found == [[*range(6, 12)], [*range(12)]]

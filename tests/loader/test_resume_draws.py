@@ -1,6 +1,5 @@
 """What orders are drawn from is in the state: later epochs and draws of steps agree."""
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import (
 from aioloader import DataLoader, merge_states
 from aioloader.testing._frozen import frozen
 from loader.states import REPEATED, listed, loaded, saved, seeded
+from resuming import assert_resumes_exactly
 from samples import collect
 from stateful import Plain, mine
 from working import Drawing, Numbers
@@ -191,58 +191,12 @@ def make(name: str) -> Any:
     return Loader(**options)
 
 
-class Run:
-    """A training run, whose steps draw from torch's default generator."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.draws: list[Any] = []
-        self.states: list[tuple[str, int, Any]] = []
-
-    def _save(self, what: str) -> None:
-        state = pickle.loads(pickle.dumps(self.loader.state_dict()))
-        self.states.append((what, len(self.draws), state))
-
-    def drawn(self, place: int = 0, *, steps: bool) -> list[Any]:
-        """Return the batches, and what steps have drawn if it is saved too."""
-        return [one for one in self.draws[place:] if steps or one[0] != "step"]
-
-    def epoch(self) -> None:
-        """Train for one epoch, and save a state wherever one can be."""
-        self._save("before iter()")
-        iterator = iter(self.loader)
-        self._save("before the first step")
-        for batch in iterator:
-            self.draws += [("batch", frozen(batch)), ("step", torch.rand(()).item())]
-            self._save("after a step")
-        self.draws.append("end")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rng=.worker.:UserWarning")  # of a state in an epoch
 @pytest.mark.parametrize("name", LOADERS)
 def test_wherever_it_is_left(name: str) -> None:
-    """The rest and two more epochs are the same, and so are the draws of steps."""
-    torch.manual_seed(0)
-    loader = make(name)
-    list(loader)  # orders depend on what was drawn before
-    run = Run(loader)
-    for _ in range(4):
-        run.epoch()
-    loader.close()
-    draws_steps = "generator" not in LOADERS[name]()
-    for what, place, state in run.states:
-        if state["epoch"] > 2:
-            continue
-        torch.manual_seed(99)
-        resumed = Run(make(name))
-        resumed.loader.load_state_dict(state)
-        for _ in range(2 if state["epoch"] == 2 else 3):
-            resumed.epoch()
-        resumed.loader.close()
-        found = resumed.drawn(steps=draws_steps)
-        wanted = run.drawn(place, steps=draws_steps)[: len(found)]
-        assert found == wanted, f"{what}, {place} of epoch {state['epoch']}"
+    """The rest and two more epochs are the same; steps draw as well."""
+    assert_resumes_exactly(lambda: make(name))
 
 
 @pytest.mark.parametrize(
@@ -334,42 +288,27 @@ def test_the_seed_of_workers_that_were_never_used() -> None:
     resumed.close()
 
 
-def pair(generator: torch.Generator | None) -> tuple[Run, Run]:
-    """Return the runs of two loaders, which may share a generator."""
-    train, val = (
-        Loader(Numbers(n), 3, shuffle=True, generator=generator) for n in (N, 8)
-    )
-    return Run(train), Run(val)
-
-
 @pytest.mark.parametrize("with_generator", [False, True])
 def test_two_loaders(with_generator: bool) -> None:
     """Both are saved at one moment; one is in mid-epoch, the other between epochs."""
 
-    def make_pair() -> tuple[Run, Run]:
-        return pair(seeded() if with_generator else None)
+    def pair() -> tuple[Any, Any]:
+        torch.manual_seed(99)
+        options = {"generator": seeded() if with_generator else None, "shuffle": True}
+        return Loader(Numbers(N), 3, **options), Loader(Numbers(8), 3, **options)
 
+    train, val = pair()
     torch.manual_seed(0)
-    train, val = make_pair()
-    steps = iter(train.loader)
+    steps = iter(train)
     next(steps)
-    val.epoch()  # a validation in the middle of the epoch
+    listed(val)  # a validation in the middle of the epoch
     torch.rand(())
-    states = [run.loader.state_dict() for run in (train, val)]
-    rest = listed(steps)
-    for run in (train, val):
-        run.epoch()
-    torch.manual_seed(99)
-    again = make_pair()
-    for run, state in zip(again, states, strict=True):
-        run.loader.load_state_dict(state)
-    assert listed(again[0].loader) == rest
-    for run in again:
-        run.epoch()
-    steps_too = not with_generator
-    assert again[0].drawn(steps=steps_too) == train.drawn(steps=steps_too)
-    found = again[1].drawn(steps=steps_too)
-    assert found == val.drawn(steps=steps_too)[-len(found) :]
+    states = train.state_dict(), val.state_dict()
+    rest = listed(steps), listed(train), listed(val)
+    again = pair()
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    assert (listed(again[0]), listed(again[0]), listed(again[1])) == rest
 
 
 def test_a_loaded_state_that_waits() -> None:

@@ -25,19 +25,18 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
 from aioloader import DataLoader, ShuffledIndices
 from aioloader._loader.state import unsealed
 from aioloader.datasets import TextDataset, from_iterable
-from loader.states import REPEATED, begun, left_at, listed, loaded, saved, seeded
+from loader.states import REPEATED, begun, left_at, listed, loaded, seeded
 from resuming import assert_resumes_exactly, assert_resumes_exactly_async
-from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+from samples import AsyncStream, SyncMap, SyncStream
 from stateful import Batches, Cursor, Cursors, Streamed
 from stateful import Kept as Remembered
-from working import Drawing, Numbers, draw, draw_own
+from working import Drawing, Numbers, draw
 
 N = 11
 DATA: Any = range(N)
@@ -224,21 +223,6 @@ def test_a_sampler_with_a_state_is_not_iterated_anew() -> None:
     assert sampler.given == list(range(2, N))
 
 
-def test_the_epoch_of_a_sampler() -> None:
-    """It is set again where its order is, as DistributedSampler wants it."""
-    loader: Any = DataLoader(
-        Numbers(N), 2, sampler=DistributedSampler(DATA, 2, 1, seed=3)
-    )
-    loader.set_epoch(5)
-    iterator = iter(loader)
-    next(iterator)
-    state = saved(loader)
-    sampler: Any = DistributedSampler(DATA, 2, 1, seed=3)
-    resumed = loaded(DataLoader(Numbers(N), 2, sampler=sampler), state)
-    assert listed(resumed) == listed(iterator)
-    assert sampler.epoch == 5
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_billion(shuffle: bool) -> None:
     """The middle is found at once; only the rest is read; the state stays small."""
@@ -296,50 +280,6 @@ def test_a_state_of_a_stream_has_a_hundred_bytes_for_each_open_shard(
         loader.close()
     assert sizes[1] < 4_600
     assert sizes[32] - sizes[1] < 31 * 130
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(
-    n=st.integers(0, 30),
-    size=st.one_of(st.none(), st.integers(1, 9)),
-    kind=st.sampled_from(["map", "async", "tensors"]),
-    drop_last=st.booleans(),
-    order=st.sampled_from(["", "random", "generator", "shuffled"]),
-    in_order=st.booleans(),
-    stops=st.sets(st.integers(0, 31), max_size=3),
-)
-def test_any_k(
-    n: int,
-    size: int | None,
-    kind: str,
-    drop_last: bool,
-    order: str,
-    in_order: bool,
-    stops: set[int],
-) -> None:
-    """Whatever the sizes and the generators."""
-    datasets: dict[str, Callable[[], Any]] = {
-        "map": lambda: Drawing(n),
-        "async": lambda: AsyncMap(n),
-        "tensors": lambda: TensorDataset(torch.arange(n)),
-    }
-
-    def make() -> DataLoader[Any]:
-        options: Any = {"shuffle": bool(n) and order in {"random", "generator"}}
-        if order == "shuffled":
-            options = {"sampler": ShuffledIndices(n, 3)}
-        return DataLoader(
-            datasets[kind](),
-            batch_size=size,
-            drop_last=drop_last and size is not None,
-            generator=seeded() if order == "generator" else None,
-            in_order=in_order,
-            rng="batch" if kind == "map" else None,
-            **options,
-        )
-
-    assert_resumes_exactly(make, stops=stops)
 
 
 # -- iterables: their own state if they have one, else a count -------------------------
@@ -487,23 +427,6 @@ def test_draws_of_a_transform(rng: Any) -> None:
     """Random transforms are what they would have been."""
     assert_resumes_exactly(
         lambda: DataLoader(SyncStream(9), 2, transform=draw, rng=rng)
-    )
-
-
-@pytest.mark.slow
-@REPEATED
-@pytest.mark.parametrize("loop", ["thread", "caller"])
-async def test_hosts(loop: Any) -> None:
-    """An async iterable with thread workers, on both loops."""
-    await assert_resumes_exactly_async(
-        lambda: DataLoader(
-            AsyncStream(9),
-            2,
-            transform=draw_own,
-            num_workers=2,
-            workers="thread",
-            loop=loop,
-        )
     )
 
 

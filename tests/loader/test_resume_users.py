@@ -51,15 +51,6 @@ def test_several_epochs(make: Callable[[int], Any], workers: int, taken: int) ->
             assert [listed(loader) for _ in range(3)] == [whole[taken:], whole, whole]
 
 
-def test_an_iterator_that_is_left() -> None:
-    """It still exists while the next epoch starts."""
-    state = left_at(Loader(Streamed(), 3), 2)
-    loader = loaded(Loader(Streamed(), 3), state)
-    left = iter(loader)
-    assert next(left).tolist() == [6, 7, 8]
-    assert listed(loader) == listed(Loader(Streamed(), 3))
-
-
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}], ids=str)
 @pytest.mark.parametrize("make", [Epochs, Postponed])
 def test_datasets_that_count_epochs(make: Callable[[], Any], options: Any) -> None:

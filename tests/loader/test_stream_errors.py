@@ -31,7 +31,7 @@ from faults.error_table import (
     same,
 )
 from resuming import assert_resumes_exactly
-from samples import AsyncMap, SyncMap, collect
+from samples import AsyncMap, SyncMap
 
 CONTROL = [asyncio.CancelledError, StopIteration, StopAsyncIteration]
 
@@ -337,15 +337,6 @@ async def test_batches_of_a_batch_sampler(way: str, base: Any) -> None:
     assert await found(odd) == [[0, 1], [2], [3], [], [0, 2]]
     assert await found([]) == []
     assert isinstance((await found([7]))[0], TypeError)
-
-
-async def test_the_error_of_one_loader_leaves_others_alone() -> None:
-    """Two at once on the caller's loop."""
-    bad = make("caller", failing(AsyncMap, 0, error=lambda: OddError(1, 2)))
-    good = make("caller", failing(AsyncMap, error=lambda: OddError(1, 2)))
-    found = await asyncio.gather(drain("caller", bad), collect(good))
-    assert type(found[0][0]) is OddError
-    assert len(found[1]) == 3
 
 
 # -- methods that are named like the loader's own: nothing of a user's is called or ente

@@ -25,7 +25,6 @@ from resuming import assert_resumes_exactly
 from working import Numbers
 
 LENGTHS = [1 + (7 * at) % 13 for at in range(39)]
-Make = Callable[[], Any]
 
 
 def sampler_of(**options: Any) -> TokenBudgetBatchSampler:
@@ -219,20 +218,6 @@ def test_resume_at_every_batch(name: str) -> None:
     assert_resumes_exactly(lambda: loader_of(**options))
 
 
-def test_each_epoch_has_another_order() -> None:
-    """As with ``ShuffledIndices``; ``set_epoch`` chooses one."""
-    loader = loader_of()
-    epochs = [list(loader) for _ in range(3)]
-    for epoch, batches in enumerate(epochs):
-        order = sampler_of()
-        order.set_epoch(epoch)
-        assert batches == list(order)
-    assert len(loader) == len(epochs[2])
-    loader.set_epoch(1)
-    assert len(loader) == len(epochs[1])
-    assert list(loader) == epochs[1]
-
-
 @pytest.mark.parametrize("tail", ["wrap", "pad", "drop", "uneven"])
 def test_ranks(tail: Any) -> None:
     """They take batches in turns, and have as many, but for uneven ones."""
@@ -308,30 +293,6 @@ def test_states_of_others(other: Any, message: str, k: int) -> None:
 
 
 # -- padding --------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=5),
-    st.integers(-1, 9),
-    st.integers(1, 5),
-)
-def test_padding(rows: list[list[int]], pad: int, multiple: int) -> None:
-    collate = pickle.loads(pickle.dumps(pad_collate(pad, multiple)))
-    batch = collate(rows)
-    longest = -(-max(map(len, rows)) // multiple) * multiple
-    lacks = [longest - len(row) for row in rows]
-    assert batch["input_ids"].tolist() == [
-        row + [pad] * lack for row, lack in zip(rows, lacks, strict=True)
-    ]
-    assert batch["attention_mask"].tolist() == [
-        [1] * len(row) + [0] * lack for row, lack in zip(rows, lacks, strict=True)
-    ]
-    kinds: list[Any] = [np.array, torch.tensor, tuple]
-    for kind in kinds:
-        made = [kind(row) if row else row for row in rows]
-        for batch in (collate(made), collate([{"input_ids": one} for one in made])):
-            assert {one.dtype for one in batch.values()} == {torch.int64}
-            assert torch.equal(batch["input_ids"], collate(rows)["input_ids"])
 
 
 def test_padding_entries() -> None:

@@ -19,7 +19,6 @@ from aioloader import DataLoader, Device
 from aioloader._base.records import Setting
 from aioloader._observe.changes import changes
 from aioloader._observe.costs import costs_of
-from aioloader._observe.verdict import report
 from aioloader.datasets import FileDataset, from_iterable
 from beside import beside
 from observe.clock import Clock, Ticks
@@ -100,14 +99,6 @@ def test_plain_reads_before_an_async_transform() -> None:
     # An async collate_fn changes nothing of how many samples coroutines would read.
     found = offered(set_up(DataLoader(SyncMap(8), 4, collate_fn=waiting)))
     assert {*found} == {"prefetch_factor", "num_workers"}
-
-
-def test_plain_reads_that_wait() -> None:
-    """The dataset may become async, in the setting of a real loader."""
-    setting = replace(set_up(DataLoader(SyncMap(8), 4, prefetch_factor=2)), cores=2)
-    advice = report(Clock(setting, [WAITING]).run(64), setting).advice
-    assert advice is not None
-    assert (advice.argument, advice.gain > 500) == ("dataset", True)
 
 
 def test_what_the_loader_chooses() -> None:

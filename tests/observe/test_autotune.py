@@ -114,14 +114,6 @@ def test_stays_at_the_best(store: str) -> None:
     assert sum(share >= 0.9 for share in late) >= 0.95 * len(late)
 
 
-def test_a_thousand_at_a_time_take_longer() -> None:
-    """Each setting has to be seen: half as many samples again as it has under way."""
-    run = started(knee(1000))
-    while run.share() < 0.9:
-        run.step()
-    assert 30 < run.batches < 50
-
-
 observations = st.builds(
     Observation,
     rate=st.floats(0, 1e6),
@@ -156,14 +148,6 @@ def test_never_leaves_its_bounds(
             assert reason
 
 
-def test_the_consumer_does_not_wait() -> None:
-    """Nothing is tried: there is nothing to gain."""
-    run = started(knee(500), waited=0.01)
-    assert [run.step() for _ in range(50)] == [None] * 50
-    run.waited = 0.5
-    assert run.step() is not None
-
-
 def test_what_lost_is_taken_back() -> None:
     """Twice as much is slower, and so is half."""
     run = started(lambda n: 100 - abs(n - 32))
@@ -172,32 +156,6 @@ def test_what_lost_is_taken_back() -> None:
     assert values == ["32 -> 64", "64 -> 16", "16 -> 32"]
     assert "slower" in decisions[-1]
     assert run.share() == 1
-
-
-def test_one_stall_is_no_loss() -> None:
-    """What seems to have lost is measured twice."""
-    run = started(knee(500))
-    assert run.step()
-    fast, run.rate = run.rate, lambda _: 1.0
-    assert run.step() is None
-    run.rate = fast
-    run.step()
-    assert run.controller.value == 128
-
-
-def test_a_store_that_becomes_slow_is_not_asked_for_more() -> None:
-    """What it no longer rewards is tried ever more rarely, and undone."""
-    run = started(knee(128))
-    for _ in range(9):
-        run.step()
-    settled = run.controller.value
-    run.rate = lambda n: 10 / LATENCY
-    values = []
-    for _ in range(300):
-        run.step()
-        values.append(run.controller.value)
-    assert max(values) <= 2 * settled
-    assert sum(value <= settled for value in values) > 0.9 * len(values)
 
 
 def test_failures_halve_it() -> None:

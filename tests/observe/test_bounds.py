@@ -1,13 +1,10 @@
 """What is not advised: gains that nothing measured allows, on a simulated clock."""
 
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 
-from aioloader._base.machine import RunTimes, run_times
-from aioloader._base.records import Counters, Record, Setting
+from aioloader._base.records import Record, Setting
 from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.verdict import report
@@ -91,66 +88,7 @@ def test_busy_cores_are_not_taken_for_waiting() -> None:
     assert not tried(crowded, setting, "dataset")
 
 
-def test_a_step_that_computes_waits_for_no_lock() -> None:
-    """Its process computes all the time: the step is slow by itself."""
-    ticks = Ticks((4,) * 4, collate=20, step=13, uses_cpu=("collate",))
-    setting = replace(LOOP, window=6)
-    records = Clock(setting, [ticks], locks=True).run(96)
-    assert costs(records, setting).locked
-    assert not costs(records, replace(setting, used=2.0)).locked
-
-
-def test_run_times() -> None:
-    """Of this thread, of another, of none; the process's after two batches."""
-    counters = Counters()
-    assert counters.used() == 0
-    counters.clocks += [(10.0, 1.0), (12.0, 4.0)]
-    assert counters.used() == 1.5
-    end = time.thread_time() + 0.02
-    while time.thread_time() < end:
-        pass
-    assert run_times().cpu > 0.01
-    assert run_times(threading.get_native_id()).cpu > 0.01
-    assert run_times(2**30) == RunTimes()
-
-
 # -- lanes and loops -------------------------------------------------------------------
-
-
-def test_more_reads_do_not_help_a_busy_lane() -> None:
-    """Samples seem to take long, because one thread transforms them all."""
-    ticks = Ticks((70,) * 4, transform=28, step=5, uses_cpu=("transform",))
-    records = Clock(LOOP, [ticks]).run(64)
-    assert tried(records, LOOP, "concurrency")
-    advice = report(records, LOOP).advice
-    assert advice is not None
-    assert advice.argument == "num_workers"
-    assert advice.gain > 300
-
-
-def test_reads_that_wait_for_the_lock() -> None:
-    """A thread that transforms holds it always: only the quickest reads are reading."""
-    stream = replace(LOOP, is_stream=True, concurrency=1)
-    for cpu, reading in ((("transform",), 0.004), ((), 0.024)):
-        records = Clock(stream, [Ticks((1,) * 4, 30, step=5, uses_cpu=cpu)]).run(64)
-        for number, made in enumerate([one.made for one in records]):
-            late = made[1] - (30e-3 if number % 4 else 4e-3), *made[1:5], 0, *made[6:]
-            records[number] = records[number]._replace(made=late)
-        assert costs(records, stream).read.mean() == pytest.approx(reading, rel=0.2)
-
-
-def test_a_stream_that_waits_for_the_lock_at_each_sample() -> None:
-    """The first batch is read while nothing is transformed; all others take 16 more."""
-    stream = replace(LOOP, is_stream=True, concurrency=1)
-    ticks = Ticks((6,) * 4, transform=16, step=3, uses_cpu=("transform",))
-    records = Clock(stream, [ticks]).run(64)
-    for number, made in enumerate([one.made for one in records]):
-        late = made[0] + 0.016 * (number == 0), *made[1:5], 0, *made[6:]
-        records[number] = records[number]._replace(made=late)
-    found = report(records, stream)
-    assert found.stage == "transform"
-    assert found.advice is not None
-    assert (found.advice.argument, found.advice.new) == ("num_workers", 2)
 
 
 def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
@@ -165,15 +103,6 @@ def test_a_step_that_computes_shares_the_lock_with_a_thread() -> None:
     assert beside.gain == pytest.approx(75, abs=1)
     assert apart is not None
     assert apart.argument == "num_workers"
-
-
-def test_a_transport_is_not_seen() -> None:
-    """Batches of a microsecond: what a wider window would do for them is not known."""
-    setting = replace(PROCESSES, cores=8)
-    records = Clock(setting, [Ticks((0,) * 4, collate=1, transport=40, step=1)]).run(64)
-    found = report(records, setting)
-    assert (found.stage, found.advice) == ("transport", None)
-    assert found.limit.startswith("No argument would help: make batches larger")
 
 
 # -- starts of workers -----------------------------------------------------------------
@@ -211,24 +140,6 @@ def test_workers_that_start_in_each_epoch(setting: Setting, is_advised: bool) ->
     assert found.advice is not None
     assert found.advice.argument == "persistent_workers"
     assert found.advice.gain == pytest.approx(100 * 0.2 / (24 * 0.02), rel=0.02)
-
-
-@pytest.mark.parametrize("length", [24, 2400])
-def test_new_workers_start_in_each_epoch(length: int) -> None:
-    """They are not worth it if an epoch is over soon."""
-    setting = replace(INLINE, length=length, epochs_before=1)
-    ticks = Ticks((1,) * 4, transform=4, collate=1, step=12, uses_cpu=ALL_CPU)
-    records = Clock(setting, [ticks]).run(24)
-    (two, *_) = tried(records, setting, "num_workers")
-    assert two.start == pytest.approx(0.14)
-    assert "persistent_workers=True" in two.why
-    thread = replace(setting, place="thread", window=4)
-    found = report(Clock(thread, [ticks._replace(step=5)]).run(24), thread)
-    if length == 24:
-        assert found.advice is None
-    else:
-        assert found.advice is not None
-        assert found.advice.argument == "num_workers"
 
 
 @pytest.mark.parametrize("cores", [2, 4])
@@ -298,27 +209,3 @@ def test_a_gain_within_the_error_is_not_advised(step: int) -> None:
         assert found.advice.argument == "concurrency"
     else:  # 11 %
         assert found.advice is None
-
-
-@pytest.mark.parametrize("cpu", [0.0, 0.1])
-def test_samples_at_hand(cpu: float) -> None:
-    """Reads of a microsecond wait for no store, whatever their processor time says."""
-    records = []
-    for number in range(64):
-        now, ahead = 9e-6 * number, 9e-6 * number + 8e-6
-        made = now, ahead, ahead, ahead, now + 9e-6, 0.0, cpu * 1e-5, 0.0
-        records.append(Record(number, now, now + 9e-6, 0, 8, made))
-    setting = replace(INLINE, batch_size=8)
-    assert not waits_for_store(costs(records, setting), setting)
-    assert report(records, setting).advice is None
-
-
-def test_numbers_in_effect_are_named() -> None:
-    """An inline loader makes nothing ahead; others have a number of their own."""
-    records = Clock(INLINE, [Ticks((4,) * 4, step=20)]).run(64)
-    assert [one.old for one in tried(records, INLINE, "prefetch_factor")] == [0]
-    loop = Clock(LOOP, [Ticks((4,) * 4, step=20)]).run(64)
-    auto = replace(LOOP, window=None)
-    assert {one.old for one in tried(loop, auto, "prefetch_factor")} == {5}
-    thread = Setting("thread", window=2, batch_size=4, cores=8)
-    assert not tried(Clock(thread, [BUSY]).run(64), thread, "in_order")

@@ -1,12 +1,10 @@
 """Bytes, retries, listings and queues in ``stats()``, wherever batches are made."""
 
 import asyncio
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -149,25 +147,6 @@ def test_a_plain_for_waits_while_it_makes_a_batch(loader: DataLoader[Any]) -> No
             latest, at = found._records[-1], loader.dataset.at
             assert latest.asked <= at[-BATCH] <= at[-1] <= latest.taken
     assert found.waited > 0
-
-
-def test_another_thread_makes_iterators() -> None:
-    """While figures are read: it may come between any two lines."""
-    loader = DataLoader(range(8), 2)
-    open_ = [iter(loader)]
-
-    def come_between(frame: FrameType, _event: str, _argument: Any) -> Any:
-        if "weakref" in frame.f_code.co_filename:
-            open_.append(iter(loader))
-        return come_between
-
-    before = sys.gettrace()
-    sys.settrace(come_between)
-    try:
-        loader.stats()
-    finally:
-        sys.settrace(before)
-    assert len(open_) > 1
 
 
 def test_batches_that_were_ready() -> None:

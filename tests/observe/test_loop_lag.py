@@ -1,12 +1,10 @@
 """An event loop that is held up: seen, and by whom."""
 
 import asyncio
-import itertools
 import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,7 @@ from typing import Any
 import pytest
 
 import aioloader
-from aioloader._base.machine import RunTimes
-from aioloader._base.records import Counters
-from aioloader._pipeline import loop_watch
-from aioloader._pipeline.loop_watch import Counts, LoopWatch, watch_of
+from aioloader._pipeline.loop_watch import watch_of
 
 STEPS = 24
 
@@ -138,43 +133,6 @@ def test_a_loop_that_is_free() -> None:
     assert "event loop blocked" not in str(loader.stats()) or lag is not None
 
 
-async def test_lag_is_asked_for_as_a_timer_is_late() -> None:
-    """By another thread, which may come between any two statements."""
-    watch, found = LoopWatch(is_callers=True), []
-
-    class Asking(deque[float]):
-        def append(self, late: float) -> None:
-            found.append(watch.lag(Counts()))
-            super().append(late)
-            found.append(watch.lag(Counts()))
-
-    watch._lateness = Asking()
-    with watch.reading(time.monotonic(), Counters()):
-        watch.due -= 1.0
-        watch._tick()
-        assert watch._timer is not None
-    assert found == [None, None]
-    lag = watch.lag(Counts())
-    assert lag is not None
-    assert lag.seconds > 0.9
-
-
-def test_a_coroutine_that_waits_for_the_lock_is_not_blamed() -> None:
-    """It was found on the loop less often than its thread was stopped."""
-    watch = LoopWatch(is_callers=False)
-    watch.counts = Counts(timers=50)
-    for _ in range(8):
-        watch.blame(loader_of.__code__)
-    lag = watch.lag(Counts())
-    assert lag is not None
-    assert lag.culprit.startswith("loader_of (test_loop_lag")
-    for _ in range(9):
-        watch.blame(None)
-    lag = watch.lag(Counts())
-    assert lag is not None
-    assert lag.culprit == ""
-
-
 def test_nobody_looks_on_after_the_end() -> None:
     with loader_of(Blocking(0.04)) as loader:
         loader.report()
@@ -224,22 +182,3 @@ def test_a_forked_child_looks_too() -> None:
                 os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-async def test_long_blocks_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of a second, one after another, are as suspect as short ones.
-
-    On a busy machine a thread that computes waits for a processor most of the time.
-    """
-    looked: list[LoopWatch] = []
-    times = (RunTimes(0.1 * turn, 0.9 * turn) for turn in itertools.count())
-    monkeypatch.setattr(loop_watch, "run_times", lambda: next(times))
-    monkeypatch.setattr(loop_watch, "_look_at", looked.append)
-    watch = LoopWatch(is_callers=True)
-    with watch.reading(time.monotonic(), Counters(is_asked=True)):
-        for _ in range(5):
-            watch.due -= 1.0
-            watch._clocks = watch._clocks[0] - 1.0, watch._clocks[1]
-            watch._tick()
-    assert looked
-    assert watch.computes()

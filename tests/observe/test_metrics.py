@@ -141,28 +141,6 @@ def test_counters_never_fall() -> None:
     assert totals == [5, 8, 10, 18, 18, 22, 28]
 
 
-@pytest.mark.parametrize("way", ["set_epoch", "load_state_dict"])
-def test_epochs_of_the_same_number(way: str) -> None:
-    """Two whole ones are two, also if both were read at their ends alone."""
-    loader = DataLoader(range(16), 2)
-    state = loader.state_dict()
-    registry = CollectorRegistry()
-    registry.register(PrometheusCollector(train=loader))
-    batches = "aioloader_batches_total", ("loader", "train")
-    waits = "aioloader_wait_time_seconds_total", ("loader", "train")
-    found = []
-    for _ in range(2):
-        if way == "set_epoch":
-            loader.set_epoch(0)
-        else:
-            loader.load_state_dict(state)
-        list(loader)
-        assert loader.stats().epoch == 0
-        found.append(scraped(registry))
-    assert [one[batches] for one in found] == [8, 16]
-    assert found[1][waits] == pytest.approx(found[0][waits] + loader.stats().waited)
-
-
 def test_several_loaders() -> None:
     """Real ones, of which one goes; a second collector of the same names is refused."""
     train, test = DataLoader(range(8), 2), DataLoader(range(4), 4)

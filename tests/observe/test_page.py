@@ -149,45 +149,6 @@ def size(box: ET.Element) -> float:
     return float(found)
 
 
-def boxes(figure: ET.Element) -> list[ET.Element]:
-    """Return the boxes of a diagram, without those of its legend."""
-    return [one for one in figure.iter("i") if one.get("style")]
-
-
-def test_widths_are_times(tmp_path: Path) -> None:
-    """In the pipeline (for each lane) and in the timeline."""
-    root = parsed(written(tmp_path / "page.html", records(8)))
-    pipeline, timeline, waits = root.findall(".//figure")
-    width = {one.get("class"): size(one) for one in boxes(pipeline)}
-    assert width["transform"] / width["read"] == pytest.approx(5 / 3, rel=1e-3)
-    assert width["consumer"] / width["read"] == pytest.approx(0.4 / 0.3, rel=1e-3)
-    (marked,) = pipeline.findall("*[@class='row marked']")  # named by the verdict
-    assert "transform" in [one.get("class") for one in boxes(marked)]
-    drawn = [one for one in boxes(timeline) if "batch 3" in str(one.get("title"))]
-    width = {one.get("class"): size(one) for one in drawn}
-    assert width["transform"] / width["read"] == pytest.approx(1 / 0.6, rel=1e-2)
-    assert len(boxes(waits)) == 8
-
-
-def test_many_batches_share_bars(tmp_path: Path) -> None:
-    """Each bar is the longest of its batches, so that none is hidden."""
-    taken = records(1000)
-    taken[501] = taken[501]._replace(asked=taken[501].taken - 7)
-    root = parsed(written(tmp_path / "page.html", taken))
-    bars = boxes(root.findall(".//figure")[2])
-    assert len(bars) <= 230
-    (highest,) = [one for one in bars if size(one) > 80]
-    assert "at most 7.00 s" in str(highest.get("title"))
-
-
-def test_batches_of_unknown_making(tmp_path: Path) -> None:
-    """Their consumer is known all the same."""
-    taken = records(8, is_made=False)
-    root = parsed(written(tmp_path / "page.html", taken, stages=STAGES[-1:]))
-    timeline = root.findall(".//figure")[1]
-    assert "consumer" in {one.get("class") for one in boxes(timeline)}
-
-
 def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
     """Or not at all."""
     path = tmp_path / "page.html"

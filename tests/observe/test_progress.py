@@ -78,18 +78,6 @@ def test_a_resumed_epoch(clock: Clock, terminal: Terminal) -> None:
     assert "5 samples/s, 1 kB/s, waiting 25%, resumed at 5" in lines[-1]
 
 
-def test_a_loader_that_is_resumed(clock: Clock, terminal: Terminal) -> None:
-    """The same of a real one."""
-    loader = DataLoader(range(12), 2)
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    again = DataLoader(range(12), 2)
-    again.load_state_dict(loader.state_dict())
-    assert len(list(progress(again, file=terminal))) == 4
-    last = terminal.lines()[-1]
-    assert "6/6" in last or "6 of 6" in last
-
-
 @pytest.mark.parametrize(("costs", "looks"), [(0.0, range(18, 23)), (0.005, [3])])
 def test_looks_seldom(clock: Clock, costs: float, looks: Sequence[int]) -> None:
     """By time; figures take a thousandth of it, and the position is always shown."""
@@ -274,18 +262,3 @@ def test_epochs_of_one_display(clock: Clock, terminal: Terminal) -> None:
     assert [len(list(shown)) for _ in range(2)] == [3, 3]
     with pytest.raises(TypeError):
         len(progress(DataLoader(iter(range(3)), None)))
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.5, "0.5"),
-        (12.345, "12.3"),
-        (999.6, "1 k"),
-        (25_400, "25.4 k"),
-        (3e15, "3e+03 T"),
-    ],
-)
-def test_short_numbers(number: float, text: str) -> None:
-    """Three digits, and a prefix."""
-    assert module._short(number) == text

@@ -3,7 +3,6 @@
 import asyncio
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,6 @@ from torch.utils.data import TensorDataset
 
 from aioloader import DataLoader
 from aioloader._base.records import Record, bytes_of
-from aioloader._pipeline import lanes
-from aioloader._pipeline.batch_task import BatchTask
-from aioloader._pipeline.lanes import Lanes
 from aioloader.datasets import from_iterable
 from beside import beside
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
@@ -99,47 +95,6 @@ async def test_batches_made_elsewhere() -> None:
             loader = DataLoader(SyncMap(24), 4, num_workers=2, workers=executor)
             await beside(partial(list, loader))
             check(records(loader), size=4)
-
-
-async def test_seconds_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its coroutines are summed, and one in eight is measured."""
-    clock: Any = SimpleNamespace(now=5.0)
-    clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr(lanes, "time", clock)
-
-    async def transform(task: BatchTask, position: int) -> None:
-        clock.now += 0.25
-        task.samples[position] += 1
-
-    task = BatchTask(0, range(20), samples=[*range(20)])
-    four = Lanes(4)
-    jobs = await four.run(task, transform, 20)
-    await four.aclose()
-    assert task.samples == [*range(1, 21)]
-    assert (jobs.began, jobs.busy) == (5, 20 * 0.25)
-
-
-async def test_processor_time_of_some() -> None:
-    """Of some, where one thread makes the whole batch."""
-    for options in PLACES.values():
-        async with DataLoader(SyncMap(68), 2, **options) as loader:
-            await beside(partial(list, loader))
-            cpu = [one.made[6] for one in records(loader)]
-            measured = [at for at, seconds in enumerate(cpu) if seconds]
-            assert measured == [1, 3, 7, 15, 17, 33]
-
-
-async def test_failed_and_skipped_batches_have_none() -> None:
-    """Only what was delivered counts."""
-
-    def refuse(sample: Any) -> Any:
-        if sample[1] < 8:
-            raise ValueError("planted")
-        return sample
-
-    loader = DataLoader(SyncMap(24), 4, transform=refuse, on_error="skip")
-    await beside(lambda: list(loader))
-    assert [one.number for one in records(loader)] == [2, 3, 4, 5]
 
 
 def refuse_odd(sample: Any) -> Any:

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._base.records import NOT_MADE, Copy, Record, Setting
-from aioloader._base.words import seconds_text
-from aioloader._observe.stages import StageStats, held_back, stage_stats
+from aioloader._base.records import Copy, Record, Setting
+from aioloader._observe.stages import StageStats, stage_stats
 from aioloader._observe.stats import LoaderStats
-from observe.clock import TICK, Clock, Ticks, ticks
+from observe.clock import Clock, Ticks, ticks
 
 NOTHING = LoaderStats(epoch=0, batches=4, waited=0.0, in_flight=0, failures=0)
 
@@ -28,35 +27,6 @@ def one_after_the_other(count: int, waits: float = 0.0) -> list[Record]:
 def named(stages: tuple[StageStats, ...], name: str) -> StageStats:
     """Return one of them."""
     return next(stage for stage in stages if stage.name == name)
-
-
-def test_one_lane_does_everything() -> None:
-    stages = stage_stats(one_after_the_other(4), Setting("inline"))
-    assert [stage.name for stage in stages] == [
-        *("sampler", "read", "transform", "collate", "transport", "consumer")
-    ]
-    _, read, transform, collate, transport, consumer = stages
-    assert (read.busy, read.starved, read.blocked) == (12, 12, 12)
-    assert (transform.busy, transform.starved, transform.blocked) == (8, 24, 4)
-    assert (collate.busy, collate.starved, collate.blocked) == (4, 32, 0)
-    assert transport.busy == 0
-    assert (consumer.busy, consumer.starved, consumer.blocked) == (12, 24, 0)
-    assert (read.p50, transform.p95, collate.p99, consumer.p50) == (3, 2, 1, 4)
-    assert read.utilisation == pytest.approx(1 / 3)
-    assert {stage.items for stage in stages} == {4}
-
-
-def simulated(setting: Setting, ticks: Ticks) -> tuple[StageStats, ...]:
-    """Return the stages of a loader on a simulated clock."""
-    return stage_stats(Clock(setting, [ticks]).run(40), setting)
-
-
-def test_a_slow_consumer_blocks_the_makers() -> None:
-    setting = Setting("thread", window=2)
-    stages = simulated(setting, Ticks(reads=(2,), collate=1, step=20))
-    read = named(stages, "read")
-    assert read.blocked > 0.8 * (read.busy + read.starved + read.blocked)
-    assert named(stages, "consumer").utilisation > 0.95
 
 
 def test_copies_to_a_device() -> None:
@@ -77,50 +47,6 @@ def test_copies_to_a_device() -> None:
     device = named(stage_stats(records[:2], setting, copies), "device")
     assert (device.busy, device.starved, device.blocked) == (10, 0, 6)
     assert device.p99 == pytest.approx(6, abs=0.1)
-
-
-def test_slow_reads_starve_the_rest() -> None:
-    setting = Setting("loop", concurrency=4, window=3)
-    stages = simulated(setting, Ticks((20,) * 4, transform=2, collate=1, step=3))
-    assert named(stages, "read").utilisation == pytest.approx(1, abs=0.1)
-    transform = named(stages, "transform")
-    assert transform.starved > 0.7 * (
-        transform.busy + transform.starved + transform.blocked
-    )
-    assert named(stages, "consumer").starved > named(stages, "consumer").busy
-
-
-def test_transport_is_exact_where_the_consumer_waits() -> None:
-    setting = Setting("workers", 1, "process", reads_in_workers=True, window=2)
-    stages = simulated(setting, Ticks((5,), collate=1, transport=4, step=1))
-    # The part that is as short as taking a batch is counts as taking it.
-    near = pytest.approx(4 * TICK, abs=0.25 * TICK)
-    assert named(stages, "transport").p50 == near
-
-
-def test_copies_count_from_the_one_before() -> None:
-    setting = Setting("thread", window=6, on_device=2)
-    stages = simulated(setting, Ticks(collate=1, transport=10, step=2))
-    transport = named(stages, "transport")
-    assert transport.p50 == pytest.approx(10 * TICK)
-    assert transport.utilisation > 0.9
-
-
-def test_batches_held_back_for_an_earlier_one_are_counted_apart() -> None:
-    batches = [Ticks(reads=(40 if not at % 8 else 2,), step=1) for at in range(8)]
-    setting = Setting("workers", 4, "process", reads_in_workers=True, window=8)
-    records = Clock(setting, batches).run(64)
-    assert held_back(records, setting) > 40 * TICK
-    assert held_back(records, replace(setting, in_order=False)) == 0
-    assert replace(NOTHING, _records=records, _setting=setting).held > 40 * TICK
-
-
-def test_batches_whose_making_is_not_known() -> None:
-    records = [Record(at, 2.0 * at, 2.0 * at + 1, 0, 8, NOT_MADE) for at in range(4)]
-    stages = stage_stats(records, Setting("inline"))
-    assert [stage.name for stage in stages] == ["sampler", "transport", "consumer"]
-    assert [stage.busy for stage in stages] == [0, 4, 3]
-    assert stage_stats([], Setting("inline")) == ()
 
 
 @pytest.mark.slow
@@ -171,12 +97,3 @@ def test_a_table_for_people() -> None:
         "consumer       1   33%      67%       0%  4.00 s  4.00 s  4.00 s"
     )
     assert str(NOTHING) == "epoch 0: 4 batches, 0 in flight; waited 0 s"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0 s"), (0.0123456, "12.3 ms"), (1.5, "1.50 s"), (12345.6, "12,346 s")],
-)
-def test_seconds(seconds: float, text: str) -> None:
-    """In fitting units."""
-    assert seconds_text(seconds) == text

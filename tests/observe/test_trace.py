@@ -8,19 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from aioloader import DataLoader, Device, merge_traces
+from aioloader import DataLoader, merge_traces
 from aioloader._base.records import (
     NOT_MADE,
     Copy,
     Counters,
-    Latest,
     Records,
     RecordTuple,
     Setting,
@@ -28,7 +26,6 @@ from aioloader._base.records import (
 from aioloader._observe.trace import Trace, Traced, trace_events
 from observe.showing import SETTINGS, WORKERS
 from observe.trace_format import check_trace, of_kind, tracks
-from samples import AsyncMap
 
 
 def record(number: int, at: float, *, lane: int = 0, size: int = 4) -> RecordTuple:
@@ -112,42 +109,6 @@ def test_tracks() -> None:
     assert inline == ["consumer", "loader", "loader (2)"]
 
 
-def test_copies_are_collected_in_the_block_alone(tmp_path: Path) -> None:
-    """They end in another thread than batches are taken in."""
-    records, copies, path = Records(), Latest[Copy](), tmp_path / "run.json"
-    trace = Trace(path, [])
-    counters = Counters(0, records=records, copies=copies)
-    trace.follow(counters, Setting("thread", on_device=1))
-    copies.append(Copy(0, 1.0, 1.0, 2.0, 64))
-    with trace:
-        copies.append(Copy(1, 2.0, 3.0, 5.0, 64))
-        copies.append(Copy(2, 3.0, 4.0, 6.0, 64))
-    copies.append(Copy(3, 4.0, 5.0, 7.0, 64))
-    events = json.loads(path.read_text())["traceEvents"]
-    shown = [(one["args"], one["dur"]) for one in events if one["ph"] == "X"]
-    assert shown == [
-        ({"epoch": 0, "batch": 1, "bytes": 64}, 2e6),
-        ({"epoch": 0, "batch": 2, "bytes": 64}, 1e6),
-    ]
-
-
-def test_a_step_is_from_a_batch_to_the_next_question() -> None:
-    """Of the last one nobody knows."""
-    records = [(n, 10.0 * n, 10.0 * n + 2, 0, 1, NOT_MADE, 0.0) for n in range(3)]
-    events = list(trace_events([Traced(Counters(0), Setting("thread"), records)], 0, 1))
-    steps = of_kind(events, "step")
-    assert [(one["ts"] / 1e6, one["dur"] / 1e6) for one in steps] == [(2, 8), (12, 8)]
-    assert not of_kind(events, "read")
-
-
-def test_batches_that_are_ready() -> None:
-    """A counter: up when one was collated, down when it was taken."""
-    events = list(trace_events([traced(WORKERS, 2)], 0, 1))
-    found = of_kind(events, "batches ready")
-    counts = [(one["ts"] / 1e6, one["args"]["batches"]) for one in found]
-    assert counts == [(7, 1), (8, 0), (11, 1), (12, 0)]
-
-
 # -- the block ----------------------------------------------------------------------
 
 
@@ -176,19 +137,6 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     assert under_way.append == under_way.latest.append
     assert len(under_way.latest) == 1024
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_loader_with_numbers_of_numpys(tmp_path: Path) -> None:
-    """They are written as numbers; the loader takes them as well as Python's."""
-    three: Any = np.int64(3)
-    device = Device(transform=tuple, ahead=three)
-    numbers: Any = {"concurrency": three, "prefetch_factor": three, "device": device}
-    path = tmp_path / "run.json"
-    loader: Any = DataLoader(AsyncMap(8), 2, **numbers)
-    with loader, loader.trace(path):
-        assert len(list(loader)) == 4
-    (epoch,) = loaded(path)["otherData"]["epochs"]
-    assert (epoch["concurrency"], epoch["window"], epoch["on_device"]) == (3, 6, 3)
 
 
 def test_two_traces_at_once(tmp_path: Path) -> None:
@@ -226,20 +174,6 @@ def test_iterations_under_way(tmp_path: Path) -> None:
         (2, 1),
         (3, 6),
     ]
-
-
-def test_a_record_added_as_a_trace_begins_or_ends() -> None:
-    """Is kept: its thread may be about to add it when another changes the sinks."""
-    records, found = Records(), list[RecordTuple]()
-    before = records.append
-    records.add_sink(found.append)
-    before(record(0, 0.0))
-    during = records.append
-    records.remove_sink(found.append)
-    during(record(1, 8.0))
-    records.append(record(2, 16.0))
-    assert [number for number, *_ in records.latest] == [0, 1, 2]
-    assert found == [record(1, 8.0)]
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
@@ -296,25 +230,6 @@ def test_on_torchs_clock(tmp_path: Path, suffix: str) -> None:
 
 
 EVENT = {"ph": "X", "name": "x", "cat": "c", "pid": 1, "tid": 1, "dur": 1}
-
-
-def test_the_base_is_torchs(tmp_path: Path) -> None:
-    """So that both line up unmerged too; another one is converted."""
-    profiled(tmp_path / "theirs.json")
-    with Trace(tmp_path / "ours.json", []):
-        pass
-    bases = [
-        json.loads((tmp_path / name).read_text())["baseTimeNanoseconds"]
-        for name in ("theirs.json", "ours.json")
-    ]
-    assert bases[0] == bases[1]
-    for name, zero, ts in (("a", 5_000_000, 1.0), ("b", 2_000_000, 3001.0)):
-        trace = {"baseTimeNanoseconds": zero, "traceEvents": [{**EVENT, "ts": ts}]}
-        (tmp_path / name).write_text(json.dumps(trace))
-    merge_traces(tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    merged = json.loads((tmp_path / "c").read_text())
-    assert merged["baseTimeNanoseconds"] == 2_000_000
-    assert [one["ts"] for one in merged["traceEvents"]] == [3001.0, 3001.0]
 
 
 def test_traces_of_other_times_are_said(tmp_path: Path) -> None:

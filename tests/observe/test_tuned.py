@@ -13,16 +13,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from aioloader import DataLoader
 from aioloader._base.records import NOT_MADE
-from aioloader._loader.arguments import count_workers
 from aioloader._loader.options import Chosen
 from aioloader._pipeline import lanes as lanes_module
 from aioloader._pipeline import tuner as tuner_module
 from aioloader._pipeline.ahead_feed import Window
-from aioloader._pipeline.autotune import Controller, Held
+from aioloader._pipeline.autotune import Controller
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.lanes import Lanes
 from aioloader._pipeline.tuner import Tuner, Tuning
-from aioloader._workers.ray.workers import RayWorkers
 from loader.states import left_at
 from observe.showing import Clock
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
@@ -94,28 +92,6 @@ async def read_all(store: Store, controller: Controller, batches: int) -> list[A
     return [sample for task in tasks for sample in task.samples]
 
 
-async def test_reads_grow_to_the_knee(clock: Clock) -> None:
-    """As many as gain are under way, and each sample is read once."""
-    store, controller = Store(clock, 100), Controller("concurrency", 16, 1, 1024)
-    assert await read_all(store, controller, 400) == list(range(3200))
-    assert controller.value >= 90
-    assert store.most <= 256
-
-
-async def test_reads_become_fewer(clock: Clock) -> None:
-    """As many as were under way and are no more allowed end with their sample."""
-    store, controller = Store(clock, 4), Controller("concurrency", 64, 1, 64)
-    tuned = tuner(Tuning(), concurrency=controller)
-    tuned._most_concurrency = 8
-    assert tuned.note_read(clock.now, failures=0, is_busy=True) == 8
-    assert controller.value == controller.most == 8
-    assert await read_all(store, controller, 40) == list(range(320))
-    assert store.most == 8
-
-
-# -- as many batches ahead as gain --------------------------------------------------
-
-
 def test_more_is_requested_while_that_gains(clock: Clock) -> None:
     """Batches come faster the more are requested, up to twelve."""
     controller = Controller("prefetch_factor", 2, 1, 32)
@@ -130,58 +106,23 @@ def test_more_is_requested_while_that_gains(clock: Clock) -> None:
     assert 10 <= controller.value <= 16
 
 
-def test_nothing_more_where_the_consumer_does_not_wait(clock: Clock) -> None:
-    """What is requested ahead stays as it was."""
-    controller = Controller("prefetch_factor", 2, 1, 32)
-    tuned = tuner(Tuning(), prefetch=controller)
-    window = tuned.begin(Window(3))  # one of them on the device
-    for _ in range(400):
-        clock.now += 0.1
-        window = tuned.note_batch(b"batch", window, 0.0)
-    assert (window.batches, window.samples) == (3, 0)
-    controller.value = 5  # kept workers begin the next epoch with what was learned
-    again = tuner(Tuning(), prefetch=controller).begin(Window(3))
-    assert again.batches == 6
-
-
-def test_samples_in_flight_follow_the_concurrency(clock: Clock) -> None:
-    """The window is as wide as reads need it."""
-    controller = Controller("concurrency", 32, 1, 1024)
-    tuned = tuner(Tuning(), concurrency=controller)
-    window = tuned.begin(Window(3, samples=32))
-    controller.value = 100
-    window = tuned.note_batch(b"batch", window, 0.0)
-    assert (window.batches, window.samples) == (3, 100)
-
-
-# -- bytes ------------------------------------------------------------
-
-
-class Growing(SyncMap):
-    """Samples of 100 float32 at first, and later of 1,000."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(100 if index < 40 else 1000)
-
-
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"prefetch_factor": 16}])
-def test_what_is_held_fits(options: dict[str, Any]) -> None:
-    """One batch until its size is known, then as many as fit, and one at least."""
-    loader = DataLoader(
-        Growing(80), 1, prefetch_bytes=1700, workers="thread", **options
-    )
-    in_flight = [loader.stats().in_flight for _ in loader]
-    assert len(in_flight) == 80
-    assert max(in_flight[:40]) == 4
-    assert max(in_flight[50:]) == 1
-
-
 def test_bytes_hold_for_async_datasets_too() -> None:
     """However many samples there might be at a time."""
     loader = DataLoader(AsyncMap(200), 4, prefetch_bytes=200, concurrency="auto")
     for _ in loader:  # four samples of three float32 and an int64
         assert loader.stats().in_flight <= 2
     assert loader._live.tuning.controllers["concurrency"].value <= 200 // 20
+
+
+async def test_reads_grow_to_the_knee(clock: Clock) -> None:
+    """As many as gain are under way, and each sample is read once."""
+    store, controller = Store(clock, 100), Controller("concurrency", 16, 1, 1024)
+    assert await read_all(store, controller, 400) == list(range(3200))
+    assert controller.value >= 90
+    assert store.most <= 256
+
+
+# -- bytes ------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -307,11 +248,6 @@ def test_a_stream_that_the_loader_reads_once() -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_ray_workers_have_their_number() -> None:
-    """It is not chosen anew."""
-    assert repr(count_workers("auto", RayWorkers(3))) == "3"
-
-
 def test_an_executor() -> None:
     """How many batches it has at once is chosen too."""
     with ThreadPoolExecutor(2) as executor:
@@ -369,23 +305,3 @@ def test_resumed_in_the_middle(workers: Any) -> None:
     other = DataLoader(SyncMap(40), 4, num_workers=1)
     other.load_state_dict(state)
     assert indices(other) == [*range(12, 40)]
-
-
-def test_nothing_is_tuned_that_is_not_asked_for() -> None:
-    """A loader without such arguments has no tuner."""
-    loader = DataLoader(AsyncMap(24), 4)
-    list(loader)
-    assert not loader._live.tuning.controllers
-
-
-def test_held_bytes_are_half_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a number of bytes, and where that is smaller than the number."""
-    monkeypatch.setattr(tuner_module, "memory_left", lambda: 1000)
-    tuning = Tuning()
-    tuner(tuning)
-    assert isinstance(tuning.held, Held)
-    assert tuning.held.most == 500
-    tuner(tuning, prefetch_bytes=300)
-    assert tuning.held.most == 300
-    tuner(tuning, prefetch_bytes=3000)
-    assert tuning.held.most == 500

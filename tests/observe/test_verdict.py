@@ -6,16 +6,13 @@ from random import Random
 import pytest
 
 from aioloader._base.records import LoopLag, Record, Setting
-from aioloader._observe.costs import lock_waits
 from aioloader._observe.stats import LoaderStats
-from aioloader._observe.verdict import Advice, Report, report
+from aioloader._observe.verdict import Report, report
 from observe.clock import (
-    TICK,
     Clock,
     Ticks,
     advised,
     changed,
-    delayed,
     seconds_per_batch,
 )
 
@@ -172,25 +169,6 @@ def test_a_planted_bottleneck(plant: Plant) -> None:
     assert found.advice.gain + 100 == pytest.approx(truth + 100, rel=near)
 
 
-def test_lock_waits() -> None:
-    """At the most the switch interval; none for a lock that is free."""
-    setting = PLANTS["a slow collate that keeps the lock"].setting
-    records = Clock(setting, [COLLATE], locks=True).run(64)
-    waits = lock_waits(records, setting)
-    assert len(waits) == len(records) - 1
-    assert max(waits) == pytest.approx(5 * TICK)
-    true_step = pytest.approx(COLLATE.step * TICK, abs=2.5 * TICK)
-    for one, later, wait in zip(records, records[1:], waits, strict=False):
-        assert later.asked - one.taken - wait == true_step
-    # A thread that computes without the lock, and processes.
-    ticks = Ticks((0,) * 4, transform=10, transport=6, step=7, uses_cpu=("transform",))
-    for free, batch in (
-        (setting, COLLATE),
-        (replace(PAIR, worker_kind="process"), ticks),
-    ):
-        assert not lock_waits(Clock(free, [batch]).run(64), free).any()
-
-
 def simulated(setting: Setting, *batches: Ticks, count: int = 64) -> Report:
     """Return the report on a loader, whose copies are known."""
     clock = Clock(setting, batches)
@@ -207,17 +185,6 @@ def test_training_sets_the_pace() -> None:
     found = simulated(PROCESSES, Ticks((4,) * 4, step=20))
     assert found.stage == "nothing"
     assert dict(found.head_room) == pytest.approx({1: 1, 2: 1, 4: 5 / 8}, abs=0.03)
-
-
-def test_a_slow_start_holds_nothing_back() -> None:
-    """The first batches of each worker are late, and none after them."""
-    records = Clock(PROCESSES, [Ticks((1,) * 4, collate=1, step=20)]).run(64)
-    for at, one in enumerate(records):
-        asked = one.asked + 0.1 * min(at, 4)
-        records[at] = delayed(one, 0.1 * min(at + 1, 4))._replace(asked=asked)
-    found = report(records, PROCESSES)
-    assert (found.stage, found.advice) == ("nothing", None)
-    assert found.wait_share < 0.02
 
 
 COPIES = Setting("thread", window=6, on_device=2, cores=8)
@@ -257,16 +224,6 @@ def test_a_slow_copy_of_known_size() -> None:
         for ticks in (20, 10)
     )
     assert advice.gain == pytest.approx(100 * (full / half - 1), abs=5)
-
-
-def test_copies_that_vary_are_bridged() -> None:
-    """More of them ahead, and the step waits for none."""
-    quick = Ticks(collate=1, transport=1, step=12)
-    setting = replace(COPIES, window=12, on_device=1)
-    found = simulated(setting, quick._replace(transport=40), quick, quick, quick)
-    assert found.stage == "device"
-    assert found.advice is not None
-    assert found.advice.argument == "Device.ahead"
 
 
 def test_busy_cores_have_no_remedy_here() -> None:
@@ -311,14 +268,6 @@ def test_a_hogged_loop_outranks_what_it_slows_down() -> None:
     assert found.advice is not None
     assert (found.advice.argument, found.advice.new) == ("loop", "'thread'")
     assert "parse" in str(found.advice)
-
-
-def test_more_reads_do_not_help_a_busy_loop() -> None:
-    idle = told(LoopLag(0.0, 0.0, "", busy=0.1))
-    assert idle.advice is not None
-    assert idle.advice.argument == "concurrency"
-    busy = told(LoopLag(0.0, 0.0, "", busy=0.97))
-    assert busy.advice is None or busy.advice.argument != "concurrency"
 
 
 def test_the_cheaper_change_is_preferred() -> None:
@@ -421,18 +370,6 @@ def test_advice_followed_to_its_end_is_near_the_best(seed: int) -> None:
     assert loader.seconds() <= 1.15 * min(others)
 
 
-def test_a_store_of_any_latency_serves_more_reads() -> None:
-    """Reads that vary, and take as long alone as together."""
-    setting = replace(LOOP, concurrency=64, window=40)
-    reads = [Ticks((15, 20, 20, 20 + at % 9), step=1) for at in range(0, 160, 7)]
-    clock = Clock(setting, reads)
-    records = clock.run(160)
-    stats = LoaderStats(0, 160, 0.0, 0, failures=0, _alone=clock.alone)
-    advice = report(records, setting, stats).advice
-    assert advice is not None
-    assert advice.argument in {"concurrency", "prefetch_factor"}
-
-
 @pytest.mark.parametrize("setting", [INLINE, THREAD, LOOP, PROCESSES])
 def test_drawing_indices_takes_long(setting: Setting) -> None:
     """It runs in the consumer's thread: no argument helps, and the sampler is named."""
@@ -443,13 +380,6 @@ def test_drawing_indices_takes_long(setting: Setting) -> None:
     assert "Let Bucketed prepare many indices at a time" in found.limit
     assert abs(found.model_error) < 0.05
     assert found.wait_share == pytest.approx(0.9, abs=0.04)
-
-
-def test_batches_that_take_no_time() -> None:
-    at = 5.0
-    made = (at,) * 5 + (0.0,) * 3
-    records = [Record(number, at, at, 0, 1, made) for number in range(20)]
-    assert report(records, Setting("inline")).stage == "nothing"
 
 
 def test_a_report_for_people() -> None:
@@ -466,23 +396,6 @@ def test_a_report_for_people() -> None:
         "2 worker processes died.\n"
         "2 worker processes were started again.\n"
         "Measured over the latest 63 batches."
-    )
-
-
-def test_confidence_in_words() -> None:
-    guessed = Report("", "read", batches=9).confidence
-    assert guessed == "a guess, measured over only 9 batches"
-    doubtful = Report("", "read", batches=90, model_error=-0.25)
-    assert doubtful.confidence == (
-        "measured over the latest 90 batches; doubtful: the computed seconds per batch "
-        "are off by -25%"
-    )
-    advice = Advice("concurrency", 8, 16, 99.6, "samples wait")
-    assert str(Report("It waits.", "read", advice, batches=90)) == (
-        "It waits.\n"
-        "Change concurrency from 8 to 16, for about 2.0 times the steps per second: "
-        "samples wait.\n"
-        "Measured over the latest 90 batches."
     )
 
 

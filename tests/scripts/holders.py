@@ -1,11 +1,7 @@
 """What a dataset may hold where workers are forked: how it is made, and used there."""
 
-import asyncio
-import codecs
-import collections
 import contextvars
 import ctypes
-import functools
 import io
 import itertools
 import logging
@@ -14,18 +10,12 @@ import multiprocessing as mp
 import multiprocessing.shared_memory
 import os
 import queue
-import random
-import re
 import socket
 import sqlite3
 import subprocess
 import sys
-import tarfile
-import tempfile
 import threading
-import types
 import weakref
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,15 +25,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import torch
 from PIL import Image
 
 Make = Callable[[ExitStack, Path], Any]
 Use = Callable[[Any, int], Any]
-HOLDERS: dict[str, tuple[Make, Use]] = {}
 # multiprocessing keeps the heap that it takes the first one from.
 HEAP = mp.Value("i", 0)
+HOLDERS: dict[str, tuple[Make, Use]] = {}
 
 
 class Holding:
@@ -89,9 +78,6 @@ def one_of(held: Any, index: int) -> str:
 # -- locks and threads --------------------------------------------------------------
 
 simple("Lock", threading.Lock, within)
-simple("RLock", threading.RLock, within)
-simple("Condition", threading.Condition, within)
-simple("Semaphore", threading.Semaphore, within)
 simple("Event", threading.Event, lambda held, index: held.is_set())
 
 
@@ -122,40 +108,16 @@ def make_variable(stack: ExitStack, folder: Path) -> Any:
     return held
 
 
-async def take(lock: asyncio.Lock, index: int) -> int:
-    """Return the index, from within a lock of asyncio."""
-    async with lock:
-        return index
-
-
-simple("asyncio.Lock", asyncio.Lock, lambda held, index: asyncio.run(take(held, index)))
-
 # -- files and sockets --------------------------------------------------------------
 
 
 # Both workers share a file's place, so none of these moves it.
-@holder("text file", lambda held, index: os.pread(held.fileno(), 5, index))
-def make_text(stack: ExitStack, folder: Path) -> Any:
-    (folder / "text").write_text("first\nsecond\n")
-    return stack.enter_context((folder / "text").open(encoding="utf-8"))
 
 
 @holder("binary file", lambda held, index: os.pread(held.fileno(), 1, index))
 def make_binary(stack: ExitStack, folder: Path) -> Any:
     (folder / "binary").write_bytes(b"abcdefghi")
     return stack.enter_context((folder / "binary").open("rb", buffering=0))
-
-
-@holder("temporary file", lambda held, index: held.name is not None)
-def make_temporary(stack: ExitStack, folder: Path) -> Any:
-    return stack.enter_context(tempfile.TemporaryFile())
-
-
-@holder("codecs stream", lambda held, index: held.getvalue())
-def make_stream(stack: ExitStack, folder: Path) -> Any:
-    held = codecs.getwriter("utf-8")(io.BytesIO())
-    held.write("äöü")
-    return held
 
 
 @holder("mmap", lambda held, index: held[index])
@@ -175,25 +137,6 @@ def make_memmap(stack: ExitStack, folder: Path) -> Any:
 @holder("socket", lambda held, index: held[0].getsockopt(1, 3) + held[1].family)
 def make_socket(stack: ExitStack, folder: Path) -> Any:
     return [stack.enter_context(one) for one in socket.socketpair()]
-
-
-@holder("zipfile", lambda held, index: held.read("a").decode() + held.namelist()[0])
-def make_zip(stack: ExitStack, folder: Path) -> Any:
-    with zipfile.ZipFile(folder / "a.zip", "w") as written:
-        written.writestr("a", "text")
-    # Both workers share its place in the file, so it is read from memory.
-    content = io.BytesIO((folder / "a.zip").read_bytes())
-    return stack.enter_context(zipfile.ZipFile(content))
-
-
-@holder("tarfile", lambda held, index: held.getnames())
-def make_tar(stack: ExitStack, folder: Path) -> Any:
-    with tarfile.open(folder / "a.tar", "w") as written:
-        written.add(__file__, "holders.py")
-    held = tarfile.open(folder / "a.tar")  # noqa: SIM115  (the stack closes it)
-    stack.callback(held.close)
-    held.getmembers()
-    return held
 
 
 @holder("h5py.File", lambda held, index: held["rows"][index])
@@ -246,8 +189,6 @@ def make_process(stack: ExitStack, folder: Path) -> Any:
 
 simple("mp.Lock", mp.Lock, within)
 simple("mp.Value", lambda: mp.Value("i", 7), lambda held, index: held.value + index)
-simple("mp.Array", lambda: mp.Array("i", range(6)), lambda held, index: held[index])
-simple("mp.Event", mp.Event, lambda held, index: held.is_set())
 
 
 @holder("mp.Queue", lambda held, index: held.put(index) or index)
@@ -299,27 +240,9 @@ def begun() -> Any:
     return held
 
 
-def closure_of(value: int) -> Any:
-    """Return the cell of a closed-over variable."""
-
-    def inner() -> int:
-        return value
-
-    assert inner.__closure__ is not None
-    return inner.__closure__[0]
-
-
 simple("lambda", lambda: lambda x: x + 1, lambda held, index: held(index))
-simple("module", lambda: random, lambda held, index: held.__name__)
 simple("generator", begun, lambda held, index: next(held) > 1)
-simple("iterator", lambda: iter([1] * 9), lambda held, index: next(held))
-simple(
-    "lru_cache", lambda: functools.lru_cache(pow), lambda held, index: held(index, 2)
-)
-simple("weak reference", lambda: weakref.ref(Holding), one_of)
-simple("cell", lambda: closure_of(3), lambda held, index: held.cell_contents + index)
 simple("frame", sys._getframe, lambda held, index: held.f_code.co_name)
-simple("code", lambda: begun.__code__, lambda held, index: held.co_name)
 
 
 @holder("instance of a local class", lambda held, index: held.double(index))
@@ -331,18 +254,6 @@ def make_instance(stack: ExitStack, folder: Path) -> Any:
             return 2 * x
 
     return Local()
-
-
-@holder("lru_cache of a method", lambda held, index: held.power(index))
-def make_cached(stack: ExitStack, folder: Path) -> Any:
-    class Cached:
-        @functools.lru_cache  # noqa: B019  (as people write it)
-        def power(self, x: int) -> int:
-            return x**3
-
-    held = Cached()
-    held.power(2)
-    return held
 
 
 @holder("WeakValueDictionary", lambda held, index: held[0]["one"].held)
@@ -359,26 +270,11 @@ def index_of(_held: Any, index: int) -> int:
 
 # -- data ---------------------------------------------------------------------------
 
-simple("memoryview", lambda: memoryview(b"abcdefg"), lambda held, index: held[index])
-simple("re.Match", lambda: re.match("(.)", "ab"), lambda held, index: held.group(1))
-simple("dict view", {1: 2}.keys, lambda held, index: list(held))
-simple(
-    "mappingproxy",
-    lambda: types.MappingProxyType({"a": 1}),
-    lambda held, index: held["a"] + index,
-)
-simple(
-    "defaultdict of a lambda",
-    lambda: collections.defaultdict(lambda: 7),
-    lambda held, index: held[index],
-)
-simple("ctypes array", lambda: (ctypes.c_int * 6)(1), lambda held, index: held[index])
 simple(
     "ctypes pointer",
     lambda: ctypes.pointer(ctypes.c_int(9)),
     lambda held, index: held.contents.value,
 )
-simple("pyarrow table", lambda: pa.table({"a": range(6)}), one_of)
 simple(
     "pandas frame",
     lambda: pd.DataFrame({"a": range(6), "b": list("uvwxyz")}),

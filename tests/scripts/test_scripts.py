@@ -31,7 +31,7 @@ from scripts.running import (
 pytestmark = pytest.mark.slow
 
 # Those that draw in workers.
-AUGMENTED = {"mnist_like", "persistent", "notebook", "seeding", "spawned_ranks"}
+AUGMENTED = {"mnist_like", "notebook", "seeding"}
 RUN = {"notebook": CELLS, "torchrun_ddp": TORCHRUN}
 ARGUMENTS = {
     "command_line": (
@@ -40,9 +40,7 @@ ARGUMENTS = {
     )
 }
 # These have a test of their own.
-SPECIAL = {"crashing", "interrupted", "pool_in_worker"}
-# Others hold the same: ``torchrun_ddp``, and ``test_coverage``.
-REPEATING = {"spawned_ranks", "covered"}
+SPECIAL = {"covered", "crashing", "interrupted", "pool_in_worker"}
 PLAIN = sorted({path.stem for path in CASES.glob("*.py")} - SPECIAL)
 
 
@@ -51,13 +49,7 @@ def line_of(case: str) -> str:
     return OURS_BY_WORKER if case in AUGMENTED else OURS
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.fuzz] if case in REPEATING else [])
-        for case in PLAIN
-    ],
-)
+@pytest.mark.parametrize("case", PLAIN)
 def test_scripts(case: str, tmp_path: Path) -> None:
     """The same output, exit status, number of tracebacks, and nothing left."""
     theirs, ours = run_both(

@@ -1,49 +1,22 @@
 """Shared slots: one owner at a time, grown on demand, given back when idle."""
 
-import gc
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
 from aioloader._transport import arena as module
-from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter, SlotRef
+from aioloader._transport.arena import ArenaReader, ArenaWriter
 from aioloader.errors import BatchTooLargeError
-
-SIZES = st.integers(1, 5) | st.integers(4000, 60_000)
-
-
-class Locking:
-    """Page-locks nothing, but knows what should be."""
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-
-    def __call__(self, address: int, nbytes: int) -> Callable[[], object]:
-        """Lock whole pages, once."""
-        assert address not in self.locked
-        assert not address % 4096
-        assert not nbytes % 4096
-        self.locked[address] = nbytes
-        return partial(self.locked.pop, address)
 
 
 class Pair:
     """Both sides of one arena, in one process."""
 
-    def __init__(self, locker: Locking | None = None) -> None:
+    def __init__(self) -> None:
         self.writer = ArenaWriter()
-        self.reader = ArenaReader(os.dup(self.writer.descriptor), locker=locker)
+        self.reader = ArenaReader(os.dup(self.writer.descriptor))
 
     def pass_on(self, nbytes: int, value: int) -> np.ndarray[Any, Any]:
         """Return what the reader sees of a batch of ``value``s."""
@@ -62,112 +35,6 @@ class Pair:
     def resident(self) -> int:
         """Return how many bytes of memory the file has."""
         return os.fstat(self.writer.descriptor).st_blocks * 512
-
-
-class ArenaMachine(RuleBasedStateMachine):
-    """Whatever is held stays as it was written, by either side."""
-
-    locker: Locking | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = Pair(self.locker)
-        self.stamp = 0
-        self.read: list[tuple[np.ndarray[Any, Any], int]] = []
-        self.kept: list[tuple[np.ndarray[Any, Any], int]] = []
-
-    def _take(self, nbytes: int) -> tuple[SlotRef, Any, int]:
-        ref, view = self.pair.writer.take(nbytes)
-        self.stamp = (self.stamp + 1) % 251
-        view[:nbytes] = self.stamp
-        return ref, view, self.stamp
-
-    @rule(nbytes=SIZES)
-    def pass_on(self, nbytes: int) -> None:
-        """Write a batch, and have the consumer hold it."""
-        ref, view, stamp = self._take(nbytes)
-        del view
-        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
-
-    @rule(nbytes=SIZES)
-    def keep_in_the_worker(self, nbytes: int) -> None:
-        """Write a batch that the worker itself goes on to hold."""
-        ref, view, stamp = self._take(nbytes)
-        self.kept.append((view[:nbytes], stamp))
-        del view
-        self.read.append((self.pair.reader.lease(ref, nbytes), stamp))
-
-    @rule(nbytes=SIZES)
-    def give_back(self, nbytes: int) -> None:
-        """Take a slot in vain."""
-        self.pair.writer.free(self._take(nbytes)[0])
-
-    @rule(nbytes=SIZES)
-    def free_unread(self, nbytes: int) -> None:
-        """Pass on a batch that nobody wants any more."""
-        self.pair.reader.free(self._take(nbytes)[0])
-
-    @rule(which=st.integers(0, 100))
-    def drop(self, which: int) -> None:
-        """Have the consumer let go of a batch."""
-        if self.read:
-            del self.read[which % len(self.read)]
-
-    @rule(which=st.integers(0, 100))
-    def drop_in_the_worker(self, which: int) -> None:
-        """Have the worker let go of a batch that it has kept."""
-        if self.kept:
-            del self.kept[which % len(self.kept)]
-
-    @invariant()
-    def held_batches_are_intact(self) -> None:
-        """No slot has a second owner."""
-        for view, stamp in (*self.read, *self.kept):
-            assert view[0] == view[-1] == stamp
-        assert self.pair.reader.lent == len(self.read)
-
-    @invariant()
-    def locked_slots_keep_their_pages(self) -> None:
-        """A device knows them, and not those that would take their place."""
-        for slot in self.pair.writer._slots:
-            assert slot.ref.number not in self.pair.reader._locked or not slot.is_empty
-
-    def teardown(self) -> None:
-        """Close."""
-        self.pair.__exit__()
-
-
-class LockingMachine(ArenaMachine):
-    """The same, with slots that are page-locked."""
-
-    locker = Locking()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [ArenaMachine, LockingMachine])
-def test_no_slot_ever_has_two_owners(
-    machine: type[ArenaMachine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The laws above, over any sequence of steps; idle pages are given back soon."""
-    monkeypatch.setattr(module, "_IDLE", 3)
-    run_state_machine_as_test(machine)
-    gc.collect()
-    assert machine.locker is None or machine.locker.locked == {}
-
-
-def test_locked_slots_that_have_become_too_small() -> None:
-    """The reader unlocks them, and gives their pages back; then the file is small."""
-    locker = Locking()
-    with Pair(locker) as pair:
-        for nbytes in (100_000, 1_000_000, 10_000_000):
-            for value in range(4):
-                assert pair.pass_on(nbytes, value).max() == value
-        assert max(locker.locked.values()) >= 10_000_000
-        assert min(locker.locked.values()) >= 10_000_000
-        assert pair.resident() < 25_000_000
-    del pair
-    gc.collect()
-    assert locker.locked == {}
 
 
 def test_slots_grow_and_the_small_ones_are_given_up() -> None:
@@ -191,19 +58,6 @@ def test_idle_slots_give_their_pages_back() -> None:
         assert [int(view.min()) for view in again] == list(range(20))
 
 
-def test_a_forked_childs_copy_frees_nothing() -> None:
-    """A slot that the parent holds stays taken when a child drops its copy."""
-    with Pair() as pair:
-        view = pair.pass_on(5000, 5)
-        pid = os.fork()
-        if pid == 0:
-            del view
-            os._exit(0)
-        os.waitpid(pid, 0)
-        pair.pass_on(5000, 6)
-        assert view.min() == 5
-
-
 def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the numbers, also of what the system refuses; the arena goes on."""
     with Pair() as pair:
@@ -218,18 +72,3 @@ def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BatchTooLargeError):
             pair.writer.take(1 << 61)
         assert pair.pass_on(100, 4).min() == 4
-
-
-def test_what_a_writer_makes_is_seen_after_its_death() -> None:
-    """The oldest ticket comes first; what was sent is gone; slots are elsewhere."""
-    with Pair() as pair:
-        for place in range(PLACES):
-            pair.writer.begin(place, 100 - place)
-        pair.writer.enter(3, 2)
-        pair.writer.clear(0)
-        assert pair.pass_on(5000, 5).min() == 5
-        pair.writer.close()
-        found = pair.reader.in_flight()
-    assert [one.ticket for one in found] == list(range(69, 100))
-    assert [one.ticket for one in found if one.stage == 2] == [97]
-    assert all(one.seconds >= 0 for one in found)

@@ -55,16 +55,6 @@ def test_order_is_a_contract() -> None:
     assert order.tolist() == [4, 3, 6, 9, 2, 1, 7, 5, 8, 0]
 
 
-def test_epochs_differ_and_return() -> None:
-    """An epoch's order is its own, and the same when asked for again."""
-    order = ShuffledIndices(1000, seed=5)
-    first = list(order)
-    order.set_epoch(1)
-    second = list(order)
-    order.set_epoch(0)
-    assert first == list(order) != second
-
-
 def test_set_epoch_leaves_an_iteration_alone() -> None:
     """An iteration under way keeps its order."""
     order = ShuffledIndices(10_000, seed=5)

@@ -1,76 +1,28 @@
 """Kinds and colours."""
 
-import functools
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import torch
 from torch.utils.data import (
-    ChainDataset,
     ConcatDataset,
-    IterableDataset,
     StackDataset,
     Subset,
-    TensorDataset,
 )
 
 from aioloader import DataLoader
 from aioloader.protocols import (
-    Kind,
     OwnStream,
     batch_getter,
-    is_async_function,
-    kind_of,
     reads_async,
 )
-from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
-
-
-class AsyncIterableDataset(IterableDataset[int]):
-    """torch's base class with an async iterator."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("the async iterator should have been used")
-
-    async def __aiter__(self) -> Any:
-        yield 1
+from samples import AsyncBatchMap, AsyncMap, SyncMap
 
 
 class AnyName(dict[int, int]):
     """Answers any attribute, with None if it has no such key."""
 
     __getattr__ = dict.get
-
-
-class Refusing(SyncStream):
-    """Says in Python's way that it is no async iterable."""
-
-    __aiter__ = None
-
-
-@pytest.mark.parametrize(
-    ("dataset", "kind"),
-    [
-        ([1, 2], Kind.MAP),
-        ({"a": 1}, Kind.MAP),
-        (SyncMap(), Kind.MAP),
-        (AsyncMap(), Kind.MAP),
-        (SyncStream(), Kind.ITERABLE),
-        ((i for i in range(3)), Kind.ITERABLE),
-        ({1, 2}, Kind.ITERABLE),
-        (AsyncStream(), Kind.ASYNC_ITERABLE),
-        (AsyncIterableDataset(), Kind.ASYNC_ITERABLE),
-        (ChainDataset([SyncStream()]), Kind.ITERABLE),
-        (ChainDataset([SyncStream(), AsyncIterableDataset()]), Kind.ASYNC_ITERABLE),
-        (AnyName({0: 5}), Kind.MAP),
-        (Refusing(), Kind.ITERABLE),
-        (MagicMock(), Kind.MAP),
-    ],
-)
-def test_kind(dataset: Any, kind: Kind) -> None:
-    """The kind follows from the methods of the class, as for special methods."""
-    assert kind_of(dataset) is kind
 
 
 @pytest.mark.parametrize("spec", [None, SyncMap])
@@ -82,43 +34,6 @@ def test_objects_that_answer_any_name_are_read(spec: Any) -> None:
     for dataset in (AnyName(enumerate(range(4, 8))), mock):
         loader: Any = DataLoader(dataset, 2)
         assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
-
-
-def test_what_is_no_dataset_is_refused() -> None:
-    """With the type in the message."""
-    with pytest.raises(TypeError, match="got 'int'"):
-        kind_of(3)
-
-
-async def coroutine(x: int) -> int:
-    """Return ``x``."""
-    return x
-
-
-class AsyncCall:
-    """An object whose call is a coroutine."""
-
-    async def __call__(self, x: int) -> int:
-        return x
-
-
-@pytest.mark.parametrize(
-    ("function", "colour"),
-    [
-        (coroutine, True),
-        (functools.partial(coroutine, 1), True),
-        (AsyncCall(), True),
-        (functools.partial(AsyncCall(), 1), True),
-        (AsyncMap().__getitem__, True),
-        (len, False),
-        (lambda x: x, False),
-        (SyncMap().__getitem__, False),
-        (None, False),
-    ],
-)
-def test_colour(function: Any, colour: bool) -> None:
-    """Coroutine functions are seen through partials and callable objects."""
-    assert is_async_function(function) is colour
 
 
 class Holder(SyncMap):
@@ -147,13 +62,6 @@ def test_wrappers_take_the_colour_of_what_they_hold(wrap: Any) -> None:
 def test_a_users_wrapper_is_plain_code() -> None:
     """It may block, or run a loop: what it holds says nothing of that."""
     assert not reads_async(Holder())
-
-
-def test_data_is_not_mistaken_for_a_dataset() -> None:
-    """Tensors, lists and dicts of data are not searched for colour."""
-    assert not reads_async(TensorDataset(torch.zeros(3)))
-    assert not reads_async([[1], [2]])
-    assert not reads_async({"a": AsyncMap})
 
 
 class Batched(SyncMap):

@@ -1,15 +1,12 @@
 """Recycled memory: reused when the last view died, never before."""
 
-import os
 import warnings
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from aioloader import DataLoader, default_collate
+from aioloader import default_collate
 from aioloader._collate.collate import collated
 from aioloader._transport.slots import MIN_BYTES, SlotPool
 
@@ -17,15 +14,6 @@ from aioloader._transport.slots import MIN_BYTES, SlotPool
 def address(slot: Any) -> int:
     """Return where the memory of an array is."""
     return int(slot.__array_interface__["data"][0])
-
-
-@given(st.integers(1, 1 << 26))
-def test_sizes(nbytes: int) -> None:
-    """A slot is as long as asked, page-aligned, and at most a quarter is wasted."""
-    slot = SlotPool().lease(nbytes)
-    assert slot.shape == (nbytes,)
-    assert address(slot) % 4096 == 0
-    assert len(slot.base) <= max(4096, nbytes * 1.25 + 4096)  # type: ignore[arg-type]
 
 
 def test_memory_comes_back_when_the_last_view_dies() -> None:
@@ -42,37 +30,6 @@ def test_memory_comes_back_when_the_last_view_dies() -> None:
     assert address(pool.lease(MIN_BYTES)) != where
     del alias
     assert address(pool.lease(MIN_BYTES)) == where
-
-
-def test_a_consumer_that_keeps_everything_gets_its_own_memory() -> None:
-    """Kept batches stay what they were; what is let go is not hoarded."""
-    images = [np.full((256, 256), i % 251, dtype=np.uint8) for i in range(64)]
-    loader = DataLoader(images, batch_size=4)
-    kept = list(loader)
-    for number, batch in enumerate(kept):
-        expected = [images[4 * number + k][0, 0] for k in range(4)]
-        assert batch[:, 5, 7].tolist() == expected
-    pool = SlotPool()
-    for size, count in (MIN_BYTES, 40), (1 << 24, 8):  # dozens of small ones are ahead
-        many = [pool.lease(size) for _ in range(40)]
-        del many
-        assert len(pool._free[size]) == count
-
-
-def test_sizes_come_while_surplus_is_dropped() -> None:
-    """Another thread may lease then; here, what unlocks the memory does."""
-    pool = SlotPool()
-    others = [MIN_BYTES + 8192, MIN_BYTES + 16384]
-
-    def unlock() -> None:
-        if others:
-            pool.lease(others.pop())
-
-    pool.locker = lambda address, nbytes: unlock
-    many = [pool.lease(1 << 26) for _ in range(6)]
-    del many
-    pool.lease(MIN_BYTES)
-    assert not others
 
 
 def lent(samples: list[Any]) -> Any:
@@ -104,28 +61,3 @@ def test_lent_memory_changes_no_batch() -> None:
     assert lent(mixed).dtype == torch.stack(mixed).dtype
     leaf = torch.zeros(300, 300, requires_grad=True)
     assert lent([leaf, leaf]).requires_grad
-
-
-def test_little_is_kept_of_what_is_big() -> None:
-    """The free lists are bounded in bytes, over all sizes."""
-    pool = SlotPool()
-    for megabytes in range(20, 60):
-        pool.lease(megabytes << 20)
-    assert sum(size * len(free) for size, free in pool._free.items()) <= 330 << 20
-
-
-def test_a_forked_child_has_its_own_copy() -> None:
-    """A batch that a child holds is not overwritten by the parent's next one."""
-    pool = SlotPool()
-    slot = pool.lease(MIN_BYTES)
-    slot[:] = 1
-    mine, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.read(mine, 1)
-        os._exit(int(slot.max()))
-    slot[:] = 2
-    os.write(theirs, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    os.close(mine)
-    os.close(theirs)

@@ -90,9 +90,3 @@ def wait_for(fifo: Path) -> None:
     """Block until somebody opens the other end of a FIFO."""
     with fifo.open("rb"):
         pass
-
-
-def let_go(fifo: Path) -> None:
-    """Let who waits for a FIFO go on; block until somebody does."""
-    with fifo.open("wb"):
-        pass

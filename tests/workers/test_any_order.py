@@ -107,28 +107,6 @@ def test_states(cls: Any, taken: int) -> None:
     assert resumed.state_dict()["epoch"] == 1
 
 
-def test_readers_of_other_lengths() -> None:
-    """Those that have ended get no more requests, and hold up no state."""
-    loader = make(Ragged(), workers=3)
-    iterator = iter(loader)
-    found = [next(iterator).tolist() for _ in range(30)]
-    state = loader.state_dict()
-    rest = [batch.tolist() for batch in iterator]
-    resumed = make(Ragged(), workers=3)
-    resumed.load_state_dict(state)
-    assert sorted(batch.tolist() for batch in resumed) == sorted(rest)
-    assert len(found + rest) == 33
-
-
-class Ragged(IterableDataset[int]):
-    """The workers have 2, 4 and 60 samples."""
-
-    def __iter__(self) -> Any:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        return iter(range((2, 4, 60)[worker.id]))
-
-
 class Failing(Gated):
     """The second worker cannot give its first sample; it goes on with the next."""
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -19,9 +17,8 @@ from aioloader import DataLoader
 from aioloader._pipeline import batch_maker
 from aioloader.errors import WorkerStartError
 from beside import beside
-from failing import OddError
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, collect, labels
-from working import Drawing, Numbers, double, double_async, first, pid, total
+from working import Drawing, Numbers, double, double_async, total
 
 
 def process_pool(method: str = "fork") -> ProcessPoolExecutor:
@@ -55,13 +52,6 @@ def test_every_dataset(executor: Executor, dataset: Any) -> None:
     assert executor.submit(int, "3").result() == 3
 
 
-async def test_async_for(executor: Executor) -> None:
-    """A task gets the same."""
-    loader = make(SyncMap(), executor, batch_size=6, in_order=False)
-    expected = labels(list(TorchLoader(SyncMap(), batch_size=6)))
-    assert sorted(labels(await collect(loader))) == expected
-
-
 @pytest.mark.parametrize("transform", [double, double_async])
 def test_functions(executor: Executor, transform: Any) -> None:
     """Plain ones go along; coroutines stay on the loop."""
@@ -69,20 +59,6 @@ def test_functions(executor: Executor, transform: Any) -> None:
         Numbers(10), executor, batch_size=4, transform=transform, collate_fn=total
     )
     assert list(loader) == [12, 44, 34]
-
-
-def test_lambdas_and_local_classes() -> None:
-    """They travel by value; work is done elsewhere."""
-
-    class Local(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return index, pid()
-
-    with process_pool() as executor:
-        loader = make(Local(), executor, transform=lambda pair: pair, collate_fn=first)
-        found = list(loader)
-    assert [index for index, _ in found] == list(range(12))
-    assert os.getpid() not in {process for _, process in found}
 
 
 def test_random_draws_are_those_of_worker_processes() -> None:
@@ -96,22 +72,6 @@ def test_random_draws_are_those_of_worker_processes() -> None:
     expected = numbers(num_workers=0, rng="batch")
     with process_pool() as executor:
         assert numbers(num_workers=2, workers=executor) == expected
-
-
-class Bad(Numbers):
-    """Fails at some indices."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 5 == 0:
-            raise OddError(index, 1)
-        return index
-
-
-def test_failures_are_skipped_and_listed(executor: Executor) -> None:
-    """As without workers."""
-    loader = make(Bad(12), executor, batch_size=4, on_error="skip")
-    assert [batch.tolist() for batch in loader] == [[1, 2, 3], [4, 6, 7], [8, 9, 11]]
-    assert sorted(failure.index for failure in loader.skipped) == [0, 5, 10]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
@@ -173,15 +133,6 @@ def test_spawned_processes() -> None:
     with process_pool("spawn") as executor:
         loader = make(Numbers(), executor, batch_size=4, transform=lambda x: x + 1)
         assert torch.cat(list(loader)).tolist() == [*range(1, 13)]
-
-
-def test_threads_see_the_consumers_context_variables() -> None:
-    """As the loader's own threads do."""
-    name: ContextVar[str] = ContextVar("name", default="nobody")
-    with ThreadPoolExecutor(1) as executor:
-        name.set("ann")
-        loader = make(Numbers(2), executor, collate_fn=lambda _: name.get())
-        assert list(loader) == ["ann", "ann"]
 
 
 def test_an_init_function_is_the_executors() -> None:

@@ -28,13 +28,17 @@ MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", ["process", "thread"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_map_style(num_workers: int, name: str, options: dict[str, Any]) -> None:
+def test_map_style(
+    workers: Any, num_workers: int, name: str, options: dict[str, Any]
+) -> None:
     """Same batches and same later draws as torch over the same samples, twice."""
     expected = expected_of(options)
-    ours: Any = DataLoader(MAPS[name](), num_workers=num_workers, **seeded(options))
+    chosen: Any = {"num_workers": num_workers, "workers": workers, **seeded(options)}
+    ours: Any = DataLoader(MAPS[name](), **chosen)
     found = [labels(list(ours)) for _ in range(2)]
     assert (found, torch.rand(1)) == expected
 
@@ -74,15 +78,6 @@ def test_streams(name: str, options: dict[str, Any]) -> None:
         )
     ]
     assert ours == theirs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [SyncMap, AsyncMap, AsyncStream])
-def test_without_batching(make: Any) -> None:
-    """Single samples, converted, not stacked."""
-    found = list(DataLoader(make(5), batch_size=None, num_workers=2))
-    assert [index for _, index in found] == list(range(5))
-    assert all(rows.shape == (3,) for rows, _ in found)
 
 
 @pytest.mark.slow

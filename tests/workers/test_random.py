@@ -1,7 +1,5 @@
 """Random draws depend on the batch: not on who makes it, nor on how many there are."""
 
-import itertools
-import multiprocessing
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -185,18 +183,6 @@ def test_by_worker_as_torch(
 
 
 @pytest.mark.slow
-async def test_streams_repeat_themselves() -> None:
-    """Replicas draw by batch too: two runs are alike."""
-    runs = []
-    for _ in range(2):
-        loader = make(Stream(), num_workers=2)
-        runs.append([flat(batch) for batch in await collect(loader)])
-    assert runs[0] == runs[1]
-    pairs = itertools.combinations(runs[0], 2)
-    assert all(one != other for one, other in pairs)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_by_sample_not_by_batch(num_workers: int) -> None:
     """With rng="sample" the batch size does not matter either."""
@@ -238,32 +224,6 @@ class Jittered:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(self.augment(float(index)), dtype=torch.float64)
-
-
-class Gated(Jittered):
-    """Its first batch waits until all others of the window were made."""
-
-    def __init__(self) -> None:
-        super().__init__(Jitter(random.Random(0)))
-        self.made = multiprocessing.get_context("fork").Semaphore(0)
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        for _ in range(12 if index == 0 else 0):
-            assert self.made.acquire(timeout=20)
-        if index >= 4:
-            self.made.release()
-        return super().__getitem__(index)
-
-
-def test_a_free_worker_takes_the_next_batch_whatever_the_dataset_holds() -> None:
-    """Its own generators are not seeded, and do not choose the worker."""
-    with DataLoader(
-        Gated(), 4, num_workers=2, multiprocessing_context="fork"
-    ) as loader:
-        assert len(list(loader)) == 4
 
 
 @pytest.mark.slow

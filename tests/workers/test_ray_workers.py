@@ -22,9 +22,8 @@ from aioloader.errors import (
 from faulty import AsyncFaulty, Faulty, kill_and_wait, kill_itself, outcomes
 from lifespans import on_loop, plain
 from samples import AsyncStream, collect, labels
-from workers.ray_cluster import begun, cluster, let_go, nothing_is_left, wait_for
+from workers.ray_cluster import begun, cluster, nothing_is_left, wait_for
 from workers.test_failures import Fragile, Stubborn
-from workers.test_info import seed_everything
 from workers.test_lifespan import LoggedAsyncMap, LoggedMap, lives
 from working import AsyncDrawing, Drawing, Numbers, draw, draw_own, first, pid
 
@@ -134,21 +133,6 @@ def test_a_saved_state_is_continued_by_actors() -> None:
     loader = make(Drawing(26), **options)
     loader.load_state_dict(state)
     assert same(list(loader), expected)
-
-
-@pytest.mark.fuzz
-def test_an_init_function_that_seeds_seeds_itself() -> None:
-    """Each sample finds what torch's workers find there."""
-    found = []
-    for make_loader in (TorchLoader, DataLoader):
-        workers: dict[str, Any] = {"num_workers": 2}
-        if make_loader is DataLoader:
-            workers["workers"] = RayWorkers(2)
-        loader: Any = make_loader(
-            Drawing(), 2, worker_init_fn=seed_everything, collate_fn=list, **workers
-        )
-        found.append(list(loader))
-    assert same(found[0], found[1])
 
 
 def test_big_batches_are_the_consumers_own() -> None:
@@ -303,25 +287,6 @@ def test_a_stuck_actor_is_restarted(tmp_path: Path) -> None:
 
 
 # -- work goes to whoever is free ---------------------------------------------------
-
-
-@pytest.mark.fuzz
-def test_a_slow_batch_strands_nothing(tmp_path: Path) -> None:
-    """What is queued behind it is given to another actor."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-
-    def stick(value: int) -> int:
-        if value == 0:
-            wait_for(fifo)
-        return value
-
-    loader = make(Numbers(8), 1, 2, transform=stick, in_order=False, prefetch_factor=4)
-    iterator = iter(loader)
-    rest = [next(iterator).item() for _ in range(7)]
-    let_go(fifo)
-    assert sorted(rest) == list(range(1, 8))
-    assert [batch.item() for batch in iterator] == [0]
 
 
 def test_those_that_have_room_do_the_work() -> None:

@@ -1,6 +1,5 @@
 """A loader's state with worker processes: it tells nothing of who made the batches."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -80,16 +79,6 @@ async def test_for_tasks(make: Callable[[], Any]) -> None:
     await assert_resumes_exactly_async(make, stops=[1])
 
 
-@pytest.mark.slow
-def test_threads_and_processes() -> None:
-    """Left by threads, resumed by processes."""
-    assert_resumes_exactly(
-        lambda: Loader(Numbers(9), 2, num_workers=2, workers="thread", shuffle=True),
-        resume_in=lambda: Loader(Numbers(9), 2, num_workers=2, shuffle=True),
-        stops=[2],
-    )
-
-
 def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
     """Once, in mid-epoch; not with seeds for each batch, nor between epochs."""
     loader = drawing(num_workers=1, rng="worker")
@@ -103,18 +92,6 @@ def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
         loader.load_state_dict(loader.state_dict())
     with drawing(num_workers=1) as loader:
         loader.load_state_dict(state)
-
-
-def test_a_state_is_loaded_between_epochs_of_persistent_workers() -> None:
-    """The epoch that it resumes, and the next one, are the same again."""
-    loader = drawing(num_workers=2, persistent_workers=True)
-    with loader:
-        iterator, state = begun(loader)
-        rest = repr(list(iterator))
-        following = repr(list(loader))
-        loader.load_state_dict(json.loads(json.dumps(state)))
-        assert repr(list(loader)) == rest
-        assert repr(list(loader)) == following
 
 
 # -- iterables that each worker reads ---------------------------------------------

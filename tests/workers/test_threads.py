@@ -24,30 +24,6 @@ def make(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, **{"num_workers": 2, "workers": "thread", **options})
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"batch_size": 6},
-    {"batch_size": 6, "drop_last": True, "shuffle": True},
-    {"batch_sampler": [[3, 1], [2], [0, 19, 4]]},
-    {"batch_size": 3, "prefetch_factor": 1, "num_workers": 1},
-    {"batch_size": 3, "num_workers": 5},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [SyncMap, AsyncMap])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-async def test_map_style(name: Any, options: dict[str, Any]) -> None:
-    """Same batches and same later draws as torch, by both loops."""
-    torch.manual_seed(4)
-    alone = {"num_workers": 0, "prefetch_factor": None}
-    theirs: Any = TorchLoader(SyncMap(), **{**options, **alone})
-    expected = [labels(list(theirs)) for _ in range(2)], torch.rand(1)
-    torch.manual_seed(4)
-    loader = make(name(), **options)
-    found = [labels(await collect(loader)), labels(await beside(lambda: list(loader)))]
-    assert (found, torch.rand(1)) == expected
-
-
 @pytest.mark.parametrize("dataset", [SyncStream, AsyncStream])
 @pytest.mark.parametrize("drop_last", [False, True])
 async def test_a_stream_is_read_once(dataset: Any, drop_last: bool) -> None:
@@ -98,25 +74,6 @@ def test_threads_know_who_they_are() -> None:
     assert {name for *_, name in found} <= {"aioloader-worker-0", "aioloader-worker-1"}
     assert sorted(seen, key=lambda one: one[0]) == [(k, k, 2, dataset) for k in (0, 1)]
     assert get_worker_info() is None
-
-
-def test_a_slow_batch_strands_nothing() -> None:
-    """Unordered, the others come meanwhile; in order, they wait behind it."""
-    for in_order in (False, True):
-        release = threading.Event()
-
-        class Slow(Numbers):
-            def __getitem__(self, index: int, gate: threading.Event = release) -> Any:
-                if index == 0:
-                    assert gate.wait(10)
-                elif index == 3:
-                    gate.set()
-                return index
-
-        loader = make(Slow(8), in_order=in_order, prefetch_factor=2)
-        found = [int(batch) for batch in loader]
-        assert sorted(found) == list(range(8))
-        assert (found[0] == 0) is in_order
 
 
 def test_an_error_in_one_batch_ends_nothing() -> None:

@@ -11,7 +11,7 @@ import cloudpickle
 
 from aioloader._base.blocks import Bad
 from aioloader.datasets._streams.shards import Position, ShardFormat, ShardReader
-from aioloader.testing._frozen import frozen, shown
+from aioloader.testing._frozen import compare, frozen
 
 _BUDGETS, _LIMITS = (1, 1 << 14, 1 << 24), (1, 2, 7, 1000)
 # Turns of the loop after which a pull is cancelled.
@@ -53,7 +53,7 @@ async def check_shard_format(made_by: ShardFormat, *, samples: int = 64) -> None
             for budget, limit in product(_BUDGETS, _LIMITS):
                 read = await _read(made_by, shard, limit=limit, budget=budget)
                 where = f"shard {number}, pulled by {limit} with budget={budget}"
-                _compare(where, expected, read)
+                compare(where, "sample", expected, read)
             await _check_positions(made_by, shard, expected, samples)
             await _check_closing(made_by, shard)
     left = asyncio.all_tasks() - before
@@ -76,9 +76,8 @@ async def _check_positions(
                 for number, position in positions.items():
                     where = f"after {number} samples, from {position}"
                     assert _is_json(position), f"{where}: a position must be JSON"
-                    _compare(
-                        where, expected[number:], await _read(made_by, shard, position)
-                    )
+                    rest = await _read(made_by, shard, position)
+                    compare(where, "sample", expected[number:], rest)
                 count += length
 
 
@@ -122,14 +121,3 @@ async def _read(
 
 def _is_json(value: Any) -> bool:
     return bool(json.loads(json.dumps(value)) == value)
-
-
-def _compare(where: str, expected: list[Any], read: list[Any]) -> None:
-    """Name the first sample that differs."""
-    for number, (first, second) in enumerate(zip(expected, read, strict=False)):
-        assert first == second, (
-            f"{where}: sample {number} is {shown(second)}, it was {shown(first)}"
-        )
-    assert len(expected) == len(read), (
-        f"{where}: there are {len(read)} samples, there were {len(expected)}"
-    )

@@ -6,12 +6,13 @@ NaN.
 
 import pickle
 from collections.abc import Hashable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-_ATOMS = (str, bytes, int, bool, type(None))
+_ATOMS = (str, bytes, int, bool, type(None), type)
 _MOST = 200  # characters of a batch that a message shows
 
 
@@ -28,15 +29,13 @@ def frozen(value: Any) -> Hashable:
             part = value
         case torch.Tensor():
             part = _frozen_tensor(value)
-        case np.ndarray() | np.generic():
-            part = _frozen_array(value)
         case Mapping():
             part = tuple((frozen(key), frozen(one)) for key, one in value.items())
         case list() | tuple():
             part = tuple(map(frozen, value))
         case set() | frozenset():
             part = frozenset(map(frozen, value))
-        case _ if hasattr(value, "__array_interface__"):  # an image
+        case _ if hasattr(value, "__array_interface__"):  # also an image
             part = _frozen_array(value)
         case _ if _is_plain(value):
             part = frozen(vars(value))
@@ -62,6 +61,24 @@ def _frozen_array(value: Any) -> Hashable:
     if array.dtype.hasobject:
         return array.shape, frozen(array.tolist())
     return array.dtype.str, array.shape, array.tobytes()
+
+
+def compare(
+    where: str, kind: str, expected: list[Any], found: list[Any], start: int = 0
+) -> None:
+    """Compare two lists of batches or samples, the first of which has number ``start``.
+
+    Raises:
+        AssertionError: If they differ; names the first difference.
+    """
+    nothing = object()
+    pairs = zip_longest(expected, found, fillvalue=nothing)
+    for number, pair in enumerate(pairs, start):
+        if frozen(pair[0]) != frozen(pair[1]):
+            first, second = ("none" if x is nothing else shown(x) for x in pair)
+            raise AssertionError(
+                f"{where}: {kind} {number} differs: expected {first}, found {second}"
+            )
 
 
 def shown(value: Any) -> str:

@@ -10,12 +10,9 @@ import json
 import pickle
 import subprocess
 import sys
-import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -24,7 +21,7 @@ import torch
 from aioloader._base.warnings import warn
 from aioloader._loader.loader import DataLoader
 from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
-from aioloader.testing._frozen import frozen, shown
+from aioloader.testing._frozen import compare, frozen
 
 Make: TypeAlias = Callable[[], "DataLoader[Any]"]
 # Seeds of torch's default generator: of the run, and of the processes that resume it.
@@ -51,9 +48,7 @@ def assert_resumes_exactly(
     ``in_order=False`` the batches are compared as a multiset.
 
     After each batch a number is drawn from torch's default generator, as a step with
-    dropout does. It is seeded once for a run, differently where one is resumed, and
-    restored afterwards. States go through JSON if that restores an equal one, else
-    through ``pickle``.
+    dropout does. States go through JSON if that restores an equal one, else ``pickle``.
 
     Args:
         make_loader: Returns a new loader, over a new dataset if that has a state.
@@ -186,13 +181,16 @@ class _Resume:
         life = _Life(loader, len(self.epochs), self.limit, {half})
         yield life
         in_order = self.in_order and loader.in_order
-        for number, (epoch, found) in enumerate(
-            zip(self.epochs, life.batches, strict=True)
-        ):
+        pairs = zip(self.epochs, life.batches, strict=True)
+        for number, (expected, batches) in enumerate(pairs):
             where, place = self.where, self.place
             if number:
                 where, place = f"{where}, {_NEXT[number]}", 0
-            _compare(where, place, epoch, found, in_order=in_order)
+            rest, found = expected, batches
+            if not in_order:
+                where = f"{where}, in any order"
+                rest, found = _without(rest, found), _without(found, rest)
+            compare(where, "batch", rest, found, place)
         return life
 
 
@@ -253,65 +251,32 @@ def _resume_in_new_process(
             "that can be pickled, or new_process=False"
         )
         return
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "resumes")
-        file.write_bytes(data)
-        code = (
-            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
-            "from aioloader.testing._laws import resume_here; resume_here()"
-        )
-        command = [sys.executable, "-c", code, str(file)]
-        done = subprocess.run(command, check=False)  # noqa: S603  (our own)
-        result = Path(f"{file}.result")
-        found = result.read_text() if result.exists() else None
-    if found is None:
-        raise AssertionError(
-            f"the new process that resumes ended with exit code {done.returncode}"
-        )
-    if found:
-        raise AssertionError(f"in a new process: {found}")
+    code = (
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+        "from aioloader.testing._laws import resume_here; resume_here()"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=data, stderr=subprocess.PIPE, check=False)  # noqa: S603  (our own)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace") or f"exit code {done.returncode}"
+        raise AssertionError(f"in a new process: {said}")
 
 
 def resume_here() -> None:
-    """Check what another process has written; leave the error next to it."""
-    file = Path(sys.argv[1])
-    error = ""
-    try:
-        make, resumes, is_async = pickle.loads(file.read_bytes())  # noqa: S301  (ours)
-        for resume in resumes:
-            law = resume.check(make)
-            if is_async:
-                asyncio.run(_drive_async(law))
-            else:
-                _drive(law)
-    except AssertionError as failure:
-        error = str(failure)
-    except BaseException:  # noqa: BLE001  (the law fails with it)
-        error = traceback.format_exc()
-    Path(f"{file}.result").write_text(error)
+    """Check what another process has written to the standard input."""
+    make, resumes, is_async = pickle.load(sys.stdin.buffer)  # noqa: S301  (ours)
+    for resume in resumes:
+        law = resume.check(make)
+        asyncio.run(_drive_async(law)) if is_async else _drive(law)
 
 
-def _compare(
-    where: str, place: int, expected: list[Any], found: list[Any], *, in_order: bool
-) -> None:
-    """Compare the batches of (the rest of) one epoch."""
-    wanted, given = list(map(frozen, expected)), list(map(frozen, found))
-    if not in_order:
-        missing, foreign = Counter(wanted), Counter(given)
-        missing, foreign = missing - foreign, foreign - missing
-        expected = [expected[wanted.index(one)] for one in missing]
-        found = [found[given.index(one)] for one in foreign]
-        wanted, given = list(missing), list(foreign)
-    if wanted == given:
-        return
-    pairs = zip(wanted, given, strict=False)
-    at = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
-    at = min(len(wanted), len(given)) if at is None else at
-    which = f"batch {place + at} differs" if in_order else "a batch differs"
-    raise AssertionError(
-        f"{where}: {which}: expected {_at(expected, at)}, found {_at(found, at)}"
-    )
-
-
-def _at(batches: list[Any], at: int) -> str:
-    return shown(batches[at]) if at < len(batches) else "none"
+def _without(batches: list[Any], others: list[Any]) -> list[Any]:
+    """Return the batches that are not among the others, each as often."""
+    counts = Counter(map(frozen, others))
+    rest = []
+    for batch in batches:
+        key = frozen(batch)
+        if not counts[key]:
+            rest.append(batch)
+        counts[key] -= 1
+    return rest

@@ -1,4 +1,4 @@
-"""Checks that code leaks nothing: threads, descriptors, processes, memory, tasks.
+"""Checks that code leaks nothing: threads, descriptors, processes, tasks.
 
 A release that continues in the background (a ``break`` drops an iterator; its threads
 and worker processes end a little later) is waited for, for a limited time, before
@@ -24,24 +24,21 @@ _PATIENCE, _PAUSES = 20.0, (0.002, 0.05)
 # A finalizer may release objects that have finalizers.
 _COLLECTIONS = 4
 _PROCESSES = Path("/proc")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (it is looked at, not written to)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of the process; processes and memory only if the system shows them.
+    """The resources of the process; descriptors and processes if the system shows them.
 
     Attributes:
         threads: Threads that are alive.
         descriptors: Open file descriptors and what they point to.
         children: Process identifiers of all processes below this one.
-        segments: Names of the user's shared memory.
     """
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[int, str]]
     children: frozenset[int]
-    segments: frozenset[str]
 
     @classmethod
     def now(cls) -> "Resources":
@@ -50,7 +47,6 @@ class Resources:
             frozenset(threading.enumerate()),
             frozenset(_descriptors()),
             frozenset(_children()),
-            frozenset(_segments()),
         )
 
     def assert_unchanged(self) -> None:
@@ -75,8 +71,7 @@ class Resources:
         left: dict[str, list[object]] = {
             "threads": [thread.name for thread in now.threads - self.threads],
             "descriptors": [*sorted(now.descriptors - self.descriptors)],
-            "children": [*map(_described, sorted(now.children - self.children))],
-            "segments": [*_unheld(now.segments - self.segments)],
+            "children": [_started_by(pid)[0] for pid in now.children - self.children],
         }
         return {what: found for what, found in left.items() if found}
 
@@ -120,18 +115,14 @@ def _descriptors() -> Iterator[tuple[int, str]]:
                 yield int(entry.name), target
 
 
-# -- processes ----------------------------------------------------------------------
-
-
 def _children() -> Iterator[int]:
     """Yield all processes below this one, except those that serve all of it."""
     multiprocessing.active_children()  # reaps ended ones
     below: dict[int, list[int]] = {}
     every = os.listdir(_PROCESSES) if _PROCESSES.exists() else []  # noqa: PTH208  (of many, often)
     for pid in map(int, filter(str.isdecimal, every)):
-        state = _state(pid)
-        if state is not None:
-            below.setdefault(state[1], []).append(pid)
+        if parent := _started_by(pid)[1]:
+            below.setdefault(parent, []).append(pid)
     server = fork_server_in_use()
     shared = {
         server and server.pid,
@@ -140,52 +131,17 @@ def _children() -> Iterator[int]:
     }
     to_visit = [os.getpid()]
     while to_visit:
-        parent = to_visit.pop()
-        found = below.get(parent, [])
-        to_visit += found
-        yield from (pid for pid in found if pid not in shared)
+        children = below.get(to_visit.pop(), [])
+        to_visit += children
+        yield from (pid for pid in children if pid not in shared)
 
 
-def _state(pid: int) -> tuple[str, int] | None:
-    """Return the state of a process, as a letter, and its parent."""
+def _started_by(pid: int) -> tuple[str, int]:
+    """Return a process's number, name and state, and its parent; 0 if it has ended."""
     try:
         with open(f"{_PROCESSES}/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (of many, often)
             text = file.read()
     except OSError:
-        return None
-    state, parent = text[text.rindex(b")") + 2 :].split(None, 2)[:2]
-    return state.decode(), int(parent)
-
-
-def _described(pid: int) -> str:
-    state, parent = _state(pid) or ("gone", 0)
-    name = ""
-    with contextlib.suppress(OSError):
-        name = (_PROCESSES / str(pid) / "comm").read_text("utf-8", "replace").strip()
-    return f"{pid} ({name}, {state}, child of {parent})"
-
-
-# -- shared memory ------------------------------------------------------------------
-
-
-def _segments() -> Iterator[str]:
-    if _SHARED_MEMORY.is_dir():
-        for entry in _SHARED_MEMORY.iterdir():
-            with contextlib.suppress(OSError):
-                # Semaphores, and the files that torch's own loaders share.
-                is_memory = not entry.name.startswith(("sem.", "torch_"))
-                if is_memory and entry.stat().st_uid == os.getuid():
-                    yield entry.name
-
-
-def _unheld(names: frozenset[str]) -> Iterator[str]:
-    """Yield the ``names`` that no other process has mapped: they are ours."""
-    if not names:
-        return
-    ours = {os.getpid(), *_children()}
-    held = ""
-    for entry in _PROCESSES.glob("[0-9]*"):
-        if int(entry.name) not in ours:
-            with contextlib.suppress(OSError):
-                held += (entry / "maps").read_text("utf-8", "replace")
-    yield from sorted(name for name in names if f"{_SHARED_MEMORY}/{name}" not in held)
+        return f"{pid} (ended)", 0
+    end = text.rindex(b")") + 3  # of the name, and one letter: the state
+    return text[:end].decode(errors="replace"), int(text[end:].split(None, 1)[0])
