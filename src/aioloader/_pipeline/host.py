@@ -13,20 +13,21 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 from aioloader._base.cpu_threads import (
+    NEW_THREAD,
     CpuThread,
     SharedThread,
-    in_new_thread,
     is_shared_thread,
     refuse_gevent,
     start_thread,
 )
 from aioloader._base.forks import fork_safe
+from aioloader._base.outlast import in_thread, to_the_end
 from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import (
     Latch,
@@ -627,48 +628,25 @@ async def wait_released_async(
     """
     import anyio
 
-    cancelled: asyncio.CancelledError | None = None
-    joining: asyncio.Future[bool] | None = None
-
     with anyio.CancelScope(shield=True):
         if host.is_lost():
             host.give_up(returned, pipeline)
         else:
-            cancelled = await _outlast(partial(_released, host, returned))
-            if pipeline is not None and not pipeline.joins_at_once():
-                joining = asyncio.ensure_future(in_new_thread(pipeline.join))
-                cancelled = (
-                    await _outlast(partial(asyncio.wait, [joining])) or cancelled
-                )
-                if joining.exception() is None and not joining.result():
-                    _note_stuck(host)
-    if cancelled is not None:
-        raise cancelled
-    if joining is not None:
-        joining.result()  # an error of leaving the lifespan in a worker
+            await to_the_end(partial(_released, host, returned, pipeline))
     _raise_exit_errors(host, pipeline)
 
 
-async def _outlast(
-    wait: Callable[[], Coroutine[Any, Any, object]],
-) -> asyncio.CancelledError | None:
-    """Await to the end despite cancellations of this task; return the last one."""
-    cancelled: asyncio.CancelledError | None = None
-    while True:
-        try:
-            await wait()
-        except asyncio.CancelledError as error:
-            cancelled = error
-        else:
-            return cancelled
-
-
-async def _released(host: Host, returned: Latch) -> None:
-    """Wait for a lease's return, and for ``host`` if it was the last."""
+async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> None:
+    """Wait for a lease's return, for ``host`` if it was the last, and for workers."""
     is_ended = await returned.wait_async(host.grace())
     if is_ended and host.is_left():
         is_ended = await host.closed.wait_async(host.grace())
     if not is_ended:
+        _note_stuck(host)
+    if pipeline is None or pipeline.joins_at_once():
+        return
+    # This raises an error of leaving the lifespan in a worker.
+    if not await in_thread(pipeline.join, executor=NEW_THREAD):
         _note_stuck(host)
 
 

@@ -15,8 +15,9 @@ from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioloader._base.cpu_threads import in_new_thread
+from aioloader._base.cpu_threads import NEW_THREAD
 from aioloader._base.forks import close_in_children, fork_safe
+from aioloader._base.outlast import in_thread
 from aioloader._pipeline.host import GRACE
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Pools:
 
     async def aclose(self) -> None:
         if self._kept or self._ending or self.servers.has_any():
-            await in_new_thread(self.close)
+            await in_thread(self.close, executor=NEW_THREAD)
 
     def _take(self) -> "list[LastingPool]":
         with self._lock:

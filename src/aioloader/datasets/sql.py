@@ -9,10 +9,10 @@ against 238.
 import asyncio
 import pickle
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict, Unpack
 
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 
 from aioloader.datasets._checks import check_at_least, position_of
@@ -107,9 +107,9 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         self._readers: PerLoop[Lookup] = PerLoop(self._new_lookup)
         if keys is not None:
             self._keys: Keys = compact(keys)
-        else:  # in a separate thread: the caller's may have a running loop
-            with ThreadPoolExecutor(1) as pool:
-                self._keys = pool.submit(asyncio.run, self._list()).result()
+        else:
+            with start_blocking_portal() as portal:
+                self._keys = portal.call(self._list)
 
     @classmethod
     @names_options

@@ -4,7 +4,6 @@ Shards are in the order of the files. What is to be known of a file before it is
 mostly its end, is read once, of many files at a time.
 """
 
-import asyncio
 import contextlib
 import copy
 from abc import abstractmethod
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from aioloader._base.outlast import each
+from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._arrow.filters import Partitions
 from aioloader.datasets._arrow.ranges import RangeFile, Ranges, Span, plan
 from aioloader.datasets._arrow.reader import Item, Opened, TableReader, edges
@@ -103,12 +102,12 @@ class TableFormat(ShardFormat[Part]):
             self._listed = [*addresses]
         names = map(self.places.name, addresses)
         given = self._wanted.given or ()
-        self._partitions = await asyncio.to_thread(Partitions, names, given)
+        self._partitions = await in_thread(Partitions, names, given)
         # The first file decides which columns are read; all decide their types.
         first = await self._known_end(addresses[0])
-        wanted, others = await asyncio.to_thread(self._begun, first, addresses[1:])
+        wanted, others = await in_thread(self._begun, first, addresses[1:])
         ends = [first, *await each(self._known_end, others)]
-        shards = await asyncio.to_thread(self._unified, ends, wanted)
+        shards = await in_thread(self._unified, ends, wanted)
         self._wanted = wanted  # other iterations used the previous one until here
         return shards
 

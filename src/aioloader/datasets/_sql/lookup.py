@@ -4,7 +4,6 @@ PostgreSQL is queried through a pool of asyncpg, on the event loop; SQLite in th
 """
 
 import abc
-import asyncio
 import sqlite3
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._sql.address import LostError, retried
 from aioloader.datasets._sql.postgres_values import (
     FLAG,
@@ -76,7 +76,7 @@ class Lookup(abc.ABC):
 
         async def attempt() -> Keys:
             keys = await self._list()
-            await asyncio.to_thread(self._check_unique, keys)
+            await in_thread(self._check_unique, keys)
             return keys
 
         doing = f"list the keys of {self._relation.label}"
@@ -145,7 +145,7 @@ class SQLiteLookup(Lookup):
             while idle:
                 idle.pop().close()
 
-        await asyncio.to_thread(close)
+        await in_thread(close)
 
     async def _run(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of a function of an idle connection, in a thread."""
@@ -161,7 +161,7 @@ class SQLiteLookup(Lookup):
             finally:
                 idle.append(connection)
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        return await in_thread(run, executor=self._pool, abandon_on_cancel=True)
 
     def _connected(self, is_closed: threading.Event) -> sqlite3.Connection:
         connection = sqlite3.connect(

@@ -10,7 +10,6 @@ range contains the object's version, so a changed object is read again; that cos
 small request per object and reader. For tables, the version is trusted for ten minutes.
 """
 
-import asyncio
 import json
 import time
 from functools import partial
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Buffer
 
+from aioloader._base.outlast import in_thread
 from aioloader._base.warnings import warn
 from aioloader.datasets._stores.cache_dir import CacheDir
 from aioloader.datasets._stores.failures import NoRangesError, truncated
@@ -160,11 +160,11 @@ class StoredObject:
     async def _get_kept(self, what: str) -> bytes | None:
         if self._cache is None:
             return None
-        return await asyncio.to_thread(self._cache.get, f"{self._name}\n{what}")
+        return await in_thread(self._cache.get, f"{self._name}\n{what}")
 
     async def _keep(self, what: str, data: Buffer) -> None:
         if self._cache is not None:
-            await asyncio.to_thread(self._cache.put, f"{self._name}\n{what}", data)
+            await in_thread(self._cache.put, f"{self._name}\n{what}", data)
 
     def _warn(self, reason: str) -> None:
         """Warn once for a store and a cache, in this process."""

@@ -3,7 +3,6 @@
 Operations of the store block, so they run in threads, on separate connections.
 """
 
-import asyncio
 import json
 import queue
 import threading
@@ -16,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from aioloader._base.outlast import in_thread
 from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
@@ -97,8 +97,12 @@ class Agreement:
 
     async def _do(self, job: Callable[[Any], Any], who: str) -> Any:
         """Run an operation in a thread, on a separate connection."""
+
+        def run() -> Any:
+            return job(self.store.open())
+
         try:
-            return await asyncio.to_thread(lambda: job(self.store.open()))
+            return await in_thread(run, abandon_on_cancel=True)
         except Exception as error:
             raise DatasetError(
                 f"{who}: rank {self.name} could not compare its shards with those of "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from aioloader._base.blocks import Block, join, pick, weave
-from aioloader._base.outlast import cancel, off_loop
+from aioloader._base.outlast import cancel, in_thread
 from aioloader._order.mixture import Array, Schedule
 from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, Replayed, State
 from aioloader.datasets._streams.lane import Lane
@@ -40,7 +40,7 @@ async def woven(
         return blocks[0]
     has_lists = any(isinstance(one, list) for one in blocks)
     is_quick = has_lists or sum(map(len, blocks)) <= _ROWS
-    return await off_loop(join_all, blocks, is_quick=is_quick)
+    return await in_thread(join_all, blocks, is_quick=is_quick)
 
 
 class Weaver(Replayed):

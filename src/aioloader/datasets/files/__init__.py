@@ -6,7 +6,6 @@ in chunks: a cached file of 100 KB, 64 in flight, takes 11 us of the event loop,
 24 with a thread per file and 44 with aiofiles (4 KB: 5, 19, 44); wall 57, 84, 125 us.
 """
 
-import asyncio
 import os
 import re
 from collections.abc import Coroutine, Iterable
@@ -15,6 +14,7 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_at_least, check_is
 from aioloader.datasets._options import names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
@@ -49,8 +49,7 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
 
     Example:
-        >>> import asyncio
-        >>> sources = FileDataset([asyncio.__file__])
+        >>>         >>> sources = FileDataset([asyncio.__file__])
         >>> asyncio.run(sources[0])[3:22]
         b'The asyncio package'
     """
@@ -84,7 +83,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
 
         Arguments and errors are those of the class.
         """
-        return await asyncio.to_thread(cls, pattern, root=root, num_threads=num_threads)
+        make = partial(cls, pattern, root=root, num_threads=num_threads)
+        return await in_thread(make, abandon_on_cancel=True)
 
     @property
     def paths(self) -> NameTable:
