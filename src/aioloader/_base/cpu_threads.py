@@ -92,7 +92,7 @@ class CpuThread(Executor):
         if not is_running:
             then()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None) -> None:
         if self.thread not in {None, threading.current_thread()}:
             self.thread.join(timeout)
 
@@ -160,7 +160,7 @@ class SharedThread(CpuThread):
         if not is_running:
             then()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None) -> None:
         if self._is_used and self._ident != threading.get_ident():
             self._ended.wait(timeout)
 

@@ -38,7 +38,7 @@ class Idle(NamedTuple):
         self.control.close()
 
 
-def see_off(
+def wait_or_kill(
     control: "Channel", supervisor: int, process: Any = None, seconds: float = GRACE
 ) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
@@ -82,7 +82,7 @@ class Servers:
         close_in_children(control.close)
         self._idle.append(Idle(control, supervisor))
 
-    def see_off(self, wait: "Callable[[], object]") -> None:
+    def wait_later(self, wait: "Callable[[], object]") -> None:
         """Wait in a thread for the end of a supervisor; finalizers may call it."""
         ended = _thread.allocate_lock()
         ended.acquire()
@@ -107,7 +107,7 @@ class Servers:
         """End the idle supervisors; wait, bounded, until they and others have ended."""
         while (idle := self.take()) is not None:
             idle.control.shutdown(socket.SHUT_WR)
-            self.see_off(partial(see_off, *idle))
+            self.wait_later(partial(wait_or_kill, *idle))
         for ended in self._ending[:]:
             if ended.acquire(timeout=GRACE):
                 ended.release()
