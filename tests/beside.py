@@ -1,30 +1,9 @@
 """Run what would block the test's loop in a thread of its own."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
 
-from aioloader._base.cpu_threads import CpuThread
-from aioloader._base.waiting import Latch
+from aioloader._base.cpu_threads import NEW_THREAD
+from aioloader._base.outlast import in_thread
 
-T = TypeVar("T")
-
-
-async def beside(function: Callable[[], T]) -> T:
-    """Return ``function()``, run in a thread of its own while the loop goes on."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = Latch()
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001  (raised by the caller)
-            errors.append(error)
-
-    thread = CpuThread("aioloader-once")
-    thread.post(call)
-    thread.stop(done.set)
-    await done.wait_async()
-    if errors:
-        raise errors[0]
-    return results[0]
+# Returns what a function returns, while the loop goes on.
+beside = partial(in_thread, executor=NEW_THREAD)

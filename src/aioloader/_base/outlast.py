@@ -2,12 +2,10 @@
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, TypeVar
-
-from aioloader._base.waiting import resolve
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _AT_ONCE = 32
@@ -22,13 +20,10 @@ async def in_thread(
 ) -> T:
     """Run a function in a thread; if cancelled, wait for it to end first.
 
-    Args:
-        function: Called with a copy of this task's context.
-        *args: Its arguments.
-        executor: Has the thread; None: the loop's executor.
-        is_quick: Whether it costs less than a thread, and so runs here.
-        abandon_on_cancel: Whether a cancelled task does not wait: for functions that
-            may wait for ever, as for a server, and that nothing depends on.
+    It has a copy of this task's context. ``executor`` has the thread; None: the loop's
+    own does. With ``is_quick`` it costs less than a thread, and runs here. With
+    ``abandon_on_cancel`` a cancelled task does not wait: for what may wait for ever, as
+    for a server or a network mount, and nothing depends on.
     """
     if is_quick:
         return function(*args)
@@ -38,13 +33,37 @@ async def in_thread(
     return result
 
 
-async def outlast(work: "asyncio.Future[Any]") -> Any:
-    """Return the result of ``work``; if cancelled, wait for it to end first."""
-    await to_the_end(partial(_ended, work))
-    try:
-        return work.result()
-    finally:
-        del work  # no frame of an error's traceback holds the error
+def outlast(work: "asyncio.Future[T]") -> Awaitable[T]:
+    """Await the result of ``work``; if cancelled, wait for it to end first."""
+    return _Lasting(work)
+
+
+class _Lasting(Generic[T]):
+    """A future as tasks know it (``asyncio.isfuture``): cancelled when it has ended."""
+
+    def __init__(self, work: "asyncio.Future[T]") -> None:
+        self._work, self._is_cancelled = work, False
+
+    def __await__(self) -> "Generator[_Lasting[T], None, T]":
+        try:
+            if not self._work.done():
+                self._asyncio_future_blocking = True
+                yield self
+            return self._work.result()
+        finally:
+            del self._work  # no frame of an error's traceback holds the error
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._work.get_loop()
+
+    def add_done_callback(self, *args: Any, **kwargs: Any) -> None:
+        self._work.add_done_callback(*args, **kwargs)
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002
+        self._is_cancelled = True
+        return True
 
 
 async def to_the_end(wait: Callable[[], Awaitable[object]]) -> None:
@@ -61,19 +80,6 @@ async def to_the_end(wait: Callable[[], Awaitable[object]]) -> None:
     finally:
         if cancelled is not None:
             raise cancelled
-
-
-def _ended(work: "asyncio.Future[Any]") -> "asyncio.Future[None]":
-    """Return what is done when ``work`` is; cancellation does not reach ``work``."""
-    ended: asyncio.Future[None] = work.get_loop().create_future()
-
-    def end(_work: object) -> None:
-        if not work.cancelled():
-            work.exception()  # retrieved, also if cancellation is raised instead
-        resolve(ended)
-
-    work.add_done_callback(end)
-    return ended
 
 
 async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from aioloader._base.extras import imported
@@ -33,6 +34,7 @@ from aioloader.datasets._stores.versions import Piece, Version
 T = TypeVar("T")
 
 _HUB = "hf://"
+_pool = partial(ThreadPoolExecutor, 32, "aioloader-system")
 _PAGE = 1000
 _OPTIONS = {"endpoint", "token"}
 # Where file systems have an entity tag, and a time, in what they know of a file.
@@ -65,7 +67,7 @@ class FileSystemStore(Store):
         self.cache_name = f"{self.label} {hash(below)}" if kind != "memory" else None
         secret = ", ".join(secret_options(options))
         self._system: Any = Sealed(system, secret) if secret else system
-        self._threads = PerLoop(_threads)
+        self._threads = PerLoop(_pool)
 
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
@@ -149,7 +151,7 @@ class HubStore(FileSystemStore):
         self._options = options
         self._system: Any = None
         self._pinned: dict[str, str] = {}
-        self._threads = PerLoop(_threads)
+        self._threads = PerLoop(_pool)
         self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
 
     def _forget(self) -> None:
@@ -195,10 +197,6 @@ class HubStore(FileSystemStore):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=fork_safe(threading.Lock()))
-
-
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(32, "aioloader-system")
 
 
 def _reads_ahead(system: Any) -> bool:

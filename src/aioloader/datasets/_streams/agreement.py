@@ -97,12 +97,10 @@ class Agreement:
 
     async def _do(self, job: Callable[[Any], Any], who: str) -> Any:
         """Run an operation in a thread, on a separate connection."""
-
-        def run() -> Any:
-            return job(self.store.open())
-
         try:
-            return await in_thread(run, abandon_on_cancel=True)
+            return await in_thread(
+                lambda: job(self.store.open()), abandon_on_cancel=True
+            )
         except Exception as error:
             raise DatasetError(
                 f"{who}: rank {self.name} could not compare its shards with those of "

@@ -49,7 +49,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
         ValueError: If nothing matches the pattern, or ``num_threads`` is below 1.
 
     Example:
-        >>>         >>> sources = FileDataset([asyncio.__file__])
+        >>> import asyncio
+        >>> sources = FileDataset([asyncio.__file__])
         >>> asyncio.run(sources[0])[3:22]
         b'The asyncio package'
     """
