@@ -1,9 +1,14 @@
 """Run what would block the test's loop in a thread of its own."""
 
-from functools import partial
+from collections.abc import Callable
+from typing import TypeVar
 
-from aioloader._base.cpu_threads import NEW_THREAD
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.outlast import in_thread
 
-# Returns what a function returns, while the loop goes on.
-beside = partial(in_thread, executor=NEW_THREAD)
+T = TypeVar("T")
+
+
+async def beside(function: Callable[[], T]) -> T:
+    """Return ``function()``, run in a thread of its own while the loop goes on."""
+    return await in_thread(function, executor=CpuThread.once())

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from aioloader._base.forks import fork_safe
 from aioloader._base.waiting import context_elsewhere
@@ -47,6 +47,7 @@ class CpuThread(Executor):
     # Set when the thread has ended, or may no longer delay the interpreter's exit.
     quiet: threading.Event
     is_over: bool = False  # whether no job follows
+    _is_once = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,6 +55,13 @@ class CpuThread(Executor):
         self.thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+
+    @classmethod
+    def once(cls) -> Self:
+        """Return a thread for one job: those of an executor may all be waiting."""
+        thread = cls("aioloader-once")
+        thread._is_once = True
+        return thread
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after earlier ones; return whether the thread takes jobs.
@@ -66,6 +74,8 @@ class CpuThread(Executor):
             self._jobs.put(job)
             if self.thread is None:
                 self._start()
+            if self._is_once:
+                self.stop(self.ident)
         return True
 
     def submit(
@@ -261,22 +271,6 @@ _SHARED = _SharedThreads()
 is_shared_thread = _SHARED.is_here
 if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_SHARED.forget)
-
-
-class _NewThread(Executor):
-    """Runs each job in a new thread: all those of another executor may be waiting."""
-
-    def submit(
-        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
-    ) -> "Future[T]":
-        thread = CpuThread("aioloader-once")
-        try:
-            return thread.submit(function, *args, **kwargs)
-        finally:
-            thread.stop(thread.ident)
-
-
-NEW_THREAD = _NewThread()
 
 
 def _fulfil(future: "Future[T]", job: Callable[[], T]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
-from aioloader._base.cpu_threads import NEW_THREAD, stack_of
+from aioloader._base.cpu_threads import CpuThread, stack_of
 from aioloader._base.forks import fork_safe
 from aioloader._base.outlast import in_thread
 from aioloader._base.retry import last_error
@@ -156,7 +156,7 @@ class AheadFeed(Feed):
             waited = self._turn - began
             self.counters.waited += waited
             if not came:
-                await in_thread(self._time_out, waited, executor=NEW_THREAD)
+                await in_thread(self._time_out, waited, executor=CpuThread.once())
         return batch
 
     def _limit(self) -> float | None:

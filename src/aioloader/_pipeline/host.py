@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 from aioloader._base.cpu_threads import (
-    NEW_THREAD,
     CpuThread,
     SharedThread,
     is_shared_thread,
@@ -299,7 +298,7 @@ class LoopHost(Host):
         self._wanted = asyncio.Event()
         self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
-        self._threads = _Threads(1, "aioloader-call")
+        self._threads = ThreadPoolExecutor(1, "aioloader-call")
         self._host_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
@@ -324,7 +323,8 @@ class LoopHost(Host):
 
     def allow(self, concurrency: int) -> None:
         """Make as many calls block in threads of a private loop as samples are read."""
-        self._threads.allow(concurrency)
+        most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
+        self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
     def open(self) -> None:
         if not call_threadsafe(self.loop, self._wanted.set):
@@ -475,13 +475,6 @@ class LoopHost(Host):
             self._take_back(pipeline)
             pipeline.ended.set()
         self.cpu.stop(self.closed.set)
-
-
-class _Threads(ThreadPoolExecutor):
-    """The default executor of a private loop; its threads start on demand."""
-
-    def allow(self, most: int) -> None:
-        self._max_workers = max(self._max_workers, most)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -646,7 +639,7 @@ async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> Non
     if pipeline is None or pipeline.joins_at_once():
         return
     # This raises an error of leaving the lifespan in a worker.
-    if not await in_thread(pipeline.join, executor=NEW_THREAD):
+    if not await in_thread(pipeline.join, executor=CpuThread.once()):
         _note_stuck(host)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._base.cpu_threads import NEW_THREAD
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.records import is_clocked
 from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
@@ -127,7 +127,7 @@ class GatherFeed(Feed):
         number, is_over = self._next, self.is_finished
         if not is_over and number != self._drawn and self.epoch.draws_long(number):
             self._drawn = number
-            self._drawing = NEW_THREAD.submit(list, islice(self._requests, 1))
+            self._drawing = CpuThread.once().submit(list, islice(self._requests, 1))
             self._requests = _after(self._drawing, self._requests)
         if self._drawing is not None:
             if not self._drawing.done():

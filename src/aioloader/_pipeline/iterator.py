@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
-from aioloader._base.cpu_threads import NEW_THREAD
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import are_imported, fork_safe, import_modules
 from aioloader._base.outlast import in_thread
 from aioloader._base.waiting import require_asyncio
@@ -196,7 +196,9 @@ class Steps:
                 turns = self._turns = (loop, asyncio.Lock())
             async with turns[1]:
                 if self.prepare is not None and not are_imported(self.engine):
-                    await in_thread(import_modules, self.engine, executor=NEW_THREAD)
+                    await in_thread(
+                        import_modules, self.engine, executor=CpuThread.once()
+                    )
                 try:
                     feed: Any = self.feed or self.begin()
                     if feed is None:

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioloader._base.cpu_threads import NEW_THREAD
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import close_in_children, fork_safe
 from aioloader._base.outlast import in_thread
 from aioloader._pipeline.host import GRACE
@@ -160,7 +160,7 @@ class Pools:
 
     async def aclose(self) -> None:
         if self._kept or self._ending or self.servers.has_any():
-            await in_thread(self.close, executor=NEW_THREAD)
+            await in_thread(self.close, executor=CpuThread.once())
 
     def _take(self) -> "list[LastingPool]":
         with self._lock:
