@@ -170,7 +170,7 @@ class CountingExecutor(ThreadPoolExecutor):
     def submit(
         self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> "Future[Any]":
-        self.hops.append(len(args[0]))
+        self.hops.append(len(args[-1]))
         return super().submit(fn, *args, **kwargs)
 
 
