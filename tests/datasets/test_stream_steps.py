@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -195,3 +196,25 @@ async def test_generators_are_closed_where_they_run() -> None:
     for stream in (from_iterable(plain), from_async_iterable(coloured)):
         assert (await read(stream, 2))[0] == [0, 1]
     assert closed == ["plain", "coloured"]
+
+
+async def test_a_closed_stream_has_no_function_that_runs_on() -> None:
+    """The end waits for a function that is running in a thread."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(number: int) -> int:
+        entered.set()
+        leave.wait()
+        return number
+
+    iterator = aiter(numbers(3).map(slow))
+    pull = asyncio.ensure_future(anext(iterator))
+    await beside(entered.wait)
+    pull.cancel()
+    closing = asyncio.ensure_future(iterator.aclose())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    is_closed = closing.done()
+    leave.set()
+    await closing
+    assert not is_closed

@@ -90,6 +90,14 @@ def test_no_alias_of_any_stands_for_a_class() -> None:
     assert not any(re.search(r": TypeAlias = Any\b", text) for text in sources)
 
 
+def test_there_is_one_way_to_leave_the_loop() -> None:
+    """A coroutine that runs plain code in a thread awaits ``in_thread``."""
+    leaves = re.compile(r"asyncio\.to_thread[(,]|import run_sync|\.run_in_executor\b")
+    paths = [*(ROOT / "src").rglob("*.py")]
+    leaving = [path.name for path in paths if leaves.search(path.read_text())]
+    assert leaving == ["outlast.py"]
+
+
 @pytest.mark.parametrize(
     "name",
     [

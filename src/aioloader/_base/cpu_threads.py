@@ -1,7 +1,7 @@
 """Threads that run a loader's plain code: jobs run in order, and none is lost.
 
-Each thread has a queue and there are no futures: a job stores its own result. Posting
-is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
+Each thread has a queue. A job that is posted has no future: it stores its own result.
+Posting is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
 import logging
@@ -14,11 +14,12 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from aioloader._base.forks import fork_safe
-from aioloader._base.waiting import Latch, context_elsewhere
+from aioloader._base.waiting import context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 _WAITING = ("threading", "queue", "select", "socket", "os")
@@ -34,27 +35,19 @@ _SHARED_THREADS = 8
 _LOG = logging.getLogger("aioloader")
 
 
-async def in_new_thread(job: Callable[[], T]) -> T:
-    """Run ``job``, which may take long, in a new thread; return its result."""
-    thread = CpuThread("aioloader-once")
-    try:
-        return await thread.call(job)
-    finally:
-        thread.stop(thread.ident)
-
-
 def stack_of(ident: int | None) -> str:
     """Return the innermost Python frames of a thread, or nothing if it does not run."""
     frame = sys._current_frames().get(ident) if ident else None  # noqa: SLF001  (the only way)
     return "".join(traceback.format_stack(frame)[-8:]) if frame else ""
 
 
-class CpuThread:
+class CpuThread(Executor):
     """A serial worker thread, started by its first job."""
 
     # Set when the thread has ended, or may no longer delay the interpreter's exit.
     quiet: threading.Event
     is_over: bool = False  # whether no job follows
+    _is_once = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,6 +55,13 @@ class CpuThread:
         self.thread: threading.Thread | None = None
         self._is_stopped = False
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+
+    @classmethod
+    def once(cls) -> Self:
+        """Return a thread for one job: those of an executor may all be waiting."""
+        thread = cls("aioloader-once")
+        thread._is_once = True
+        return thread
 
     def post(self, job: Job) -> bool:
         """Run ``job`` after earlier ones; return whether the thread takes jobs.
@@ -74,31 +74,18 @@ class CpuThread:
             self._jobs.put(job)
             if self.thread is None:
                 self._start()
+            if self._is_once:
+                self.stop(self.ident)
         return True
 
-    async def call(self, job: Callable[[], T]) -> T:
-        """Run ``job`` in the thread after earlier ones; return its result.
-
-        It runs to its end even if this task is cancelled.
-        """
-        done, found, failed = Latch(), list[T](), list[BaseException]()
-
-        def do() -> None:
-            try:
-                found.append(job())
-            except StopIteration as error:  # no coroutine may raise one
-                failed.append(RuntimeError(f"it raised {type(error).__name__}"))
-                failed[0].__cause__ = error
-            except BaseException as error:  # raised by the caller
-                failed.append(error)
-            done.set()
-
-        if not self.post(do):
+    def submit(
+        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> "Future[T]":
+        """Call ``function`` in the thread after earlier jobs: for ``in_thread``."""
+        future: Future[T] = Future()
+        if not self.post(partial(_fulfil, future, partial(function, *args, **kwargs))):
             raise LoaderClosedError("the thread of the loader has ended; iterate again")
-        await done.wait_async()
-        if failed:
-            raise failed.pop()  # no frame of its traceback holds it
-        return found[0]
+        return future
 
     def post_nowait(self, job: Job) -> None:
         """Post to a running thread without a lock, for finalizers."""
@@ -115,7 +102,7 @@ class CpuThread:
         if not is_running:
             then()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None) -> None:
         if self.thread not in {None, threading.current_thread()}:
             self.thread.join(timeout)
 
@@ -183,7 +170,7 @@ class SharedThread(CpuThread):
         if not is_running:
             then()
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float | None) -> None:
         if self._is_used and self._ident != threading.get_ident():
             self._ended.wait(timeout)
 
@@ -284,6 +271,22 @@ _SHARED = _SharedThreads()
 is_shared_thread = _SHARED.is_here
 if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_SHARED.forget)
+
+
+def _fulfil(future: "Future[T]", job: Callable[[], T]) -> None:
+    """Do what a future stands for, unless it was cancelled before."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = job()
+    except BaseException as error:  # raised where it is awaited
+        if isinstance(error, StopIteration):  # no coroutine may raise one
+            stop, error = error, RuntimeError(f"it raised {type(error).__name__}")
+            error.__cause__ = stop
+        future.set_exception(error)
+        del future  # no frame of the error's traceback holds it
+    else:
+        future.set_result(result)
 
 
 def _do(job: Job, name: str) -> None:

@@ -2,27 +2,84 @@
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _AT_ONCE = 32
 
 
-async def outlast(work: "asyncio.Future[Any]") -> Any:
-    """Return the result of ``work``; if cancelled, wait for it to end first."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
+async def in_thread(
+    function: Callable[..., T],
+    *args: Any,
+    executor: Executor | None = None,
+    is_quick: bool = False,
+    abandon_on_cancel: bool = False,
+) -> T:
+    """Run a function in a thread; if cancelled, wait for it to end first.
+
+    It has a copy of this task's context. ``executor`` has the thread; None: the loop's
+    own does. With ``is_quick`` it costs less than a thread, and runs here. With
+    ``abandon_on_cancel`` a cancelled task does not wait: for what may wait for ever, as
+    for a server or a network mount, and nothing depends on.
+    """
+    if is_quick:
+        return function(*args)
+    loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
+    start = partial(loop.run_in_executor, executor, run, function, *args)
+    result: T = await (start() if abandon_on_cancel else outlast(start()))
+    return result
+
+
+def outlast(work: "asyncio.Future[T]") -> Awaitable[T]:
+    """Await the result of ``work``; if cancelled, wait for it to end first."""
+    return _Lasting(work)
+
+
+class _Lasting(Generic[T]):
+    """A future as tasks know it (``asyncio.isfuture``): cancelled when it has ended."""
+
+    def __init__(self, work: "asyncio.Future[T]") -> None:
+        self._work, self._is_cancelled = work, False
+
+    def __await__(self) -> "Generator[_Lasting[T], None, T]":
         try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not work.cancelled():
-            work.exception()  # retrieved: nobody else will
-        raise cancelled
-    return work.result()
+            if not self._work.done():
+                self._asyncio_future_blocking = True
+                yield self
+            return self._work.result()
+        finally:
+            del self._work  # no frame of an error's traceback holds the error
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._work.get_loop()
+
+    def add_done_callback(self, *args: Any, **kwargs: Any) -> None:
+        self._work.add_done_callback(*args, **kwargs)
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002
+        self._is_cancelled = True
+        return True
+
+
+async def to_the_end(wait: Callable[[], Awaitable[object]]) -> None:
+    """Wait, again after each cancellation of this task; then raise the last one."""
+    cancelled: asyncio.CancelledError | None = None
+    try:
+        while True:
+            try:
+                await wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+            else:
+                return
+    finally:
+        if cancelled is not None:
+            raise cancelled
 
 
 async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
@@ -31,20 +88,6 @@ async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def off_loop(function: Callable[..., T], *args: Any, is_quick: bool) -> T:
-    """Run a function in a thread, or here if that costs less than a thread."""
-    return function(*args) if is_quick else await asyncio.to_thread(function, *args)
-
-
-async def in_thread(
-    function: Callable[..., T], *args: Any, executor: Executor | None = None
-) -> T:
-    """Run a function in a thread; if cancelled, wait for it to end first."""
-    loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
-    result: T = await outlast(loop.run_in_executor(executor, run, function, *args))
-    return result
 
 
 async def each(

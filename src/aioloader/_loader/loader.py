@@ -371,9 +371,8 @@ class DataLoader(TorchLoader[Batch]):
 
     def _options(self, *, settles: bool = False) -> Options:
         """Return the arguments as they are now, and what follows from them."""
-        live, part = self._live, self._given_part or WHOLE
-        if (self._own or self).rank == "auto":
-            part = (None if settles else live.part) or part_now(self)
+        live = self._live
+        part = (None if settles else live.part) or part_now(self)
         if settles:  # an iteration starts: it fixes the ranks that are looked up
             if live.part not in {None, part}:
                 live.replace_workers()

@@ -7,7 +7,6 @@ Source: "Trace Event Format" (Google, 2016); for the clock, libkineto's
 ``ChromeTraceBaseTime`` (torch 2.13).
 """
 
-import asyncio
 import gzip
 import itertools
 import json
@@ -20,6 +19,7 @@ from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
+from aioloader._base.outlast import in_thread
 from aioloader._base.records import (
     Copy,
     Counters,
@@ -102,14 +102,14 @@ class Trace:
         self._write(error)
 
     async def __aenter__(self) -> Self:
-        has_folder = await asyncio.to_thread(self._path.parent.is_dir)
+        has_folder = await in_thread(self._path.parent.is_dir)
         return self._start(has_folder=has_folder)
 
     async def __aexit__(
         self, _kind: object, error: BaseException | None, *_: object
     ) -> None:
         self._stop()
-        await asyncio.to_thread(self._write, error)
+        await in_thread(self._write, error)
 
     def _start(self, *, has_folder: bool) -> Self:
         if not has_folder:  # it fails before the block, not after it

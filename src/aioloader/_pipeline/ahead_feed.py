@@ -10,8 +10,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
-from aioloader._base.cpu_threads import in_new_thread, stack_of
+from aioloader._base.cpu_threads import CpuThread, stack_of
 from aioloader._base.forks import fork_safe
+from aioloader._base.outlast import in_thread
 from aioloader._base.retry import last_error
 from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
@@ -131,10 +132,11 @@ class AheadFeed(Feed):
             if self.pipeline.pool is None and not self.epoch.draws_long(self._next):
                 self.open()
             else:  # in the thread: it waits for workers, or draws a long permutation
+                cpu = self.pipeline.host.cpu
                 begin = partial(self.pipeline.context.copy().run, self.open)
                 # If the thread has ended, the pipeline has failed or was closed.
                 with contextlib.suppress(LoaderClosedError):
-                    await self.pipeline.host.cpu.call(begin)
+                    await in_thread(begin, executor=cpu, abandon_on_cancel=True)
             self._has_started = True
         while (batch := self._take()) is _NOTHING:
             if self.is_finished:
@@ -152,7 +154,7 @@ class AheadFeed(Feed):
             waited = self._turn - began
             self.counters.waited += waited
             if not came:
-                await in_new_thread(partial(self._time_out, waited))
+                await in_thread(self._time_out, waited, executor=CpuThread.once())
         return batch
 
     def _limit(self) -> float | None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
@@ -21,12 +21,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 from aioloader._base.cpu_threads import (
     CpuThread,
     SharedThread,
-    in_new_thread,
     is_shared_thread,
     refuse_gevent,
     start_thread,
 )
 from aioloader._base.forks import fork_safe
+from aioloader._base.outlast import in_thread, to_the_end
 from aioloader._base.raising import ends_task, raisable
 from aioloader._base.waiting import (
     Latch,
@@ -298,7 +298,7 @@ class LoopHost(Host):
         self._wanted = asyncio.Event()
         self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
-        self._threads = _Threads(1, "aioloader-call")
+        self._threads = ThreadPoolExecutor(1, "aioloader-call")
         self._host_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
@@ -323,7 +323,8 @@ class LoopHost(Host):
 
     def allow(self, concurrency: int) -> None:
         """Make as many calls block in threads of a private loop as samples are read."""
-        self._threads.allow(concurrency)
+        most = max(self._threads._max_workers, concurrency)  # noqa: SLF001
+        self._threads._max_workers = most  # noqa: SLF001  (they start on demand)
 
     def open(self) -> None:
         if not call_threadsafe(self.loop, self._wanted.set):
@@ -476,13 +477,6 @@ class LoopHost(Host):
         self.cpu.stop(self.closed.set)
 
 
-class _Threads(ThreadPoolExecutor):
-    """The default executor of a private loop; its threads start on demand."""
-
-    def allow(self, most: int) -> None:
-        self._max_workers = max(self._max_workers, most)
-
-
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a new uvloop, or asyncio's own loop where uvloop is not installed.
 
@@ -627,48 +621,25 @@ async def wait_released_async(
     """
     import anyio
 
-    cancelled: asyncio.CancelledError | None = None
-    joining: asyncio.Future[bool] | None = None
-
     with anyio.CancelScope(shield=True):
         if host.is_lost():
             host.give_up(returned, pipeline)
         else:
-            cancelled = await _outlast(partial(_released, host, returned))
-            if pipeline is not None and not pipeline.joins_at_once():
-                joining = asyncio.ensure_future(in_new_thread(pipeline.join))
-                cancelled = (
-                    await _outlast(partial(asyncio.wait, [joining])) or cancelled
-                )
-                if joining.exception() is None and not joining.result():
-                    _note_stuck(host)
-    if cancelled is not None:
-        raise cancelled
-    if joining is not None:
-        joining.result()  # an error of leaving the lifespan in a worker
+            await to_the_end(partial(_released, host, returned, pipeline))
     _raise_exit_errors(host, pipeline)
 
 
-async def _outlast(
-    wait: Callable[[], Coroutine[Any, Any, object]],
-) -> asyncio.CancelledError | None:
-    """Await to the end despite cancellations of this task; return the last one."""
-    cancelled: asyncio.CancelledError | None = None
-    while True:
-        try:
-            await wait()
-        except asyncio.CancelledError as error:
-            cancelled = error
-        else:
-            return cancelled
-
-
-async def _released(host: Host, returned: Latch) -> None:
-    """Wait for a lease's return, and for ``host`` if it was the last."""
+async def _released(host: Host, returned: Latch, pipeline: Hosted | None) -> None:
+    """Wait for a lease's return, for ``host`` if it was the last, and for workers."""
     is_ended = await returned.wait_async(host.grace())
     if is_ended and host.is_left():
         is_ended = await host.closed.wait_async(host.grace())
     if not is_ended:
+        _note_stuck(host)
+    if pipeline is None or pipeline.joins_at_once():
+        return
+    # This raises an error of leaving the lifespan in a worker.
+    if not await in_thread(pipeline.join, executor=CpuThread.once()):
         _note_stuck(host)
 
 

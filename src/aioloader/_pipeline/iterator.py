@@ -10,14 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from torch.autograd import profiler
 from typing_extensions import TypeVar
 
-from aioloader._base.cpu_threads import in_new_thread
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import are_imported, fork_safe, import_modules
+from aioloader._base.outlast import in_thread
 from aioloader._base.waiting import require_asyncio
 from aioloader._base.warnings import warn
 from aioloader.protocols import OneIteration
@@ -196,7 +196,9 @@ class Steps:
                 turns = self._turns = (loop, asyncio.Lock())
             async with turns[1]:
                 if self.prepare is not None and not are_imported(self.engine):
-                    await in_new_thread(partial(import_modules, self.engine))
+                    await in_thread(
+                        import_modules, self.engine, executor=CpuThread.once()
+                    )
                 try:
                     feed: Any = self.feed or self.begin()
                     if feed is None:

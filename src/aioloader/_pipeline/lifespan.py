@@ -8,13 +8,15 @@ an exception, however the iteration ends, so code after a bare ``yield`` runs.
 import contextlib
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
-from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.failures import noted
+from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task, raisable
+from aioloader._base.waiting import context_elsewhere
 from aioloader.protocols import (
     Kind,
     is_async_function,
@@ -62,7 +64,7 @@ class Lifespan:
         except BaseException as error:
             raise _noted(error, "leaving")  # noqa: B904  (it keeps its cause)
 
-    async def enter_async(self, thread: CpuThread) -> None:
+    async def enter_async(self, thread: Executor) -> None:
         """Enter on this loop; a plain manager in ``thread``, if plain code reads there.
 
         Raises:
@@ -77,8 +79,10 @@ class Lifespan:
                 manager = self._made(make)
             elif make is not None:
                 # Left after an entry that was cancelled and is still running there.
-                self._loop_stack.push_async_callback(thread.call, self._stack.close)
-                manager = await thread.call(partial(self._enter_plain, make))
+                # In one context, as generators with context variables need it.
+                call = partial(in_thread, context_elsewhere().run, executor=thread)
+                self._loop_stack.push_async_callback(call, self._stack.close)
+                manager = await call(self._enter_plain, make)
             if hasattr(manager, "__aenter__"):
                 await self._loop_stack.enter_async_context(manager)
             elif manager is not None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioloader._base.failures import Failure
+from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task
 from aioloader._base.records import COUNTERS, NOT_MADE, Counters
 from aioloader._base.waiting import (
@@ -381,7 +382,7 @@ class Pipeline:
                 raise LoaderClosedError(_CLOSED)
             return self.context.run(job)
 
-        return await self.host.cpu.call(work)
+        return await in_thread(work, executor=self.host.cpu, abandon_on_cancel=True)
 
     def pause(self, seconds: float) -> None:
         """Sleep in a thread between attempts.

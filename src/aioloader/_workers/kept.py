@@ -15,8 +15,9 @@ from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioloader._base.cpu_threads import in_new_thread
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import close_in_children, fork_safe
+from aioloader._base.outlast import in_thread
 from aioloader._pipeline.host import GRACE
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Idle(NamedTuple):
         self.control.close()
 
 
-def see_off(
+def wait_or_kill(
     control: "Channel", supervisor: int, process: Any = None, seconds: float = GRACE
 ) -> None:
     """Wait until a supervisor has ended; kill one that is stuck in user code."""
@@ -81,7 +82,7 @@ class Servers:
         close_in_children(control.close)
         self._idle.append(Idle(control, supervisor))
 
-    def see_off(self, wait: "Callable[[], object]") -> None:
+    def wait_later(self, wait: "Callable[[], object]") -> None:
         """Wait in a thread for the end of a supervisor; finalizers may call it."""
         ended = _thread.allocate_lock()
         ended.acquire()
@@ -106,7 +107,7 @@ class Servers:
         """End the idle supervisors; wait, bounded, until they and others have ended."""
         while (idle := self.take()) is not None:
             idle.control.shutdown(socket.SHUT_WR)
-            self.see_off(partial(see_off, *idle))
+            self.wait_later(partial(wait_or_kill, *idle))
         for ended in self._ending[:]:
             if ended.acquire(timeout=GRACE):
                 ended.release()
@@ -159,7 +160,7 @@ class Pools:
 
     async def aclose(self) -> None:
         if self._kept or self._ending or self.servers.has_any():
-            await in_new_thread(self.close)
+            await in_thread(self.close, executor=CpuThread.once())
 
     def _take(self) -> "list[LastingPool]":
         with self._lock:

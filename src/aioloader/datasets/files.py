@@ -18,6 +18,7 @@ from typing import Any, Self, SupportsIndex, TypeAlias
 
 from torch.utils.data import Dataset
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import globbed, shown_address
 from aioloader.datasets._stores.failures import (
@@ -62,6 +63,7 @@ class ReadBatcher:
         self._flush_is_due = False
         self._seconds_per_file = _CHUNK_SECONDS / 4
         self._pool: ThreadPoolExecutor | None = None
+        self._reading: set[asyncio.Task[None]] = set()
 
     def read(self, path: str) -> "asyncio.Future[Outcome]":
         """Request the contents of one file.
@@ -79,7 +81,7 @@ class ReadBatcher:
         """Join the threads."""
         if (pool := self._pool) is not None:
             self._pool = None
-            await asyncio.to_thread(pool.shutdown)
+            await in_thread(pool.shutdown)
 
     def _flush_soon(self) -> None:
         if not self._flush_is_due:
@@ -88,18 +90,11 @@ class ReadBatcher:
 
     def _flush(self) -> None:
         self._flush_is_due = False
-        loop = asyncio.get_running_loop()
         while self._free and (chunk := self._next_chunk()):
-            if self.users and self._pool is None:
-                self._pool = ThreadPoolExecutor(self._num_threads, "aioloader-files")
-            try:
-                paths = [path for path, _ in chunk]
-                work = loop.run_in_executor(self._pool, _read_all, paths)
-            except RuntimeError as exc:  # the process is ending
-                _settle(chunk, [exc] * len(chunk))
-                continue
             self._free -= 1
-            work.add_done_callback(partial(self._finish, chunk))
+            task = asyncio.ensure_future(self._read(chunk))
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
 
     def _next_chunk(self) -> list[Read]:
         room = max(1, min(MAX_CHUNK, int(_CHUNK_SECONDS / self._seconds_per_file)))
@@ -110,21 +105,22 @@ class ReadBatcher:
                 chunk.append((path, future))
         return chunk
 
-    def _finish(
-        self, chunk: list[Read], work: "asyncio.Future[tuple[list[Outcome], float]]"
-    ) -> None:
-        self._free += 1
-        outcomes, seconds = work.result()
-        self._seconds_per_file = (self._seconds_per_file + seconds / len(chunk)) / 2
-        _settle(chunk, outcomes)
+    async def _read(self, chunk: list[Read]) -> None:
+        if self.users and self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads, "aioloader-files")
+        paths = [path for path, _ in chunk]
+        try:
+            outcomes, seconds = await in_thread(_read_all, paths, executor=self._pool)
+            self._seconds_per_file = (self._seconds_per_file + seconds / len(chunk)) / 2
+        except Exception as exc:  # noqa: BLE001  (raised by the readers)
+            outcomes = [exc] * len(chunk)
+        finally:
+            self._free += 1
+        for (_, future), outcome in zip(chunk, outcomes, strict=True):
+            if not future.done():
+                future.set_result(outcome)
         # The woken readers now request more: wait for them, then flush once.
         self._flush_soon()
-
-
-def _settle(chunk: list[Read], outcomes: list[Outcome]) -> None:
-    for (_, future), outcome in zip(chunk, outcomes, strict=True):
-        if not future.done():
-            future.set_result(outcome)
 
 
 # -- in a thread --------------------------------------------------------------------
@@ -218,7 +214,8 @@ class FileDataset(Dataset[Coroutine[Any, Any, bytes]], LoopDataset, Named):
 
         Arguments and errors are those of the class.
         """
-        return await asyncio.to_thread(cls, pattern, root=root, num_threads=num_threads)
+        make = partial(cls, pattern, root=root, num_threads=num_threads)
+        return await in_thread(make, abandon_on_cancel=True)
 
     @property
     def paths(self) -> NameTable:

@@ -5,8 +5,6 @@ saved position is a count: earlier samples are read again and dropped. A sample 
 fails without ending the iterable counts as a sample.
 """
 
-import asyncio
-import contextvars
 import inspect
 import zlib
 from collections.abc import (
@@ -30,6 +28,7 @@ from aioloader._base.blocks import (
     read_block,
     read_block_async,
 )
+from aioloader._base.outlast import in_thread
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
@@ -155,10 +154,11 @@ class _Cursor(Cursor):
             if self._is_async:
                 begun = self._begin(aiter)
                 return begun or await read_block_async(self._iterator, count)
-            found: tuple[list[Any], bool] = await self._in_thread(
-                lambda: self._begin(iter) or read_block(self._iterator, count)
-            )
-            return found
+            self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
+            return await in_thread(self._read_here, count, executor=self._thread)
+
+    def _read_here(self, count: int) -> tuple[list[Any], bool]:
+        return self._begin(iter) or read_block(self._iterator, count)
 
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
@@ -216,18 +216,13 @@ class _Cursor(Cursor):
             return [failed(error)], True
         return None
 
-    async def _in_thread(self, job: Callable[[], Any]) -> Any:
-        self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
-        loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
-        return await loop.run_in_executor(self._thread, run, job)
-
     async def _close(self) -> None:
         """Close a generator, where it runs, or an inner stream; end the thread."""
         self._has_ended = True
         if (thread := self._thread) is not None:
-            await self._in_thread(self._end)
+            await in_thread(self._end, executor=thread)
             self._thread = None
-            await asyncio.to_thread(thread.shutdown)
+            await in_thread(thread.shutdown)
         iterator, self._iterator = self._iterator, None
         if inspect.isasyncgen(iterator) or isinstance(iterator, StreamIterator):
             await iterator.aclose()

@@ -5,7 +5,6 @@ held. Readers take its positions in turn, so the saved position is an integer, a
 nothing is read again on resume.
 """
 
-import asyncio
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +99,7 @@ class _MapStyle(Stream[Any]):
         if reads_async(self._dataset):
             return None
         thread = ThreadPoolExecutor(1, "aioloader-dataset")
-        reading.stack.push_async_callback(asyncio.to_thread, thread.shutdown)
+        reading.stack.push_async_callback(in_thread, thread.shutdown)
         return thread
 
     def _indices(self, reading: Reading, state: State) -> "_Indices":

@@ -5,7 +5,6 @@ loops too, and can be pickled if it can be.
 """
 
 import abc
-import asyncio
 import copy
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +13,7 @@ from typing import Any, ClassVar, Self, SupportsIndex
 import numpy as np
 from torch.utils.data import Dataset
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets.decoders import FOLDER_EXTENSIONS, Decoder, Spec
 from aioloader.protocols import HasLifespan
@@ -100,7 +100,7 @@ class DecodedDataset(Dataset[Coroutine[Any, Any, Any]], Named):
         data = await self.dataset[index]
         name = self.names[index]
         extension = name.rpartition("/")[2].partition(".")[2]  # as in a tar
-        return await asyncio.to_thread(self.decoder.decode, data, extension, name)
+        return await in_thread(self.decoder.decode, data, extension, name)
 
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
         """Return the lifespan of the dataset."""

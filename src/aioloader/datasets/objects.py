@@ -6,13 +6,13 @@ listing, one ranged request replaces two steps: for 100 KB over loopback HTTP th
 a quarter to a third of the CPU (119 to 90 us; 20 to 15 on the loop).
 """
 
-import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch.utils.data import Dataset
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_is, names_options
 from aioloader.datasets._stores.bytes import Client, StoredObject
 from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
@@ -114,7 +114,7 @@ class ObjectDataset(
         _check(prefix)
         # With options it makes a store, which reads certificates.
         options = hidden(store_options)
-        listed = await asyncio.to_thread(store_of, store, options)
+        listed = await in_thread(store_of, store, options)
         try:
             listing = await list_async(listed, prefix, policy_of(requests))
         finally:

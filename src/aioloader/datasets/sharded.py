@@ -26,7 +26,7 @@ from typing import (
     Unpack,
 )
 
-from aioloader._base.outlast import off_loop
+from aioloader._base.outlast import in_thread
 from aioloader._base.records import COUNTERS
 from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is, names_options
@@ -215,7 +215,7 @@ class ShardedStream(Stream[Sample_co]):
         if made_by.count(shards) < readers:
             shards = await made_by.cut(shards, readers)
         is_quick = len(shards) <= _MANY
-        summary = await off_loop(made_by.summary, shards, is_quick=is_quick)
+        summary = await in_thread(made_by.summary, shards, is_quick=is_quick)
         # The deal depends on lengths; with a state, if it did when that was saved.
         sizes: Sequence[int] | None = None
         must = known is not None and "sizes" in known
@@ -238,7 +238,7 @@ class ShardedStream(Stream[Sample_co]):
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            found = await off_loop(_dealt, *args, is_quick=is_quick(count))
+            found = await in_thread(_dealt, *args, is_quick=is_quick(count))
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]

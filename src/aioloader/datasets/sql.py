@@ -27,9 +27,11 @@ from typing import (
 )
 
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 
 from aioloader._base.extras import imported
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_at_least, names_options, position_of
 from aioloader.datasets._sql.address import (
     Address,
@@ -104,7 +106,7 @@ class Lookup(abc.ABC):
 
         async def attempt() -> Keys:
             keys = await self._list()
-            await asyncio.to_thread(self._check_unique, keys)
+            await in_thread(self._check_unique, keys)
             return keys
 
         doing = f"list the keys of {self._relation.label}"
@@ -169,7 +171,7 @@ class SQLiteLookup(Lookup):
             while idle:
                 idle.pop().close()
 
-        await asyncio.to_thread(close)
+        await in_thread(close)
 
     async def _run(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of a function of an idle connection, in a thread."""
@@ -185,7 +187,7 @@ class SQLiteLookup(Lookup):
             finally:
                 idle.append(connection)
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        return await in_thread(run, executor=self._pool, abandon_on_cancel=True)
 
     def _connected(self, is_closed: threading.Event) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -429,9 +431,9 @@ class SQLRows(Dataset[Coroutine[Any, Any, Row]], LoopDataset):
         self._readers: PerLoop[Lookup] = PerLoop(self._new_lookup)
         if keys is not None:
             self._keys: Keys = compact(keys)
-        else:  # in a separate thread: the caller's may have a running loop
-            with ThreadPoolExecutor(1) as pool:
-                self._keys = pool.submit(asyncio.run, self._list()).result()
+        else:
+            with start_blocking_portal() as portal:
+                self._keys = portal.call(self._list)
 
     @classmethod
     @names_options

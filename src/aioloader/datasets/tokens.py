@@ -26,7 +26,7 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import in_thread, off_loop
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import (
     check_at_least,
     check_is,
@@ -174,16 +174,9 @@ class TokenDataset(Dataset[Any]):
 
         Arguments and errors are those of the class.
         """
-        return await asyncio.to_thread(
-            cls,
-            path,
-            length,
-            dtype,
-            eos,
-            store=store,
-            store_options=store_options,
-            requests=requests,
-        )
+        make = partial(cls, path, length, dtype, eos, store=store)
+        make = partial(make, store_options=store_options, requests=requests)
+        return await in_thread(make, abandon_on_cancel=True)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -371,7 +364,7 @@ class _StoredTokens(TokenDataset, HasLifespan):
         data = await self._places.read(file.address, begin, end, file.version)
         windows = [np.frombuffer(memoryview(data), file.dtype)]
         is_quick = length <= _LIGHT
-        (sample,) = await off_loop(self._samples, windows, [start], is_quick=is_quick)
+        (sample,) = await in_thread(self._samples, windows, [start], is_quick=is_quick)
         return sample
 
     def _find(
@@ -407,14 +400,14 @@ class _StoredTokens(TokenDataset, HasLifespan):
                 return
             known = Known(index.version)
             source = self._places.open(index.address, 0, _INDEX_BUDGET, known)
-            file = await asyncio.to_thread(tempfile.TemporaryFile)
+            file = await in_thread(tempfile.TemporaryFile)
             try:
                 while memoryview(piece := await source.read()):
-                    await asyncio.to_thread(file.write, piece)
-                self._documents = await asyncio.to_thread(_copied, file, index)
+                    await in_thread(file.write, piece)
+                self._documents = await in_thread(_copied, file, index)
             finally:
                 await source.aclose()
-                await asyncio.to_thread(file.close)
+                await in_thread(file.close)
 
     def lifespan(self) -> Self:
         return self

@@ -13,11 +13,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
 
+from aioloader._base.outlast import in_thread
 from aioloader._base.warnings import warn
 from aioloader._loader.loader import DataLoader
 from aioloader._workers.worker_spec import send_by_value_what_cannot_be_imported
@@ -83,9 +85,8 @@ async def assert_resumes_exactly_async(
     with torch.random.fork_rng(devices=[]):
         await _drive_async(_law(make_loader, make_other, stops, limit, resumes))
         if new_process:
-            await asyncio.to_thread(
-                _resume_in_new_process, make_other, resumes, is_async=True
-            )
+            resume = partial(_resume_in_new_process, is_async=True)
+            await in_thread(resume, make_other, resumes)
 
 
 def _drive(law: "Iterable[_Life]") -> None:

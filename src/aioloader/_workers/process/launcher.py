@@ -22,7 +22,7 @@ from typing import Any
 
 from aioloader._base.forks import has_pidfds, watch_this, without_collector
 from aioloader._transport.channel import Channel
-from aioloader._workers.kept import Servers, see_off
+from aioloader._workers.kept import Servers, wait_or_kill
 from aioloader._workers.process.supervisor import (
     ASKED,
     TERMINATED,
@@ -124,7 +124,7 @@ class Launcher:
             control.shutdown(socket.SHUT_WR)
             what = control, self._supervisor, self._process, self._patience
             self._process = None
-            self._servers.see_off(partial(see_off, *what))
+            self._servers.wait_later(partial(wait_or_kill, *what))
 
     def advice(self) -> str:
         """Return what to try if a worker is stuck."""

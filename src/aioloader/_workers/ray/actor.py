@@ -6,7 +6,6 @@ an actor that has died, without its state. This file needs no Ray: Ray imports i
 any machine.
 """
 
-import asyncio
 import os
 import platform
 import sys
@@ -100,7 +99,7 @@ class RayActor:
         self._hosts = Hosts(*((spec.dataset, spec.lifespan) if spec.reads else ((),)))
         self._hosts.keep()
         host = self._hosts.lease("thread" if spec.is_plain else "loop")
-        asyncio.run(host.cpu.call(lambda: spec.initialise(self._number, maker)))
+        host.cpu.submit(spec.initialise, self._number, maker).result()
         host.open()
         if (failure := host.failure()) is not None:
             raise failure

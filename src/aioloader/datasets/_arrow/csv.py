@@ -7,7 +7,6 @@ next row; in a compressed file, at its beginning. An unreadable line is a failed
 the lines around it are read.
 """
 
-import asyncio
 import contextlib
 import functools
 import re
@@ -23,6 +22,7 @@ import pyarrow as pa
 from pyarrow import compute, csv
 
 from aioloader._base.blocks import Bad
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
@@ -226,7 +226,7 @@ class CSVFormat(TableFormat):
         while found is None:
             data, _ = await self.places.part(address, 0, min(size, least), version)
             head_of = partial(self._head_of, is_all=len(data) >= size)
-            found = await asyncio.to_thread(head_of, data, packing, location)
+            found = await in_thread(head_of, data, packing, location)
             least *= 16
         schema, start = found
         count = 1 if self._is_whole(address) else max(1, -(-size // _RANGE))

@@ -385,12 +385,12 @@ class TableFormat(ShardFormat[Part]):
             self._listed = [*addresses]
         names = map(self.places.name, addresses)
         given = self._wanted.given or ()
-        self._partitions = await asyncio.to_thread(Partitions, names, given)
+        self._partitions = await in_thread(Partitions, names, given)
         # The first file decides which columns are read; all decide their types.
         first = await self._known_end(addresses[0])
-        wanted, others = await asyncio.to_thread(self._begun, first, addresses[1:])
+        wanted, others = await in_thread(self._begun, first, addresses[1:])
         ends = [first, *await each(self._known_end, others)]
-        shards = await asyncio.to_thread(self._unified, ends, wanted)
+        shards = await in_thread(self._unified, ends, wanted)
         self._wanted = wanted  # other iterations used the previous one until here
         return shards
 

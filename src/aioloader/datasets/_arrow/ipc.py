@@ -6,7 +6,6 @@ however large it was written. Arrow has no checksums: damage is detected only by
 structure.
 """
 
-import asyncio
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from aioloader._base.outlast import in_thread
 from aioloader._base.warnings import warn
 from aioloader.datasets._arrow.files import (
     Decoding,
@@ -82,9 +82,9 @@ class ArrowFormat(TableFormat):
         footer, version = await self._tail(address, _footer_length)
         if footer:
             args = footer, version, address, location
-            return await asyncio.to_thread(self._parsed, *args)
+            return await in_thread(self._parsed, *args)
         head = await self._stream_head(address, version, location)
-        schema = await asyncio.to_thread(_schema_of, head, location)
+        schema = await in_thread(_schema_of, head, location)
         parts: list[tuple[Part, int]] = [((0, 0), version.size)]
         facts: Any = b"", [], [(0, version.size)]
         return End(address, location, version, schema, parts, facts, len(head))

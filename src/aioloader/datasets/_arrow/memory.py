@@ -6,7 +6,6 @@ readers: each reader then decodes the rows before its part too. A position count
 so resuming reads a range or fragment again from its beginning; for a stream, all of it.
 """
 
-import asyncio
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 
 from aioloader._base.blocks import Block
+from aioloader._base.outlast import in_thread
 from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
@@ -105,7 +105,7 @@ class FragmentFormat(ShardFormat):
     async def shards(
         self, _stack: AsyncExitStack, _known: Summary | None = None
     ) -> "list[Piece]":
-        return [(one, 0, 1) for one in await asyncio.to_thread(self._fragments)]
+        return [(one, 0, 1) for one in await in_thread(self._fragments)]
 
     async def cut(self, shards: "Sequence[Piece]", count: int) -> "list[Piece]":
         counts = (b - a for a, b in pairwise(edges(count, len(shards))))

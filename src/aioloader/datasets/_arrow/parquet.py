@@ -5,7 +5,6 @@ at a time, so memory does not depend on its size. Only the bytes of the wanted c
 are requested from an object. Checksums of pages, where present, are verified.
 """
 
-import asyncio
 import struct
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from aioloader._base.outlast import off_loop
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._arrow.files import (
     Decoding,
     End,
@@ -98,7 +97,7 @@ class ParquetFormat(TableFormat):
     async def _read_end(self, address: str, location: str) -> End:
         footer, version = await self._tail(address, _footer_length)
         args = footer, version, address, location
-        return await asyncio.to_thread(self._parsed, *args)
+        return await in_thread(self._parsed, *args)
 
     def _parsed(
         self, footer: bytes, version: Version, address: str, location: str
@@ -146,7 +145,7 @@ class ParquetFormat(TableFormat):
         names = wanted.present(end.schema)
         is_quick = footer.is_sound and len(footer.leaves or names) <= _FEW
         args = end, number, names, self._unit(part)
-        spans, decoded = await off_loop(_spans, *args, is_quick=is_quick)
+        spans, decoded = await in_thread(_spans, *args, is_quick=is_quick)
         rows = metadata.row_group(number).num_rows
         batch_rows = _within(1, _BATCH // max(1, decoded // max(1, rows)), _ROWS)
         # Whether the whole encoded row group may be in memory; if it may not, each

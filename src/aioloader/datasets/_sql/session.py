@@ -9,14 +9,13 @@ import abc
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._base.blocks import Block
+from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.extras import imported
 from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._sql.address import (
@@ -31,6 +30,8 @@ from aioloader.datasets._streams.shards import Made, Position, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import pyarrow as pa
 
 
@@ -55,42 +56,36 @@ def driver_of(address: Address) -> Any:
     return imported(f"{name}.dbapi", "sql", "databases need ADBC")
 
 
-class Connection:
+class Connection(CpuThread):
     """A connection of ADBC, opened by its first call, and the one thread that uses it.
 
     ADBC's objects belong to one thread at a time, and in the main thread its calls take
-    over Ctrl-C. The thread is a daemon: a query that cannot be stopped must not keep
-    the process from ending. ``cursor``, ``fetch`` and ``batches`` are for functions
-    that run in it.
+    over Ctrl-C. A query that cannot be stopped does not keep the process from ending.
+    ``cursor``, ``fetch`` and ``batches`` are for functions that run in the thread.
 
     ``like`` is an open connection to the same database, whose driver state is shared:
     PostgreSQL's driver reads all types, which takes ten times as long as connecting.
     """
 
     def __init__(self, address: Address, like: "Connection | None" = None) -> None:
+        super().__init__("aioloader-sql")
         self._address = address
         self._like = like
         self._adbc: Any = None  # of adbc_driver_manager.dbapi
         self._is_closed = False
-        self._lock = threading.Lock()  # another thread may clone it
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._calls = queue.SimpleQueue()
+        self._cloning = threading.Lock()  # another thread may clone it
         self._pending: set[Future[Any]] = set()
-        self._thread = threading.Thread(
-            target=self._serve, name="aioloader-sql", daemon=True
-        )
-        self._thread.start()
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of a function, called in the thread after earlier ones."""
-        return await asyncio.wrap_future(self.post(lambda: function(*args)))
+        return await in_thread(function, *args, executor=self, abandon_on_cancel=True)
 
-    def post(self, call: Callable[[], T]) -> Future[T]:
-        """Call a function in the thread after earlier ones, without waiting."""
-        future: Future[T] = Future()
+    def submit(
+        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> "Future[T]":
+        future = super().submit(function, *args, **kwargs)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        self._calls.put((future, call))
         return future
 
     async def is_lost(self) -> bool:
@@ -115,10 +110,10 @@ class Connection:
             # The call may have ended or not started; or the driver, SQLite's, cannot.
             with contextlib.suppress(Exception):
                 self._adbc.adbc_cancel()
-        self.post(self._close)
-        self._calls.put(None)
-        self._thread.join(_PATIENCE if self._address.is_sqlite else None)
-        if self._thread.is_alive():
+        self.submit(self._close)
+        self.stop(self.ident)
+        self.join(_PATIENCE if self._address.is_sqlite else None)
+        if self.is_alive():
             _LOG.warning(
                 "a query of %r runs on in its thread after the iteration ended: "
                 "SQLite's driver (ADBC) cannot interrupt it; an index on the key, "
@@ -148,16 +143,6 @@ class Connection:
             cursor.execute(sql, parameters or None)
             yield from cursor.fetch_record_batch()
 
-    def _serve(self) -> None:
-        while (waiting := self._calls.get()) is not None:
-            future, call = waiting
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # noqa: BLE001  (raised where it waits)
-                    future.set_exception(error)
-            del waiting, future, call  # nothing is kept until the next call
-
     def _connect(self) -> None:
         like, self._like = self._like, None
         self._adbc = None if like is None else like.cloned()
@@ -167,7 +152,7 @@ class Connection:
 
     def cloned(self) -> Any:
         """Return another connection of ADBC to the database; None if this is closed."""
-        with self._lock:
+        with self._cloning:
             if self._is_closed or self._adbc is None:
                 return None
             clone = self._adbc.adbc_clone()
@@ -175,7 +160,7 @@ class Connection:
             return clone
 
     def _close(self) -> None:
-        with self._lock:
+        with self._cloning:
             self._is_closed = True
             if self._adbc is not None:
                 self._adbc.close()
@@ -428,7 +413,7 @@ class SQLReader(Reader):
         opened, self._open = self._open, None
         if opened is not None:
             connection, scan = opened
-            connection.post(scan.close)
+            connection.submit(scan.close)
             await self._session.leave(connection, is_sound=is_sound)
 
 

@@ -186,11 +186,11 @@ class StoredObject:
     async def _get_kept(self, what: str) -> bytes | None:
         if self._cache is None:
             return None
-        return await asyncio.to_thread(self._cache.get, f"{self._name}\n{what}")
+        return await in_thread(self._cache.get, f"{self._name}\n{what}")
 
     async def _keep(self, what: str, data: Buffer) -> None:
         if self._cache is not None:
-            await asyncio.to_thread(self._cache.put, f"{self._name}\n{what}", data)
+            await in_thread(self._cache.put, f"{self._name}\n{what}", data)
 
     def _warn(self, reason: str) -> None:
         if self._cache is not None:

@@ -6,22 +6,19 @@ version. The Hub's address is ``HF_ENDPOINT``, the token ``HF_TOKEN`` or that of
 user's login.
 """
 
-import asyncio
 import contextlib
 import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter
-from anyio.to_thread import run_sync
-
 from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
-from aioloader._base.outlast import outlast
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.failures import Piece, Version
 from aioloader.datasets._stores.options import Options
@@ -37,7 +34,7 @@ from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, 
 T = TypeVar("T")
 
 _HUB = "hf://"
-_THREADS = 32
+_pool = partial(ThreadPoolExecutor, 32, "aioloader-system")
 _PAGE = 1000
 _OPTIONS = {"endpoint", "token"}
 # Where file systems have an entity tag, and a time, in what they know of a file.
@@ -70,7 +67,7 @@ class FileSystemStore(Store):
         self.cache_name = f"{self.label} {hash(below)}" if kind != "memory" else None
         secret = ", ".join(secret_options(options))
         self._system: Any = Sealed(system, secret) if secret else system
-        self._limits = PerLoop(partial(CapacityLimiter, _THREADS))
+        self._threads = PerLoop(_pool)
 
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
@@ -91,11 +88,7 @@ class FileSystemStore(Store):
     _hint = ""
 
     async def _run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread; if cancelled, wait for it to end first."""
-        limiter = self._limits.here()
-        job = asyncio.ensure_future(run_sync(function, *args, limiter=limiter))
-        result: T = await outlast(job)
-        return result
+        return await in_thread(function, *args, executor=self._threads.here())
 
     def _get(self, key: str, start: int, stop: int) -> Piece:
         with self._lock:
@@ -132,7 +125,12 @@ class FileSystemStore(Store):
         return system, f"{system.root_marker}{key}"
 
     async def aclose(self, _seconds: float | None = None) -> None:
-        """Drop what the file system remembers of folders: it may be old."""
+        """End the threads, and drop what is remembered: it may be old."""
+        if (threads := self._threads.drop()) is not None:
+            threads.shutdown(wait=False)
+        self._forget()
+
+    def _forget(self) -> None:
         self._at("")[0].invalidate_cache()
 
 
@@ -152,10 +150,10 @@ class HubStore(FileSystemStore):
         self._options = options
         self._system: Any = None
         self._pinned: dict[str, str] = {}
-        self._limits = PerLoop(partial(CapacityLimiter, _THREADS))
+        self._threads = PerLoop(_pool)
         self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
 
-    async def aclose(self, _seconds: float | None = None) -> None:
+    def _forget(self) -> None:
         self._system, self._pinned = None, {}
 
     def _at(self, key: str) -> tuple[Any, str]:

@@ -7,7 +7,6 @@ the loop, in a millisecond; anything slower runs in a thread. If a request fails
 already received are not requested again.
 """
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from aioloader._base.outlast import each
+from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.sources import USUAL, Requests, Store, Tries
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -128,7 +127,7 @@ async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Lis
     try:
         while await tries.make(add_page, store, prefix, may_hedge=False):
             pass
-        listing = await asyncio.to_thread(Listing.joined, pages)
+        listing = await in_thread(Listing.joined, pages)
         listing = await _without_markers(listing, store, tries)
     finally:
         if stream is not None:

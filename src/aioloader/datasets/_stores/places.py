@@ -5,7 +5,6 @@ Patterns are expanded: braces always, ``*`` and ``?`` by a listing. ``addresses`
 defines addresses and patterns.
 """
 
-import asyncio
 import contextlib
 import copy
 import os
@@ -16,7 +15,7 @@ from typing import Any, Self, TypeAlias
 
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import each
+from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.addresses import (
     Address,
     braces,
@@ -162,17 +161,17 @@ class Places:
         else:
             return Listed([address])
         if store is None:
-            files, _ = await asyncio.to_thread(globbed, pattern, self._folder)
+            files, _ = await _looked(globbed, pattern, self._folder)
             found = Listed(files)
         else:
             folder = folder_of(pattern)
             listing = await list_async(store, folder, self._requests)
             self._client().listings[root, folder] = listing
-            found = await asyncio.to_thread(_matching, listing, pattern, root)
+            found = await in_thread(_matching, listing, pattern, root)
         if not found:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
-            if store is None and not await asyncio.to_thread(_has_folder, label):
+            if store is None and not await _looked(_has_folder, label):
                 hint = f"there is no directory {folder_of(label)!r}"
             raise ValueError(f"no shard matches {label!r}; {hint}")
         return found
@@ -227,7 +226,7 @@ class Places:
     async def version(self, address: Address) -> Version:
         if (path := self.path(address)) is not None:
             try:
-                return await asyncio.to_thread(version_of_file, path)
+                return await _looked(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
         return await self._object(address).version(self._as_listed(address))
@@ -249,7 +248,7 @@ class Places:
         A negative ``start`` counts from the end; a ``stop`` of 0 is the end.
         """
         if (path := self.path(address)) is not None:
-            return await asyncio.to_thread(read_local, path, start, stop, version)
+            return await _looked(read_local, path, start, stop, version)
         version = version or await self.version(address)
         start, stop = bounds(start, stop, version.size)
         data = b""
@@ -279,7 +278,7 @@ class Places:
         """Return the lengths of shards, in bytes; None if some are unknown."""
         if isinstance(addresses, Listed) and addresses.sizes is not None:
             return addresses.sizes
-        found = await asyncio.to_thread(self._local_sizes, addresses)
+        found = await _looked(self._local_sizes, addresses)
         if found is None and must:
             with contextlib.suppress(NoRangesError):
                 return [one.size for one in await each(self.version, addresses)]
@@ -322,6 +321,9 @@ class Places:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": {}}
 
+
+# A file system may hang, and nothing depends on what only looks.
+_looked = partial(in_thread, abandon_on_cancel=True)
 
 # -- patterns, in a thread --------------------------------------------------------
 

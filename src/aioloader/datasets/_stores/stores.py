@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import unquote
 
+from aioloader._base.outlast import in_thread
 from aioloader.datasets._stores.addresses import Address, is_local, path_of, sealed
 from aioloader.datasets._stores.failures import (
     Piece,
@@ -167,7 +168,7 @@ class ObstoreStore(Store):
         if (store := self._opened()) is not None:
             return store
         try:
-            return await asyncio.to_thread(self.open)
+            return await in_thread(self.open)
         except (ValueError, DatasetError) as error:
             raise RefusedError(error) from None
 

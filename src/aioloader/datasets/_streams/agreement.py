@@ -3,10 +3,8 @@
 Operations of the store block, so they run in threads, on separate connections.
 """
 
-import asyncio
 import json
 import queue
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +14,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from aioloader._base.cpu_threads import CpuThread
+from aioloader._base.outlast import in_thread
 from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
 from aioloader.errors import DatasetError
@@ -95,7 +95,9 @@ class Agreement:
     async def _do(self, job: Callable[[Any], Any], who: str) -> Any:
         """Run an operation in a thread, on a separate connection."""
         try:
-            return await asyncio.to_thread(lambda: job(self.store.open()))
+            return await in_thread(
+                lambda: job(self.store.open()), abandon_on_cancel=True
+            )
         except Exception as error:
             raise DatasetError(
                 f"{who}: rank {self.name} could not compare its shards with those of "
@@ -154,7 +156,7 @@ class StoreTalk:
         self._is_closed = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[CpuThread] = []
 
     def begin(self, end: SharedEnd, wake: Callable[[Exception | None], None]) -> None:
         """Start to tell what ``end`` knows of this rank, and to update it.
@@ -172,11 +174,9 @@ class StoreTalk:
         # Python's exit aborts the process if a thread is in a call of the store.
         weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._tell, self._listen):
-            thread = threading.Thread(
-                target=self._run, args=(job,), name="aioloader-end", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(thread := CpuThread("aioloader-end"))
+            thread.post(partial(self._run, job))
+            thread.stop(thread.ident)
 
     def note(self) -> None:
         """Note that there is news for the others; any thread."""

@@ -6,7 +6,6 @@ documents of the open row and of one read, or those of two windows, and the samp
 at once.
 """
 
-import asyncio
 import inspect
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from aioloader._base.blocks import Bad, Block, Columns, join, read_block
-from aioloader._base.outlast import in_thread, off_loop
+from aioloader._base.outlast import in_thread
 from aioloader._order.permutation import paced, pause
 from aioloader.datasets._streams.cursors import Cursor, Reading, State, check_again
 from aioloader.datasets._streams.steps import Step, Windowed, failed_in
@@ -268,7 +267,7 @@ class Packed(Step):
             return []
         block: Any = rows.take(most)
         is_quick = self.length <= _TOKENS
-        return await off_loop(self._made_of, block, is_quick=is_quick)
+        return await in_thread(self._made_of, block, is_quick=is_quick)
 
     def _made_of(self, block: list[Any]) -> list[Any]:
         rows = [one for one in block if type(one) is not Bad]
@@ -395,7 +394,7 @@ class Concatenated(Step):
 
     async def _documents(self, block: Block) -> list[Document | Bad]:
         args = block, self.bos, self.eos
-        documents = await off_loop(documents_of, *args, is_quick=_is_quick(block))
+        documents = await in_thread(documents_of, *args, is_quick=_is_quick(block))
         if self._read < self._before:
             self._check_first(documents)
             for place in self._failed:
@@ -454,7 +453,7 @@ class BestFit(Windowed):
     overlong: Overlong
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:  # noqa: ARG002
-        return await asyncio.to_thread(self._packed, chain.from_iterable(parts))
+        return await in_thread(self._packed, chain.from_iterable(parts))
 
     def _packed(self, samples: Iterator[Any]) -> list[Any]:
         documents: list[Document | Bad] = []

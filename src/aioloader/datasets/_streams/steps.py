@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from aioloader._base.blocks import Bad, Block, failed, join, pick, unreadable
-from aioloader._base.outlast import cancel, off_loop, outlast
+from aioloader._base.outlast import cancel, in_thread, outlast
 from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
@@ -110,7 +110,7 @@ class Mapped(Step):
 
     async def _make(self, limit: int) -> Block:
         block = await self.upstream.pull(limit)
-        return await asyncio.to_thread(self._apply, block) if len(block) else []
+        return await in_thread(self._apply, block) if len(block) else []
 
     def _apply(self, block: Block) -> list[Any]:
         return self._call(self.function, block)
@@ -143,7 +143,7 @@ class Decoded(Mapped):
             return []
         size = max(_SHARE, -(-len(block) // _threads()))
         shares = [block[at : at + size] for at in range(0, len(block), size)]
-        jobs = [asyncio.to_thread(self._apply, share) for share in shares]
+        jobs = [in_thread(self._apply, share) for share in shares]
         return list(chain.from_iterable(await asyncio.gather(*jobs)))
 
 
@@ -167,7 +167,7 @@ class Filtered(Mapped):
             if self.is_async:
                 answers = await self._await(self.function, block)
             else:
-                answers = await asyncio.to_thread(self._apply, block)
+                answers = await in_thread(self._apply, block)
             # A sample for which the function failed is passed on as its error.
             kept = [
                 answer if type(answer) is Bad else sample
@@ -450,7 +450,7 @@ class Shuffled(Windowed):
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
         # If in a thread, then while the previous window is passed on.
-        return await off_loop(self._permuted, parts, good, is_quick=is_quick(good))
+        return await in_thread(self._permuted, parts, good, is_quick=is_quick(good))
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from aioloader._base.blocks import Bad, Block, join, pick, weave
-from aioloader._base.outlast import cancel, off_loop
+from aioloader._base.outlast import cancel, in_thread
 from aioloader._order.mixture import Array, Schedule
 from aioloader.datasets._stores.bytes import START_DIVISOR
 from aioloader.datasets._stores.failures import saved
@@ -214,7 +214,7 @@ async def woven(
         return blocks[0]
     has_lists = any(isinstance(one, list) for one in blocks)
     is_quick = has_lists or sum(map(len, blocks)) <= _ROWS
-    return await off_loop(join_all, blocks, is_quick=is_quick)
+    return await in_thread(join_all, blocks, is_quick=is_quick)
 
 
 class Weaver(Cursor):
