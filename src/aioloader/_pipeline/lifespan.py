@@ -78,8 +78,7 @@ class Lifespan:
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
             elif make is not None:
-                # Left after an entry that was cancelled and is still running there; in
-                # the same context, as generators with context variables need it.
+                # Left after an entry that was cancelled and runs on; in one context.
                 how: Any = {"executor": thread, "abandon_on_cancel": True}
                 call = partial(in_thread, context_elsewhere().run, **how)
                 self._loop_stack.push_async_callback(call, self._stack.close)

@@ -283,7 +283,7 @@ class SQLReader(Reader):
         opened, self._open = self._open, None
         if opened is not None:
             connection, scan = opened
-            connection.submit(scan.close)
+            connection.post(scan.close)
             await self._session.leave(connection, is_sound=is_sound)
 
 

@@ -155,7 +155,6 @@ class HubStore(FileSystemStore):
         self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
 
     def _forget(self) -> None:
-        """Drop the open file system and the pinned commits."""
         self._system, self._pinned = None, {}
 
     def _at(self, key: str) -> tuple[Any, str]:
