@@ -79,8 +79,8 @@ class Lifespan:
                 manager = self._made(make)
             elif make is not None:
                 # Left after an entry that was cancelled and runs on; in one context.
-                how: Any = {"executor": thread, "abandon_on_cancel": True}
-                call = partial(in_thread, context_elsewhere().run, **how)
+                run = context_elsewhere().run
+                call = partial(in_thread, run, executor=thread, abandon_on_cancel=True)
                 self._loop_stack.push_async_callback(call, self._stack.close)
                 manager = await call(self._enter_plain, make)
             if hasattr(manager, "__aenter__"):

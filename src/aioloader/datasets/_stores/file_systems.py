@@ -127,8 +127,7 @@ class FileSystemStore(Store):
 
     async def aclose(self, _seconds: float | None = None) -> None:
         """End the threads, and drop what is remembered: it may be old."""
-        if (threads := self._threads.drop()) is not None:
-            threads.shutdown(wait=False)
+        self._threads.drop()  # unused, they end
         self._forget()
 
     def _forget(self) -> None:
