@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -450,3 +451,23 @@ def test_the_error_of_an_awaitable_names_its_sample() -> None:
         with pytest.raises(ValueError, match="3") as caught:
             next(iter(loader))
         assert "sample index 3" in caught.value.__notes__[0]
+
+
+async def test_a_lifespan_is_left_in_the_context_that_it_was_entered_in() -> None:
+    """A token of a context variable is good in one context only."""
+    variable = ContextVar("variable", default=0)
+    left: list[int] = []
+
+    @contextlib.contextmanager
+    def lifespan(_dataset: object) -> Iterator[None]:
+        token = variable.set(1)
+        yield
+        left.append(variable.get())
+        variable.reset(token)
+
+    async def same(sample: int) -> int:
+        return sample
+
+    loader = Loader(SyncMap(4), transform=same, lifespan=lifespan)
+    assert len([batch async for batch in loader]) == 4
+    assert left == [1]

@@ -4,6 +4,7 @@ Each thread has a queue. A job that is posted has no future: it stores its own r
 Posting is safe from any thread, and from finalizers (``SimpleQueue`` is reentrant).
 """
 
+import asyncio
 import logging
 import os
 import queue
@@ -14,12 +15,12 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Self, TypeAlias, TypeVar
 
 from aioloader._base.forks import fork_safe
-from aioloader._base.waiting import context_elsewhere
+from aioloader._base.waiting import call_threadsafe, context_elsewhere
 from aioloader.errors import LoaderClosedError
 
 _WAITING = ("threading", "queue", "select", "socket", "os")
@@ -57,9 +58,9 @@ class CpuThread(Executor):
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
 
     @classmethod
-    def once(cls) -> Self:
+    def once(cls, name: str = "aioloader-once") -> Self:
         """Return a thread for one job: those of an executor may all be waiting."""
-        thread = cls("aioloader-once")
+        thread = cls(name)
         thread._is_once = True
         return thread
 
@@ -78,11 +79,9 @@ class CpuThread(Executor):
                 self.stop(self.ident)
         return True
 
-    def submit(
-        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
-    ) -> "Future[T]":
-        """Call ``function`` in the thread after earlier jobs: for ``in_thread``."""
-        future: Future[T] = Future()
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Any:
+        """Call it after earlier jobs; return a future of this loop: ``in_thread``."""
+        future = asyncio.get_running_loop().create_future()
         if not self.post(partial(_fulfil, future, partial(function, *args, **kwargs))):
             raise LoaderClosedError("the thread of the loader has ended; iterate again")
         return future
@@ -273,20 +272,24 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_SHARED.forget)
 
 
-def _fulfil(future: "Future[T]", job: Callable[[], T]) -> None:
+def _fulfil(future: "asyncio.Future[T]", job: Callable[[], T]) -> None:
     """Do what a future stands for, unless it was cancelled before."""
-    if not future.set_running_or_notify_cancel():
+    if future.cancelled():
         return
     try:
-        result = job()
+        settle: Job = partial(future.set_result, job())
     except BaseException as error:  # raised where it is awaited
         if isinstance(error, StopIteration):  # no coroutine may raise one
             stop, error = error, RuntimeError(f"it raised {type(error).__name__}")
             error.__cause__ = stop
-        future.set_exception(error)
-        del future  # no frame of the error's traceback holds it
-    else:
-        future.set_result(result)
+        settle = partial(future.set_exception, error)
+    call_threadsafe(future.get_loop(), _settle, future, settle)
+    del future, settle  # no frame of the error's traceback holds it
+
+
+def _settle(future: "asyncio.Future[T]", settle: Job) -> None:
+    if not future.done():
+        settle()
 
 
 def _do(job: Job, name: str) -> None:

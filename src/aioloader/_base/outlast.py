@@ -7,6 +7,8 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from aioloader._base.waiting import looking_up
+
 T = TypeVar("T")
 _AT_ONCE = 32
 
@@ -22,29 +24,29 @@ async def in_thread(
 
     It has a copy of this task's context. ``executor`` has the thread; None: the loop's
     own does. With ``is_quick`` it costs less than a thread, and runs here. With
-    ``abandon_on_cancel`` a cancelled task does not wait: for what may wait for ever, as
-    for a server or a network mount, and nothing depends on.
+    ``abandon_on_cancel`` a cancelled task does not wait: for functions on which nothing
+    depends, and which may wait for ever, for a server or a network mount.
     """
     if is_quick:
         return function(*args)
     loop, run = asyncio.get_running_loop(), contextvars.copy_context().run
     start = partial(loop.run_in_executor, executor, run, function, *args)
-    result: T = await (start() if abandon_on_cancel else outlast(start()))
-    return result
+    if not abandon_on_cancel:
+        return await outlast(start())
+    with looking_up(loop):
+        return await start()
 
 
-def outlast(work: "asyncio.Future[T]") -> Awaitable[T]:
-    """Await the result of ``work``; if cancelled, wait for it to end first."""
-    return _Lasting(work)
+class outlast(Generic[T]):  # noqa: N801  (awaited like a coroutine)
+    """Await the result of ``work``; if cancelled, wait for it to end first.
 
-
-class _Lasting(Generic[T]):
-    """A future as tasks know it (``asyncio.isfuture``): cancelled when it has ended."""
+    Tasks take it for a future (``asyncio.isfuture``), which ends with the work.
+    """
 
     def __init__(self, work: "asyncio.Future[T]") -> None:
         self._work, self._is_cancelled = work, False
 
-    def __await__(self) -> "Generator[_Lasting[T], None, T]":
+    def __await__(self) -> "Generator[outlast[T], None, T]":
         try:
             if not self._work.done():
                 self._asyncio_future_blocking = True
@@ -66,17 +68,15 @@ class _Lasting(Generic[T]):
         return True
 
 
-async def to_the_end(wait: Callable[[], Awaitable[object]]) -> None:
+async def to_the_end(wait: Callable[[], Awaitable[T]]) -> T:
     """Wait, again after each cancellation of this task; then raise the last one."""
     cancelled: asyncio.CancelledError | None = None
     try:
         while True:
             try:
-                await wait()
+                return await wait()
             except asyncio.CancelledError as error:
                 cancelled = error
-            else:
-                return
     finally:
         if cancelled is not None:
             raise cancelled

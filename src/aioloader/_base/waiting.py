@@ -75,7 +75,7 @@ class Waiters:
         if not self._enter(wake):
             return True
         try:
-            with _looking_up(loop):
+            with looking_up(loop):
                 if timeout is None:
                     await woken
                 else:
@@ -145,7 +145,7 @@ _LOOK_UPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LookUp]
 _LOOK_UPS = weakref.WeakKeyDictionary()
 
 
-def _looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
+def looking_up(loop: asyncio.AbstractEventLoop) -> AbstractContextManager[object]:
     """Return the context in which a task of ``loop``, which runs here, waits."""
     if threading.current_thread() is not threading.main_thread():
         return _NOTHING

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.records import is_clocked
 from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
@@ -19,8 +19,6 @@ from aioloader._pipeline.stream import Stream
 from aioloader.protocols import Kind
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from aioloader._pipeline.batch_task import BatchTask
 
 
@@ -128,7 +126,9 @@ class GatherFeed(Feed):
         number, is_over = self._next, self.is_finished
         if not is_over and number != self._drawn and self.epoch.draws_long(number):
             self._drawn = number
-            self._drawing = CpuThread.once().submit(list, islice(self._requests, 1))
+            thread = ThreadPoolExecutor(1, "aioloader-once")
+            self._drawing = thread.submit(list, islice(self._requests, 1))
+            thread.shutdown(wait=False)
             self._requests = _after(self._drawing, self._requests)
         if self._drawing is not None:
             if not self._drawing.done():

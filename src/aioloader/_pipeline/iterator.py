@@ -196,9 +196,8 @@ class Steps:
                 turns = self._turns = (loop, asyncio.Lock())
             async with turns[1]:
                 if self.prepare is not None and not are_imported(self.engine):
-                    await in_thread(
-                        import_modules, self.engine, executor=CpuThread.once()
-                    )
+                    thread = CpuThread.once()
+                    await in_thread(import_modules, self.engine, executor=thread)
                 try:
                     feed: Any = self.feed or self.begin()
                     if feed is None:

@@ -78,9 +78,9 @@ class Lifespan:
             if make is not None and reads_on_loop(self._dataset):
                 manager = self._made(make)
             elif make is not None:
-                # Left after an entry that was cancelled and is still running there.
-                # In one context, as generators with context variables need it.
-                call = partial(in_thread, context_elsewhere().run, executor=thread)
+                # Left after an entry that was cancelled and runs on; in one context.
+                run = context_elsewhere().run
+                call = partial(in_thread, run, executor=thread, abandon_on_cancel=True)
                 self._loop_stack.push_async_callback(call, self._stack.close)
                 manager = await call(self._enter_plain, make)
             if hasattr(manager, "__aenter__"):

@@ -6,6 +6,7 @@ an actor that has died, without its state. This file needs no Ray: Ray imports i
 any machine.
 """
 
+import asyncio
 import os
 import platform
 import sys
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from aioloader._base.cpu_threads import stack_of
+from aioloader._base.outlast import in_thread
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE, Hosts
 from aioloader._pipeline.pipeline import Pipeline
@@ -99,7 +101,8 @@ class RayActor:
         self._hosts = Hosts(*((spec.dataset, spec.lifespan) if spec.reads else ((),)))
         self._hosts.keep()
         host = self._hosts.lease("thread" if spec.is_plain else "loop")
-        host.cpu.submit(spec.initialise, self._number, maker).result()
+        start = spec.initialise, self._number, maker
+        asyncio.run(in_thread(*start, executor=host.cpu))
         host.open()
         if (failure := host.failure()) is not None:
             raise failure

@@ -11,11 +11,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._base.blocks import Block
-from aioloader._base.cpu_threads import CpuThread
+from aioloader._base.cpu_threads import CpuThread, Job
 from aioloader._base.extras import imported
 from aioloader._base.outlast import in_thread, outlast
 from aioloader.datasets._sql.address import (
@@ -30,8 +31,6 @@ from aioloader.datasets._streams.shards import Made, Position, Reader
 from aioloader.errors import DatasetError
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     import pyarrow as pa
 
 
@@ -74,19 +73,20 @@ class Connection(CpuThread):
         self._adbc: Any = None  # of adbc_driver_manager.dbapi
         self._is_closed = False
         self._cloning = threading.Lock()  # another thread may clone it
-        self._pending: set[Future[Any]] = set()
+        self._pending: list[Job] = []
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Return the result of a function, called in the thread after earlier ones."""
         return await in_thread(function, *args, executor=self, abandon_on_cancel=True)
 
-    def submit(
-        self, function: Callable[..., T], /, *args: Any, **kwargs: Any
-    ) -> "Future[T]":
-        future = super().submit(function, *args, **kwargs)
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+    def post(self, job: Job) -> bool:
+        self._pending.append(job)
+        return super().post(partial(self._do, job))
+
+    def _do(self, job: Job) -> None:
+        with contextlib.suppress(Exception):  # of closing what has been lost
+            job()
+        self._pending.remove(job)
 
     async def is_lost(self) -> bool:
         """Return whether the server hung up, after a failure; a file never does."""
@@ -110,8 +110,7 @@ class Connection(CpuThread):
             # The call may have ended or not started; or the driver, SQLite's, cannot.
             with contextlib.suppress(Exception):
                 self._adbc.adbc_cancel()
-        self.submit(self._close)
-        self.stop(self.ident)
+        self.stop(self._close)
         self.join(_PATIENCE if self._address.is_sqlite else None)
         if self.is_alive():
             _LOG.warning(
@@ -163,7 +162,8 @@ class Connection(CpuThread):
         with self._cloning:
             self._is_closed = True
             if self._adbc is not None:
-                self._adbc.close()
+                with contextlib.suppress(Exception):  # it may have been lost
+                    self._adbc.close()
 
 
 async def close_all(connections: Iterable[Connection]) -> None:
@@ -413,7 +413,7 @@ class SQLReader(Reader):
         opened, self._open = self._open, None
         if opened is not None:
             connection, scan = opened
-            connection.submit(scan.close)
+            connection.post(scan.close)
             await self._session.leave(connection, is_sound=is_sound)
 
 

@@ -34,7 +34,7 @@ from aioloader.datasets._stores.sources import Sized, Store, failure_of_source, 
 T = TypeVar("T")
 
 _HUB = "hf://"
-_pool = partial(ThreadPoolExecutor, 32, "aioloader-system")
+_new_threads = partial(ThreadPoolExecutor, 32, "aioloader-system")
 _PAGE = 1000
 _OPTIONS = {"endpoint", "token"}
 # Where file systems have an entity tag, and a time, in what they know of a file.
@@ -67,7 +67,7 @@ class FileSystemStore(Store):
         self.cache_name = f"{self.label} {hash(below)}" if kind != "memory" else None
         secret = ", ".join(secret_options(options))
         self._system: Any = Sealed(system, secret) if secret else system
-        self._threads = PerLoop(_pool)
+        self._threads = PerLoop(_new_threads)
 
     async def get(
         self, key: str, start: int, stop: int, _version: Version | None = None
@@ -126,8 +126,7 @@ class FileSystemStore(Store):
 
     async def aclose(self, _seconds: float | None = None) -> None:
         """End the threads, and drop what is remembered: it may be old."""
-        if (threads := self._threads.drop()) is not None:
-            threads.shutdown(wait=False)
+        self._threads.drop()  # unused, they end
         self._forget()
 
     def _forget(self) -> None:
@@ -150,7 +149,7 @@ class HubStore(FileSystemStore):
         self._options = options
         self._system: Any = None
         self._pinned: dict[str, str] = {}
-        self._threads = PerLoop(_pool)
+        self._threads = PerLoop(_new_threads)
         self._lock = fork_safe(threading.Lock())  # its cache is not thread-safe
 
     def _forget(self) -> None:

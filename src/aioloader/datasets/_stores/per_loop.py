@@ -28,9 +28,9 @@ class PerLoop(Generic[T]):
             value = self._values[loop] = self._make()
         return value
 
-    def drop(self) -> T | None:
-        """Forget the value of the running loop, and return it, if there is one."""
-        return self._values.pop(asyncio.get_running_loop(), None)
+    def drop(self) -> None:
+        """Forget the value of the running loop."""
+        self._values.pop(asyncio.get_running_loop(), None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._make,)

@@ -174,9 +174,8 @@ class StoreTalk:
         # Python's exit aborts the process if a thread is in a call of the store.
         weakref.finalize(self, _end, weakref.ref(self))
         for job in (self._tell, self._listen):
-            self._threads.append(thread := CpuThread("aioloader-end"))
+            self._threads.append(thread := CpuThread.once("aioloader-end"))
             thread.post(partial(self._run, job))
-            thread.stop(thread.ident)
 
     def note(self) -> None:
         """Note that there is news for the others; any thread."""
