@@ -15,6 +15,7 @@ import pytest
 
 from aioloader import DataLoader
 from beside import beside
+from core.kit import PATIENCE
 from lifespans import (
     NOTE,
     ONCE,
@@ -162,6 +163,29 @@ async def test_an_error_on_entering(name: str) -> None:
         async with loader:
             await collect(loader)
     assert dataset.taken()[0] == ["enter"] * 3
+
+
+async def test_a_loader_is_closed_as_its_loop_ends() -> None:
+    """After an error on entering: the loop runs no more, and is not closed yet."""
+    closing = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_dataset: Any) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        close = loop.close
+
+        def close_late() -> None:
+            closing.wait(PATIENCE)
+            close()
+
+        setattr(loop, "close", close_late)  # noqa: B010  (its class has a method)
+        raise ConnectionRefusedError
+        yield
+
+    with pytest.raises(ConnectionRefusedError):
+        async with DataLoader(AsyncMap(8), 2, lifespan=lifespan) as loader:
+            asyncio.get_running_loop().call_later(0.3, closing.set)
+            await collect(loader)
 
 
 @pytest.mark.slow

@@ -299,6 +299,9 @@ class LoopHost(Host):
         self._over = asyncio.Event()
         self._own_thread: threading.Thread | None = None
         self._threads = ThreadPoolExecutor(1, "aioloader-call")
+        # Of leases without a pipeline that are on their way back: the loop may have run
+        # for the last time, and not be closed yet.
+        self._returning: list[Latch] = []
         self._host_task: asyncio.Task[None] | None = None
         self.is_callers = caller is not None
         if caller is None:
@@ -406,9 +409,12 @@ class LoopHost(Host):
             await asyncio.wait(self._tasks)
 
     def _run(self, step: Step, pipeline: Hosted | None, returned: Latch) -> None:
+        if pipeline is None:
+            self._returning.append(returned)
         if not call_threadsafe(self.loop, step, pipeline, returned):
             self._finish()  # it failed, or the caller closed its loop
-            self._take_back(pipeline)
+            if pipeline is not None:
+                self._take_back(pipeline)
             returned.set()
 
     def _start(self, pipeline: Hosted) -> None:
@@ -450,6 +456,8 @@ class LoopHost(Host):
             self._return(pipeline, ended)
 
     def _return(self, pipeline: Hosted | None, returned: Latch) -> None:
+        with contextlib.suppress(ValueError):  # it has a pipeline
+            self._returning.remove(returned)
         is_given_up = returned.is_set()
         if not is_given_up and self._take_back(pipeline):
             self._over.set()
@@ -474,6 +482,11 @@ class LoopHost(Host):
             pipeline.release_workers()
             self._take_back(pipeline)
             pipeline.ended.set()
+        while self._returning:
+            returned = self._returning.pop()
+            if not returned.is_set():
+                self._take_back(None)
+                returned.set()
         self.cpu.stop(self.closed.set)
 
 
