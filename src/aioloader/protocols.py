@@ -63,8 +63,14 @@ class BlockIterator(OneIteration, HasLifespan):
     refills: bool  # samples of its beginning fill a short batch, as all have full ones
 
     @abc.abstractmethod
-    async def pull(self, limit: int) -> Any:
+    def take(self, count: int) -> Any:
+        """Return a ``Block`` of ``count`` samples that were read already, or None."""
+
+    @abc.abstractmethod
+    async def pull(self, limit: int, more: int = 0) -> Any:
         """Return the samples at the next ``limit`` positions, as a ``Block``.
+
+        If they come quickly, up to so many ``more`` are read with them, for ``take``.
 
         If the iterator ``fills``, there are 1 to ``limit`` samples, and an empty block
         is the end. A sample that failed is a ``Bad`` in a list.

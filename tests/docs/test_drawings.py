@@ -12,7 +12,7 @@ from aioloader import DataLoader, datasets
 from aioloader.datasets import TextDataset
 
 DOCS = Path(__file__).parents[2] / "docs"
-DRAWINGS = ["choose.svg", "pipeline.svg", "shards.svg", "timeline.svg"]
+DRAWINGS = ["choose.svg", "pipeline.svg", "run.svg", "shards.svg", "timeline.svg"]
 TAG = "{http://www.w3.org/2000/svg}"
 
 

@@ -273,7 +273,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 
 
 def _fulfil(future: "asyncio.Future[T]", job: Callable[[], T]) -> None:
-    """Do what a future stands for, unless it was cancelled before."""
+    """Do the job of a future, unless it was cancelled before."""
     if future.cancelled():
         return
     try:

@@ -25,7 +25,7 @@ async def in_thread(
     It has a copy of this task's context. ``executor`` has the thread; None: the loop's
     own does. With ``is_quick`` it costs less than a thread, and runs here. With
     ``abandon_on_cancel`` a cancelled task does not wait: for functions on which nothing
-    depends, and which may wait for ever, for a server or a network mount.
+    depends, and which may wait forever, for a server or a network mount.
     """
     if is_quick:
         return function(*args)

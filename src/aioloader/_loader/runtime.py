@@ -14,7 +14,7 @@ from torch.utils.data import IterDataPipe
 from aioloader._base import machine
 from aioloader._base.forks import fork_safe
 from aioloader._base.raising import raisable
-from aioloader._base.records import Counters, Setting
+from aioloader._base.records import Counters, Pace, Setting
 from aioloader._base.warnings import warn
 from aioloader._loader.options import Options
 from aioloader._loader.sampling import draw_base_seed, seed_pipe
@@ -61,6 +61,7 @@ class Runtime:
     ) -> None:
         self._dataset = dataset
         self.loads = Loads()
+        self.pace = Pace()
         self.slots = SlotPool()
         self.accelerators: dict[torch.device, Accelerator] = {}
         self.traces: list[Trace] = []

@@ -12,7 +12,7 @@ from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._base.failures import FailurePolicy
 from aioloader._base.machine import lack_of_processes
-from aioloader._base.records import Setting
+from aioloader._base.records import Pace, Setting
 from aioloader._base.waiting import running_loop
 from aioloader._loader.options import FIRST, Chosen, Options
 from aioloader._loader.sampling import end_talk
@@ -54,6 +54,7 @@ class Kept(Protocol):
     accelerators: "dict[torch.device, Accelerator]"
     loads: Loads
     numbers: EpochNumbers
+    pace: Pace
     slots: SlotPool
 
     @property
@@ -112,6 +113,7 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
             pool=pool,
             head_start=options.follows_concurrency,
             tuner=tuner,
+            pace=live.pace,
             counters=epoch.counters,
         )
         release, pipeline.stage = pipeline.dismiss, stage
@@ -175,14 +177,14 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         return Window(readers * factor + on_device)
     if options.is_plain:
         hops = is_async and not has_pool and not on_device
-        return Window(readers * (factor or 2) + on_device, per_hop=hops)
+        return Window(readers * (factor or 2) + on_device, runs=hops)
     # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
     is_beside = not has_pool and not on_device and options.loop == "thread"
     return Window(
         spare,
         samples=options.concurrency * readers,
-        per_hop=is_beside and options.is_own_stream,
+        runs=is_beside and options.kind is Kind.ASYNC_ITERABLE,
     )
 
 
@@ -221,7 +223,7 @@ def _setting(
     host: Literal["thread", "loop"] = "thread" if options.is_plain else "loop"
     is_stream = options.kind is not Kind.MAP
     is_users = is_stream and not options.is_own_stream
-    is_moving = bool(window.samples or window.per_hop)
+    is_moving = bool(window.samples or window.runs)
     return Setting(
         host if reads is None else "workers",
         workers=options.num_workers,

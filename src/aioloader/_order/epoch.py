@@ -99,7 +99,8 @@ class Progress:
         # The same of a stream that the loader reads, and the state there.
         self._end: tuple[int, Any] | None = None
         self._latest: tuple[int, Any] | None = None  # taken and not noted yet
-        self._is_plain = not self._before  # ``_done`` is the whole position
+        # Whether all batches before the latest were taken, of one reader.
+        self._is_plain = not self._before and readers == 1
 
     def take(self, number: int, state: Any = None) -> None:
         """Note that a batch was delivered, or was empty, and its reader's state.
@@ -107,14 +108,15 @@ class Progress:
         Called last. An interrupt (Ctrl-C) comes only at function calls, so it finds the
         batch either delivered or not: this method is one assignment.
         """
-        if not self._is_plain or number != self._done or state is not None:
+        latest = self._latest
+        is_next = number == (self._done if latest is None else latest[0] + 1)
+        if not (is_next and self._is_plain):
             with _LOCK:
                 self._settle()
-                self._is_plain &= number == self._done and state is None
-        if self._is_plain:
-            self._done = number + 1  # the usual case
-        else:
-            self._latest = number, state
+                is_open = self._beyond or self._failed or self._before
+                is_next = number == self._done and self._readers == 1
+                self._is_plain = is_next and not is_open
+        self._latest = number, state
 
     def pass_over(self, number: int, state: Any = None) -> None:
         """Note the reader's state after a batch that was delivered before."""
@@ -125,7 +127,7 @@ class Progress:
     def fail(self, number: int, state: Any = None) -> None:
         with _LOCK:
             self._settle()
-            self._is_plain = False
+            self._is_plain, self._latest = False, None
             self._failed[number] = state
 
     def end(self, number: int, state: Any = None) -> None:
@@ -159,13 +161,17 @@ class Progress:
             return Bookmark(self._done, beyond, {**self._states}, {**self._datasets})
 
     def _settle(self) -> None:
-        """Note the latest batch; harmless if repeated after an interrupt."""
-        if self._latest is not None or self.is_over:
+        """Note the latest batch; harmless if repeated."""
+        latest = self._latest  # another thread may take the next one
+        if latest is not None or self.is_over:
             self._beyond.update(self._failed)
             self._failed.clear()
-            if self._latest is not None:
-                self._note(*self._latest)
-            self._latest = None
+            if latest is not None and not self._is_plain:
+                self._note(*latest)
+            elif latest is not None and latest[0] >= self._done:
+                if latest[1] is not None:
+                    self._states[0] = latest[1]
+                self._done = latest[0] + 1
             self._advance()
 
     def _note(self, number: int, state: Any) -> None:
@@ -173,7 +179,6 @@ class Progress:
         if number >= self._done:  # otherwise its reader has ended
             self._beyond[number] = state
             self._advance()
-        self._is_plain = not (self._beyond or self._failed or self._before)
 
     def _advance(self) -> None:
         """Advance over delivered batches and those that ended readers will not make."""

@@ -18,14 +18,12 @@ from aioloader._base.warnings import warn
 from aioloader._order.epoch import Epoch
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
-from aioloader._pipeline.pipeline import HOP, Pipeline
+from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.plain import INTERRUPTS, TURN, Feed
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 from aioloader.protocols import Kind
 
 _NOTHING: Final = object()
-_MOST_PER_HOP = 64
-_NAP = 2 * HOP
 
 
 def refuse_blocking() -> NoReturn:
@@ -46,9 +44,8 @@ class Window:
     # count.
     samples: int = 0
     is_lazy: bool = False  # whether a batch only starts while its consumer waits for it
-    # Whether more may be in flight if they are made fast, so that a hop to their thread
-    # makes several.
-    per_hop: bool = False
+    # Whether more may be in flight if they are made fast: what is made in ``HOP``.
+    runs: bool = False
     most: int = sys.maxsize  # upper limit on batches in flight
 
 
@@ -86,6 +83,7 @@ class AheadFeed(Feed):
         # Batches requested and not yet delivered: number to samples.
         self._in_flight: dict[int, int] = {}
         self._samples = 0
+        self._low = sys.maxsize  # with fewer batches in flight, more are requested
         self._is_exhausted = False  # there is nothing more to request
         self._is_cut = False  # cut short: by an error of the sampler, say
         self._repeats = False  # the requests are for samples of a stream's beginning
@@ -109,11 +107,8 @@ class AheadFeed(Feed):
                 raise StopIteration
             if self.pipeline.host.is_on_loop():
                 refuse_blocking()
-            began, ready = perf_counter(), self.pipeline.ready
-            ready.naps = self._window.per_hop and self._is_quick()
-            came = ready.naps and ready.wait(_NAP)
-            ready.naps = False
-            came = came or self._results.wait(self._limit())
+            began = perf_counter()
+            came = self._results.wait(self._limit())
             waited = perf_counter() - began
             self.counters.waited += waited
             if not came:
@@ -145,11 +140,8 @@ class AheadFeed(Feed):
                 self.epoch.judge()
                 raise StopAsyncIteration
             self.pipeline.host.check_loop()
-            began, ready = perf_counter(), self.pipeline.ready
-            ready.naps = self._window.per_hop and self._is_quick()
-            came = ready.naps and await ready.wait_async(_NAP)
-            ready.naps = False
-            came = came or await self._results.wait_async(self._limit())
+            began = perf_counter()
+            came = await self._results.wait_async(self._limit())
             self._turn = perf_counter()
             waited = self._turn - began
             self.counters.waited += waited
@@ -160,15 +152,6 @@ class AheadFeed(Feed):
     def _limit(self) -> float | None:
         """Return how many seconds to wait now: no number of numpy's, or None."""
         return None if self._timeout is None else float(self._timeout)
-
-    def _is_quick(self) -> bool:
-        """Tell whether to wait for the batches of a whole hop.
-
-        Waking up for each would cost more than making it. No batch waits for longer
-        than two hops.
-        """
-        is_quick = 0 < self.pipeline.seconds_per_batch < HOP
-        return is_quick and self.pipeline.stage is None
 
     # -- requests out -------------------------------------------------------------
 
@@ -191,56 +174,64 @@ class AheadFeed(Feed):
     def _fill(self, most: int = sys.maxsize) -> None:
         """Issue requests until the window is full, at most so many.
 
-        The batches of a hop are requested together, when the previous ones are nearly
+        The batches of a run are requested together, when the previous ones are nearly
         used up. With one request at a time, the thread would contend for the GIL with
         a consumer that frees tensors, which releases the GIL.
         """
         with self._lock:
-            window, turns, seconds = self._window, self._turns, 0.0
-            while most and not self._is_exhausted:
-                in_flight, limit = len(self._in_flight), window.batches
-                if window.samples:  # in batches as large as those in flight
-                    held, ahead = self._samples, window.samples * in_flight
-                    limit += -(-ahead // held) if held else window.samples
-                if window.per_hop and seconds:
-                    limit += min(_MOST_PER_HOP, int(HOP / seconds))
-                limit = min(limit, window.most)
-                is_full = in_flight >= limit
-                if is_full or (turns is not None and not turns.may_issue(limit)):
-                    break
-                self._send()
-                most -= 1
-                seconds = self.pipeline.seconds_per_batch
-
-    def _send(self) -> None:
-        try:
-            began = perf_counter()
+            run: list[BatchTask] = []
             try:
-                request = next(self._requests, None)
-            except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
+                while len(run) < most and self._may_request():
+                    task = self._draw_task()
+                    if task is None:
+                        break
+                    run.append(task)
+                if run:
+                    self.pipeline.submit(run)
+            except BaseException:  # Ctrl-C: batches will not come: let nobody wait
+                self._cut()
                 raise
-            except BaseException as error:  # delivered in order
-                self._is_exhausted = self._is_cut = True
-                self._in_flight[self._next] = 0
-                self.pipeline.ready.put(self._next, BatchResult(error=error))
-                return
-            seconds = perf_counter() - began
-            self._drawn += seconds
-            self.counters.drawn += seconds
-            self.counters.waited += seconds
-            if request is None:
-                self._is_exhausted = True
-                return
-            size = len(request.indices) if self._window.samples else 0
-            self._in_flight[request.number] = size
-            self._samples += size
-            self._next = request.number + 1
-            task = self.pipeline.maker.task(request)
-            task.again = self._repeats
-            self.pipeline.submit(task)
-        except BaseException:  # Ctrl-C: this batch will not come: let nobody wait
-            self._cut()
+
+    def _may_request(self) -> bool:
+        """Tell whether the window has room; note how far it may then be used up."""
+        if self._is_exhausted:
+            return False
+        window, turns, in_flight = self._window, self._turns, len(self._in_flight)
+        limit = window.batches
+        if window.samples:  # in batches as large as those in flight
+            held, ahead = self._samples, window.samples * in_flight
+            limit += -(-ahead // held) if held else window.samples
+        run_size = self.pipeline.run_size() if window.runs else 0
+        self._low = limit if run_size else sys.maxsize
+        limit = min(limit + run_size, window.most)
+        return in_flight < limit and (turns is None or turns.may_issue(limit))
+
+    def _draw_task(self) -> BatchTask | None:
+        """Return the next request, which is now in flight; None if there is none."""
+        began = perf_counter()
+        try:
+            request = next(self._requests, None)
+        except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
             raise
+        except BaseException as error:  # delivered in order
+            self._is_exhausted = self._is_cut = True
+            self._in_flight[self._next] = 0
+            self.pipeline.ready.put(self._next, BatchResult(error=error))
+            return None
+        seconds = perf_counter() - began
+        self._drawn += seconds
+        self.counters.drawn += seconds
+        self.counters.waited += seconds
+        if request is None:
+            self._is_exhausted = True
+            return None
+        size = len(request.indices) if self._window.samples else 0
+        self._in_flight[request.number] = size
+        self._samples += size
+        self._next = request.number + 1
+        task = self.pipeline.maker.task(request)
+        task.again = self._repeats
+        return task
 
     # -- results in -----------------------------------------------------------------
 
@@ -303,7 +294,9 @@ class AheadFeed(Feed):
             self._turns.take(number, has_ended=result.has_ended)
         self._is_exhausted = self._is_exhausted or result.is_end
         is_nothing = result.is_empty or number in self._dropped
-        if is_nothing or not self._window.is_lazy:  # otherwise its consumer still waits
+        # If it is lazy, its consumer still waits.
+        is_low = len(self._in_flight) < self._low
+        if is_low and (is_nothing or not self._window.is_lazy):
             self._fill()
         self.counters.in_flight = len(self._in_flight)
 

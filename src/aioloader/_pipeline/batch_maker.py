@@ -30,7 +30,7 @@ from aioloader._collate.collate import (
     default_collate,
 )
 from aioloader._collate.gather import Rows, gatherable
-from aioloader._order.epoch import UNDER_WAY, under_way
+from aioloader._order.epoch import UNDER_WAY
 from aioloader._order.indices import IndexBatch
 from aioloader._order.ranks import WHOLE, Part
 from aioloader._pipeline.awaiting import (
@@ -232,8 +232,10 @@ class BatchMaker(Recipe):
             seeded: Whether user code runs, which may draw random numbers.
         """
         clocks = thread_clocks(task.number)
+        outer = UNDER_WAY.get()
         try:
-            with under_way(self), self.around(task) if seeded else _NOTHING:
+            UNDER_WAY.set(self)
+            with self.around(task) if seeded else _NOTHING:
                 if read is not None:
                     read(task)
                 result = task.result
@@ -250,6 +252,7 @@ class BatchMaker(Recipe):
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:
+            UNDER_WAY.set(outer)
             task.samples = []
         return result
 
@@ -257,11 +260,15 @@ class BatchMaker(Recipe):
         self, task: BatchTask, read: Callable[[BatchTask], object]
     ) -> BatchResult | None:
         """Read the samples of ``task`` in this thread; return an error, or the end."""
+        outer = UNDER_WAY.get()
         try:
-            with under_way(self), self.around(task):
+            UNDER_WAY.set(self)
+            with self.around(task):
                 read(task)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
+        finally:
+            UNDER_WAY.set(outer)
         return task.result
 
     def read(self, task: BatchTask, pause: Pause = time.sleep) -> None:

@@ -71,13 +71,13 @@ class EvenedQueue(ReadyQueue):
         """Expect repeated batches from number ``first`` on; nothing is under way."""
         self._next, self._repeats = first, True
 
-    def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
+    def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
         """Add a result, and count its batch."""
         is_counted = self._is_batch(number, result) and not self.end.has_ended
         if is_counted:  # before the consumer sees it, which may then end
             with self.lock:
                 self.end.made += 1
-        super().put(number, result, more=more)
+        super().put(number, result, wakes=wakes)
         if is_counted:
             if self.end.has_news():
                 self.talk.note()

@@ -19,7 +19,7 @@ import torch
 from aioloader._base.failures import Failure
 from aioloader._base.outlast import in_thread
 from aioloader._base.raising import ends_task
-from aioloader._base.records import COUNTERS, NOT_MADE, Counters
+from aioloader._base.records import COUNTERS, NOT_MADE, Counters, Pace
 from aioloader._base.waiting import (
     Latch,
     call_threadsafe,
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
     from aioloader._pipeline.tuner import Tuner
 
-# Batches made within this many seconds are delivered together.
+# Batches made within this many seconds are delivered together; at most so many of
+# them, and of the first ones, whose pace is that of an earlier epoch.
 HOP = 0.002
+_MOST_PER_RUN, _FIRST_RUN = 256, 16
 # How long coroutines read only the first batch, unless the consumer asks for more:
 # seconds, then turns of the loop, which are long when it is busy. An iteration may end
 # with its first batch, as in a server that makes one loader per request.
@@ -51,6 +53,7 @@ _HEAD_START = 0.001
 _TURNS = 8
 # After how many seconds the loop's lag is measured: shorter iterations show none.
 _UNWATCHED = 0.02
+_NOTHING = contextlib.nullcontext()
 _CLOSED = "the iterator was closed; make a new one"
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
 
@@ -106,6 +109,7 @@ class Pipeline:
     head_start: bool = False  # the first batch is read a moment before the others
     # Changes the maker's ``concurrency`` if the loader chooses it.
     tuner: "Tuner | None" = None
+    pace: Pace = field(default_factory=Pace)  # how quickly batches were made before
     # Where the listing of shards and the loop's lag are noted, if at all.
     counters: Counters | None = None
 
@@ -125,7 +129,8 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and is_here
         if self.tuner is not None:
             self.tuner.ready = self.ready
-        self.seconds_per_batch: float = 0.0  # of batches made in the thread
+        self._has_run = False  # whether a run was made in this iteration
+        self.ready.is_quick = 0 < self.pace.seconds < HOP
         self.is_closing: bool = False
         self._is_dismissed = self._is_abandoned = False
         self._no_more_pauses = Latch()
@@ -134,9 +139,13 @@ class Pipeline:
         # On their way to the loop, and whether a call that takes them is scheduled.
         self._arriving: deque[BatchTask] = deque()
         self._is_called = False
+        # On their way to the thread, and whether a job that makes them is posted.
+        self._to_make: deque[BatchTask] = deque()
+        self._is_posted = False
         self._has_head_start = self.head_start and self.reads_here and maker.reads_async
         self._timer: asyncio.Handle | None = None  # of the head start
-        self._to_pull: asyncio.Queue[BatchTask]  # of an async stream
+        self._to_pull: deque[BatchTask] = deque()  # of an async stream
+        self._has_pulls: asyncio.Event = asyncio.Event()
         self._stream: Stream | None = None
         self._async_stream: Stream | None = None
         # Plain code sees the context variables of its consumer.
@@ -147,7 +156,6 @@ class Pipeline:
             self._stream = Stream(maker, resume=resume, keys=maker.seeds())
         elif maker.kind is Kind.ASYNC_ITERABLE and self.reads_here:
             self._async_stream = Stream(maker, resume=resume)
-            self._to_pull = asyncio.Queue()
         host.admit(self)
 
     # -- for the consumer ---------------------------------------------------------
@@ -158,18 +166,21 @@ class Pipeline:
         if pool is not None:
             pool.open(self)
 
-    def submit(self, task: BatchTask) -> None:
-        """Take a request; its result goes into ``ready``."""
-        self.under_way[id(task)] = (task, time.monotonic())
+    def submit(self, tasks: Sequence[BatchTask]) -> None:
+        """Take a run of requests; their results go into ``ready``."""
+        now = time.monotonic()
+        for task in tasks:
+            self.under_way[id(task)] = (task, now)
         if self.is_closing:
             return  # the consumer's wait has ended
         pool = self.pool
         if pool is not None and pool.reads:
-            self._into_pool(pool, task)
+            for task in tasks:
+                self._into_pool(pool, task)
         elif self.maker.is_plain:
-            self._in_thread(task)
+            self._in_thread(*tasks)
         else:
-            self._arriving.append(task)
+            self._arriving.extend(tasks)
             if self._lanes is not None and running_loop() is self.host.loop:
                 self._arrive()
             elif not self._is_called:  # one call serves all tasks until it runs
@@ -342,37 +353,58 @@ class Pipeline:
         else:
             self.maker.read(task, self.pause)
 
+    def _in_thread(self, *tasks: BatchTask) -> None:
+        """Continue batches in the thread."""
+        self._to_make.extend(tasks)
+        if not self._is_posted:  # one job serves all batches until it runs
+            self._is_posted = True
+            self.host.cpu.post(partial(self.context.run, self._make_run))
+
+    def _make_run(self) -> None:
+        """Make a run of batches, and announce them; other loaders get turns."""
+        self._is_posted = False
+        began, seconds, count = time.perf_counter(), 0.0, 0
+        try:
+            while seconds < HOP and self._may_make():
+                self._work(self._to_make.popleft())
+                seconds, count = time.perf_counter() - began, count + 1
+        finally:
+            if self._may_make():
+                self._in_thread()
+            if self.reads_here and self.maker.is_plain:
+                self._time(seconds, count)
+            self.ready.announce()
+
+    def _may_make(self) -> bool:
+        # The host is closing too if its lifespan could not be entered.
+        is_closing = self.is_closing or self.host.is_closing
+        return bool(self._to_make) and not is_closing
+
     def _work(self, task: BatchTask) -> None:
         """Read a batch, unless the loop did, and make it if no pool does."""
-        maker, began = self.maker, time.perf_counter()
+        maker, pool = self.maker, self.pool
         read = self._read if self.reads_here and maker.is_plain else None
-        pool = self.pool
         if pool is None:
             result: BatchResult | None = maker.make(task, read)
         else:
             result = maker.fetch(task, self._read)
-        if read is not None:
-            self._time(began)
         if result is not None:
-            self.deliver(task, result)
+            self.deliver(task, result, wakes=False)
         elif pool is not None:
             self._into_pool(pool, task)
 
-    def _time(self, began: float) -> None:
-        """Note that a batch started at ``began`` has been read."""
-        seconds = time.perf_counter() - began
-        before = self.seconds_per_batch or seconds
-        self.seconds_per_batch = before + (seconds - before) / 4
+    def _time(self, seconds: float, count: int) -> None:
+        self.pace.note(seconds, count)
+        self._has_run = self._has_run or count > 0
+        self.ready.is_quick = 0 < self.pace.seconds < HOP
 
-    def _in_thread(self, task: BatchTask) -> None:
-        """Continue a batch in the thread, unless the pipeline is closing."""
-
-        def job() -> None:
-            # The host is too if its lifespan could not be entered.
-            if not (self.is_closing or self.host.is_closing):
-                self.context.run(self._work, task)
-
-        self.host.cpu.post(job)
+    def run_size(self) -> int:
+        """Return how many batches are made in one turn, if they come quickly."""
+        seconds = self.pace.seconds
+        if not 0 < seconds < HOP:
+            return 0
+        most = _MOST_PER_RUN if self._has_run else _FIRST_RUN
+        return min(most, int(HOP / seconds))
 
     async def _call(self, job: Callable[[], Any]) -> Any:
         """Run plain code of a batch in the thread; return what it returns."""
@@ -410,7 +442,8 @@ class Pipeline:
                 break
             task = self._arriving.popleft()
             if self._async_stream is not None:
-                self._to_pull.put_nowait(task)
+                self._to_pull.append(task)
+                self._has_pulls.set()
             else:
                 self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
             if self._has_head_start:
@@ -435,19 +468,22 @@ class Pipeline:
         read = self._read if self.reads_here and self._async_stream is None else None
         self._go_on(task, await self.maker.amake(task, lanes, self._call, read))
 
-    def _go_on(self, task: BatchTask, result: BatchResult | None) -> None:
+    def _go_on(
+        self, task: BatchTask, result: BatchResult | None, *, wakes: bool = True
+    ) -> None:
         """Deliver a batch, or have the rest of it made in plain code."""
         if result is not None:
-            self.deliver(task, result)
+            self.deliver(task, result, wakes=wakes)
         elif self.is_closing:
             pass
         elif (pool := self.pool) is not None:
             self._into_pool(pool, task)
         elif self.maker.is_quick(task):
             # On the caller's loop a task may be in inference mode, for its own batch.
-            with torch.inference_mode(mode=False):
+            is_inferring = torch.is_inference_mode_enabled()
+            with torch.inference_mode(mode=False) if is_inferring else _NOTHING:
                 result = self.maker.make(task, seeded=False)
-            self.deliver(task, result)
+            self.deliver(task, result, wakes=wakes)
         else:
             self._in_thread(task)
 
@@ -462,12 +498,8 @@ class Pipeline:
                     # The user's iterator may have swallowed the cancellation, which
                     # comes only once.
                     while not reader.cancelling():
-                        task = await self._to_pull.get()
-                        await self._pull(stream, task)
-                        if is_plain or task.result is not None:
-                            self._go_on(task, task.result)
-                        else:
-                            lanes.spawn(self._amake(task, lanes), "aioloader batch")
+                        await self._has_pulls.wait()
+                        await self._pull_run(stream, lanes, reader, is_plain=is_plain)
                 while reader.cancelling():  # it may await as it closes
                     reader.uncancel()
         except BaseException as error:  # of closing it
@@ -475,15 +507,42 @@ class Pipeline:
         finally:
             del reader  # its CancelledError refers to this frame
 
-    async def _pull(self, stream: Stream, task: BatchTask) -> None:
-        began = time.perf_counter()
+    async def _pull_run(
+        self,
+        stream: Stream,
+        lanes: Lanes,
+        reader: "asyncio.Task[Any]",
+        *,
+        is_plain: bool,
+    ) -> None:
+        """Pull the batches that were requested; announce them before each wait."""
+        began, count = time.perf_counter(), 0
+        while self._to_pull and not reader.cancelling():
+            task = self._to_pull.popleft()
+            if not stream.take(task):
+                self.ready.announce()
+                await self._pull(stream, task, len(self._to_pull))
+            if is_plain or task.result is not None:
+                self._go_on(task, task.result, wakes=False)
+            else:
+                lanes.spawn(self._amake(task, lanes), "aioloader batch")
+            now, count = time.perf_counter(), count + 1
+            if now - began > HOP:
+                self._time(now - began, count)
+                self.ready.announce()
+                await asyncio.sleep(0)
+                began, count = time.perf_counter(), 0
+        self._has_pulls.clear()
+        self._time(time.perf_counter() - began, count)
+        self.ready.announce()
+
+    async def _pull(self, stream: Stream, task: BatchTask, waiting: int) -> None:
         try:
-            await stream.pull_async(task)
+            await stream.pull_async(task, waiting)
         except BaseException as error:  # handed to the consumer
             if ends_task(error):
                 raise
             task.result = BatchResult(error=error)
-        self._time(began)
 
     # -- results --------------------------------------------------------------------
 
@@ -495,8 +554,10 @@ class Pipeline:
             # Its traceback would hold the consumer's frames and thus the iterator.
             self.deliver(task, BatchResult(error=error.with_traceback(None)))
 
-    def deliver(self, task: BatchTask, result: BatchResult) -> None:
-        """Deliver the result of ``task``, from any thread."""
+    def deliver(
+        self, task: BatchTask, result: BatchResult, *, wakes: bool = True
+    ) -> None:
+        """Deliver the result of ``task``, from any thread; ``wakes`` as in ``put``."""
         if self.under_way.pop(id(task), None) is not None:
             if result.state is None:
                 result.state = task.state
@@ -506,7 +567,7 @@ class Pipeline:
             if self._keeps_state:
                 result = self.maker.leave(task, result)
             if self.sink is None:
-                self.ready.put(task.number, result, more=bool(self.under_way))
+                self.ready.put(task.number, result, wakes=wakes)
             else:
                 self.sink(task, result)
 

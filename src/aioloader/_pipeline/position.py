@@ -162,6 +162,10 @@ class Position:
         if "iterator" in self._resume:
             iterator.load_state_dict(usable(self._resume["iterator"]))
 
+    def has_parts(self) -> bool:
+        """Tell whether the dataset or its iterator has a state."""
+        return bool(self._stateful)
+
     def starts_again(self, *, is_empty: bool) -> bool:
         """Tell whether the dataset must be opened again, from the right state.
 

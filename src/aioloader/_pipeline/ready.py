@@ -23,6 +23,8 @@ from aioloader._base.waiting import LOOK_UP, Waiters
 from aioloader._pipeline.batch_task import BatchResult
 from aioloader.errors import LoaderClosedError
 
+_NAP = 0.004  # seconds
+
 
 class Pump:
     """Workers whose results the consumer reads while it waits."""
@@ -54,16 +56,20 @@ class ReadyQueue(Waiters):
         self._broken: BaseException | None = None
         self._is_over = False  # every wait ends
         self._is_closed = False
-        self.naps = False  # whether the consumer wakes soon by itself
+        # Whether results come quickly, several in a run. To wake up for each would cost
+        # more than making it: then the consumer naps first, and looks up by itself,
+        # because the next one of the run may take long.
+        self.is_quick = False
+        self._naps = False
 
     def _is_true(self) -> bool:
         return bool(self._items) or self._is_over
 
-    def put(self, number: int, result: BatchResult, *, more: bool = False) -> None:
+    def put(self, number: int, result: BatchResult, *, wakes: bool = True) -> None:
         """Add the result of request ``number``, from any thread.
 
-        With ``more``, other results follow at once: a consumer that naps is only woken
-        by the last one.
+        Unless it ``wakes``, the caller does, with ``announce``, after the last result
+        of a run; but a consumer that does not nap is woken at once.
         """
         with self.lock:
             if self._is_closed:
@@ -76,8 +82,12 @@ class ReadyQueue(Waiters):
                     if self._next not in self._without:
                         self._items.append((self._next, self._early.pop(self._next)))
                     self._next += 1
-            is_quiet = more and self.naps
-        if self._items and not is_quiet:
+        if wakes or not self._naps:
+            self.announce()
+
+    def announce(self) -> None:
+        """Wake a consumer for each item."""
+        if self._items and self._wakes:
             self.wake(len(self._items))
 
     def fail(self, error: BaseException) -> None:
@@ -154,7 +164,7 @@ class ReadyQueue(Waiters):
 
     def wait(self, timeout: float | None = None) -> bool:
         if self.pump is None:
-            return super().wait(timeout)
+            return self._nap(timeout) or super().wait(timeout)
         with contextlib.closing(_Bell()) as bell:
             if not self._enter(bell.ring):
                 return True
@@ -182,8 +192,31 @@ class ReadyQueue(Waiters):
                 return False
 
     def wait_async(self, timeout: float | None = None) -> Coroutine[Any, Any, bool]:
-        is_plain = self.pump is None
-        return super().wait_async(timeout) if is_plain else self._watch(timeout)
+        if self.pump is not None:
+            return self._watch(timeout)
+        naps = self._may_nap(timeout)
+        return self._nap_async(timeout) if naps else super().wait_async(timeout)
+
+    def _nap(self, timeout: float | None) -> bool:
+        if not self._may_nap(timeout):
+            return False
+        self._naps = True
+        try:
+            return super().wait(_NAP)
+        finally:
+            self._naps = False
+
+    def _may_nap(self, timeout: float | None) -> bool:
+        return self.is_quick and (timeout is None or timeout > _NAP)
+
+    async def _nap_async(self, timeout: float | None) -> bool:
+        self._naps = True
+        try:
+            if await super().wait_async(_NAP):
+                return True
+        finally:
+            self._naps = False
+        return await super().wait_async(timeout)
 
     async def _watch(self, timeout: float | None) -> bool:
         """Suspend while the loop watches the pump."""

@@ -59,6 +59,7 @@ class Stream:
         self._source: _Source | None = None
         self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
+        self._more = 0  # how many samples are wanted after the batch
         self._owed = 0  # positions of a failed batch that other ranks still read
         # With several ranks: the latest sample of all and of this one, for padding.
         self._latest: Any = MISSING
@@ -73,13 +74,40 @@ class Stream:
 
     def pull(self, task: BatchTask) -> None:
         """Do as ``pull_async``, with a plain iterable."""
-        run_now(self.pull_async(task))
+        if not self.take(task):
+            run_now(self.pull_async(task))
 
-    async def pull_async(self, task: BatchTask) -> None:
-        """Read the samples of ``task``, or set the end as its result."""
+    def take(self, task: BatchTask) -> bool:
+        """Add the samples of ``task`` without waiting: the usual case, in short.
+
+        Return False if ``pull_async`` must do it. Ours are taken if they were read with
+        an earlier batch's.
+        """
+        began, size, source = perf_counter(), len(task.indices), self._source
+        if source is None or source.refills or self._ranks > 1:
+            return False
+        if self._owed or task.again:
+            return False
+        block = source.take(size)
+        if block is None:
+            return False
+        task.began, self._has_good = began, True
+        self.maker.policy.begin(size)
+        self._position.read += size
+        task.samples = block if self._takes_columns else list(block)
+        task.state = self._position.state(has_ended=False)
+        task.read = perf_counter()
+        return True
+
+    async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
+        """Read the samples of ``task``, or set the end as its result.
+
+        Those of the batches that are ``waiting`` after it may be read with them.
+        """
         task.began = perf_counter()
         size, found = len(task.indices), 0
         wanted = size * self._ranks
+        self._more = waiting * wanted
         self.maker.policy.begin(0 if task.again else size)
         try:
             await self._prepare(task, wanted)
@@ -193,6 +221,7 @@ class Stream:
         source = _Source(
             iterator, len(task.indices), position.again, is_async=self._is_async
         )
+        source.is_bare = not (self._is_async or position.has_parts())
         self._stack.push_async_callback(source.aclose)
         if kept is not None:
             torch.set_rng_state(kept)
@@ -230,7 +259,8 @@ class Stream:
     async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
         assert self._source is not None
-        block, places, self._has_ended = await self._source.read(wanted - found)
+        left = wanted - found
+        block, places, self._has_ended = await self._source.read(left, self._more)
         count = len(block)
         bad = block[-1] if count and isinstance(block, list) else None
         if type(bad) is Bad:
@@ -363,6 +393,7 @@ class _Source:
         self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
     ) -> None:
         self._iterator = iterator  # its state is the one after the latest block
+        self.is_bare = False  # whether it is plain, and has no state
         self._most = most  # limit on samples held in memory at once
         self._is_async = is_async
         # What was read but not used yet, and whether the stream has ended with it.
@@ -376,8 +407,29 @@ class _Source:
         self._start = repeated  # where ours repeats samples; None: from the first one
         self._has_repeated = repeated is not None  # since its latest beginning
 
-    async def read(self, limit: int) -> tuple[Block, int, bool]:
+    def take(self, count: int) -> Block | None:
+        """Return so many samples that are there, none of which failed; else None."""
+        block: Block | None
+        if self.rest is not None or not (self._is_own or self.is_bare):
+            return None
+        if self._is_own:
+            block, has_ended = self._iterator.take(count), False
+        else:
+            block, has_ended = read_block(self._iterator, min(count, self._most))
+            has_ended |= self._same_errors.is_stuck(block)
+        if block is None:
+            return None
+        is_list = isinstance(block, list)
+        is_whole = len(block) == count and not has_ended
+        if not is_whole or (is_list and Bad in set(map(type, block))):
+            self.rest = block, has_ended
+            return None
+        return block
+
+    async def read(self, limit: int, more: int = 0) -> tuple[Block, int, bool]:
         """Read a block, of which only the last sample may be ``Bad``.
+
+        So many ``more`` samples may be read with it, for ``take``.
 
         Returns:
             The block; how many positions of the stream it takes, which are more than
@@ -386,7 +438,7 @@ class _Source:
             policy can skip it.
         """
         limit = min(limit, self._most)
-        block, has_ended = self.rest or await self._pull(limit)
+        block, has_ended = self.rest or await self._pull(limit, more)
         self.rest = None
         if self._is_own and isinstance(block, list) and Bad in set(map(type, block)):
             stop = 1 + next(k for k, one in enumerate(block) if type(one) is Bad)
@@ -396,7 +448,7 @@ class _Source:
         is_whole = not (self.fills or self.rest or has_ended)
         return block, limit if is_whole else len(block), has_ended
 
-    async def _pull(self, limit: int) -> tuple[Block, bool]:
+    async def _pull(self, limit: int, more: int) -> tuple[Block, bool]:
         if not self._is_own:
             if self._is_async:
                 block, has_ended = await read_block_async(self._iterator, limit)
@@ -404,7 +456,7 @@ class _Source:
                 block, has_ended = read_block(self._iterator, limit)
             return block, self._same_errors.is_stuck(block) or has_ended
         try:
-            block = await self._iterator.pull(limit)
+            block = await self._iterator.pull(limit, more)
         except StopAsyncIteration:
             return [], True
         except BaseException as error:

@@ -358,7 +358,7 @@ class _Server:
             if task.result is not None:
                 self._deliver(task, task.result)
             else:
-                self._pipeline_of(request).submit(task)
+                self._pipeline_of(request).submit([task])
 
     def _watch(self) -> None:
         """Notice the end of requests even while no place is free."""

@@ -77,7 +77,7 @@ class RayActor:
         if task.result is not None:
             self._deliver(task, task.result)
         else:
-            self._pipeline.submit(task)
+            self._pipeline.submit([task])
         return pack_answer(maker, task, made.result(), self._number)
 
     def where(self) -> str:

@@ -335,6 +335,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._stack = AsyncExitStack()
         self._cursors: list[Cursor] = []
         self._readers: Alone | Readers | None = None
+        # The position before samples that ``take`` returned, and how many these are.
+        self._mark: State | None = None
+        self._since = 0
         self._is_closed = False
         self._refusal: ShardChangedError | None = None
         self._reading: asyncio.Task[Block] | None = None
@@ -373,8 +376,25 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     def again(self, state: State | None) -> "StreamIterator[Sample_co]":
         return StreamIterator(self._stream, self.epoch, self._deal, state)
 
-    async def pull(self, limit: int | None) -> Block:
+    def take(self, count: int) -> Block | None:
+        """Return ``count`` samples that were read already, or None.
+
+        A failed sample is a ``Bad`` in a list.
+        """
+        readers = self._readers
+        is_usual = self.fills and not (self.leaves_out or self._is_closed)
+        if readers is None or not is_usual or self._refusal is not None:
+            return None
+        mark = self._mark or self._now()
+        block = readers.take(count)
+        if block is not None:
+            self._mark, self._since = mark, self._since + count
+        return block
+
+    async def pull(self, limit: int | None, more: int = 0) -> Block:
         """Return the samples at the next ``limit`` positions; None: the next sample.
+
+        Up to so many ``more`` are read with them, if they come quickly.
 
         If it ``fills``, there are 1 to ``limit``, and an empty block is the end.
         Otherwise there may be fewer, or none. A failed sample is a ``Bad`` in a list,
@@ -393,7 +413,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
                     readers = self._readers = await self._open()
             try:
                 with under_way(self):
-                    pull = readers.one() if limit is None else readers.pull(limit)
+                    self._mark, self._since = None, 0
+                    pull = readers.one() if limit is None else readers.pull(limit, more)
                     block = await pull
             except ShardChangedError as error:
                 # Nothing follows the position of the state, even if pulled again.
@@ -438,8 +459,12 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
 
     def position(self) -> State:
         """Return the state without its checksum, which takes longer."""
-        is_between = self._reading is None and not self._is_closed
-        return self._now() if is_between else self._state
+        if self._reading is not None or self._is_closed:
+            return self._state
+        if self._mark is None:
+            return self._now()
+        position = self._mark["position"] + self._since * self._deal.ranks
+        return {**self._mark, "position": position}
 
     def _now(self) -> State:
         readers, deal = self._readers, self._deal

@@ -22,6 +22,8 @@ _SAMPLES = 512
 _PULLS = 4
 # Seconds in which samples after the next one must come to be read with it.
 _QUICK = 1e-3
+# Most samples of lists that are read so: more are no longer in the processor's cache.
+_MOST = 2048
 # Most rows of columns asked for at once; they are in memory anyway.
 _ROWS = 1 << 14
 
@@ -65,6 +67,15 @@ class Alone:
         self.at += 1
         return block
 
+    def take(self, count: int) -> Block | None:
+        """Return ``count`` samples, if so many were read already."""
+        if self._cursor.ready < count or self._again:
+            return None
+        block = self._cursor.take(count)
+        self._taken += count
+        self.at += count
+        return block
+
     async def one(self) -> Block | None:
         """Return a block of the next sample; None at the end.
 
@@ -73,17 +84,28 @@ class Alone:
         if self._most == 1:
             return await self.pull(1)
         if not self._cursor.ready:
-            began = time.perf_counter()
-            await self._settle()
-            self._has_ended = not await self._cursor.fill(self._ask)
-            self._known = None
-            is_quick = time.perf_counter() - began < _QUICK
-            grown = min(2 * self._ask, self._most)
-            self._ask = grown if is_quick else max(1, self._ask // 4)
+            await self._fill(1, self._most - 1)
         return self.take_one()
 
-    async def pull(self, limit: int) -> Block | None:
+    async def _fill(self, limit: int, more: int) -> None:
+        """Read up to ``limit`` samples, and ``more`` if they come quickly."""
+        began = time.perf_counter()
+        await self._settle()
+        ask = max(limit, min(self._ask, limit + more))
+        self._has_ended = not await self._cursor.fill(ask)
+        self._known = None
+        is_quick = time.perf_counter() - began < _QUICK
+        self._ask = min(2 * ask, _MOST) if is_quick else max(1, ask // 4)
+
+    async def pull(self, limit: int, more: int = 0) -> Block | None:
         """Return from 1 to ``limit`` samples; None at the end."""
+        if self._cursor.ready or (more and self._most > 1 and not self._leaves_out):
+            if not self._cursor.ready:
+                await self._fill(limit, more)
+            block = self._cursor.take(limit)
+            self._taken += len(block)
+            self.at += len(block)
+            return block if len(block) else None
         if self._again or self._passed != self._taken:
             await self._settle()
         block = await self._cursor.pull(limit)
@@ -232,7 +254,10 @@ class Readers:
                 return None
         return block
 
-    async def pull(self, limit: int) -> Block | None:
+    def take(self, _count: int) -> None:
+        """Return nothing: positions of readers that have ended have no samples."""
+
+    async def pull(self, limit: int, _more: int = 0) -> Block | None:
         """Return the samples at the next ``limit`` positions; None at the end.
 
         There may be fewer samples, or none, because of holes.
