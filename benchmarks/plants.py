@@ -217,7 +217,7 @@ PLANTS = {
         tries={"prefetch_factor": 8},
     ),
     "computing behind async reads": Plant(
-        awaited(8, 0.010),
+        awaited(8 * LONG, 0.010),
         {"batch_size": 8, "transform": Compute(0.0015)},
         0.006,
         "transform",

@@ -14,6 +14,8 @@ from torch.utils.data import default_collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from aioloader import default_collate, default_convert
+from aioloader._collate.collate import collated
+from aioloader._transport.slots import SlotPool
 
 
 class Point(NamedTuple):
@@ -199,3 +201,34 @@ def test_default_convert_is_torchs() -> None:
     converted: Any = default_convert({"a": np.arange(2), "b": "text"})
     assert torch.equal(converted["a"], torch.arange(2))
     assert converted["b"] == "text"
+
+
+def lent(samples: list[Any]) -> Any:
+    """Collate into lent memory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return collated(SlotPool().lease, default_collate, samples)
+
+
+def test_lent_memory_changes_no_batch() -> None:
+    """Any dtype, any layout, arrays and tensors, read-only ones too."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 200, (8, 300, 300))
+    dtypes = [np.uint8, np.int16, np.int64, np.float32, np.float64, np.bool_]
+    for dtype in dtypes:
+        arrays = list(base.astype(dtype))
+        strided = [array.T for array in arrays]
+        read_only: list[Any] = [
+            np.frombuffer(array.tobytes(), dtype) for array in arrays
+        ]
+        for samples in (arrays, strided, read_only):
+            expected = torch.stack([torch.from_numpy(s.copy()) for s in samples])
+            assert torch.equal(batch := lent(samples), expected)
+            assert batch.is_contiguous()
+    for torch_dtype in (torch.bfloat16, torch.complex64, torch.float16, torch.uint8):
+        tensors = list(torch.from_numpy(base).to(torch_dtype))
+        assert torch.equal(lent(tensors), torch.stack(tensors))
+    mixed = [torch.zeros(300, 300), torch.zeros(300, 300, dtype=torch.float64)]
+    assert lent(mixed).dtype == torch.stack(mixed).dtype
+    leaf = torch.zeros(300, 300, requires_grad=True)
+    assert lent([leaf, leaf]).requires_grad

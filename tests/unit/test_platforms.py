@@ -1,10 +1,12 @@
 """Where macOS and Windows lack what Linux has: everything without processes works."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from aioloader._transport.channel import Channel
 from python_process import python
 
 # Removed before the package is imported, after what it depends on, and but for what
@@ -244,3 +246,16 @@ def test_without_memory_files(how: str, words: str, tmp_path: Path) -> None:
     )
     assert result.stdout.count("[0, 1] auto(") == 4
     assert result.stdout.count("auto(0)") >= 3  # of three with processes, or coroutines
+
+
+def test_a_default_timeout_of_the_process_does_not_count() -> None:
+    """``socket.setdefaulttimeout`` is about the user's sockets."""
+    socket.setdefaulttimeout(7)
+    try:
+        ends = Channel.pair()
+        adopted = Channel.adopt(os.dup(ends[1].fileno()))
+    finally:
+        socket.setdefaulttimeout(None)
+    assert [end.gettimeout() for end in (*ends, adopted)] == [0, None, None]
+    for end in (*ends, adopted):
+        end.close()
