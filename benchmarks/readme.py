@@ -51,6 +51,12 @@ QUOTED = (
         "shuffled rows in memory, batches of 64",
         ("torch", "as everyone writes it"),
     ),
+    Quoted(
+        "folder",
+        "quiet",
+        "a folder of JPEGs, decoded by two workers",
+        ("torch", "with its defaults"),
+    ),
 )
 # how a peer ran, where its name alone does not say it
 HOW = {

@@ -222,7 +222,6 @@ def _copy(copies: Copies, memory: memoryview) -> None:
 _DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
 
 
-@torch.inference_mode(mode=False)
 def unpack(
     frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
 ) -> Any:
@@ -231,6 +230,9 @@ def unpack(
     Its large parts are views of the slot or, with ``copy``, private copies. A consumer
     in inference mode unpacks batches for later, so its mode must not reach them.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return unpack(frame, at, arena, copy=copy)
     number, length = _PLAIN_HEAD.unpack_from(frame, at)
     if number == _PLAIN:
         at += _PLAIN_HEAD.size
