@@ -116,7 +116,7 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
     class Table:
         async def __aiter__(self) -> AsyncIterator[int]:
             try:
-                for row in range(200):  # beyond what is read ahead
+                for row in range(2_000):  # beyond what is read ahead
                     yield row
             finally:
                 raise ValueError("cursor")
@@ -130,7 +130,7 @@ async def test_the_exit_of_one_iterator_leaves_its_siblings_alone(loop: Any) -> 
     with pytest.raises(ValueError, match="cursor"):
         while True:
             found.append((await anext(other)).tolist())
-    assert found == [[row, row + 1] for row in range(0, 200, 2)]
+    assert found == [[row, row + 1] for row in range(0, 2_000, 2)]
 
 
 def test_nested_with_blocks() -> None:

@@ -86,7 +86,7 @@ class Stream:
         began, size, source = perf_counter(), len(task.indices), self._source
         if source is None or source.refills or self._ranks > 1:
             return False
-        if self._owed or task.again:
+        if self._has_ended or self._owed or task.again:
             return False
         block = source.take(size)
         if block is None:
