@@ -128,7 +128,7 @@ QUESTION = Question(
         for name, make in MAKERS.items()
     },
     metrics=[
-        Metric("rate", "pictures/s"),
+        Metric("rate", "images/s"),
         Metric("first_ms", "first batch, ms", higher=False),
     ],
     targets=[Target(f"{case}: aioloader", [f"{case}: torch"], 1.0) for case in CASES],

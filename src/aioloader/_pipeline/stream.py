@@ -84,8 +84,8 @@ class Stream:
         an earlier batch's.
         """
         began, size, source = perf_counter(), len(task.indices), self._source
-        if source is None or source.refills or self._ranks > 1:
-            return False
+        if source is None or source.refills or source.real or self._ranks > 1:
+            return False  # some of its samples may be repeated, or another rank's
         if self._has_ended or self._owed or task.again:
             return False
         block = source.take(size)

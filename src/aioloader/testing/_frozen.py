@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_ATOMS = (str, bytes, int, bool, type(None), type)
+_ATOMS = (str, bytes, int, bool, type(None))
 _MOST = 200  # characters of a batch that a message shows
 
 
@@ -25,7 +25,7 @@ def frozen(value: Any) -> Hashable:
     kind = type(value)
     part: Hashable
     match value:
-        case _ if kind in _ATOMS:
+        case _ if kind in _ATOMS or isinstance(value, type):
             part = value
         case torch.Tensor():
             part = _frozen_tensor(value)

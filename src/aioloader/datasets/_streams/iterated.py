@@ -189,6 +189,10 @@ class Iterated(Dataset[Sample_co], OwnStream):
         """
         return None
 
+    def is_mixed(self) -> bool:
+        """Tell whether samples of several sources alternate."""
+        return len(self.sources) > 1 or any(one.is_mixed() for one in self.sources)
+
     def places(self) -> list[str]:
         """Return what distinguishes its sources from others of equal description."""
         return [place for one in self.sources for place in one.places()]
@@ -337,6 +341,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         self._readers: Alone | Readers | None = None
         # The position before samples that ``take`` returned, and how many these are.
         self._mark: State | None = None
+        # Their number from each source is counted in the state itself.
+        self._is_mixed = stream.is_mixed()
         self._since = 0
         self._is_closed = False
         self._refusal: ShardChangedError | None = None
@@ -387,8 +393,10 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             return None
         mark = self._mark or self._now()
         block = readers.take(count)
-        if block is not None:
-            self._mark, self._since = mark, self._since + count
+        if block is not None:  # the last of a block has an exact state again
+            is_within = readers.has_more() and not self._is_mixed
+            self._mark = mark if is_within else None
+            self._since = self._since + count if self._mark else 0
         return block
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:

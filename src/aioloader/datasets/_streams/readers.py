@@ -67,6 +67,10 @@ class Alone:
         self.at += 1
         return block
 
+    def has_more(self) -> bool:
+        """Tell whether samples can be taken that were read already."""
+        return self._cursor.ready > 0
+
     def take(self, count: int) -> Block | None:
         """Return ``count`` samples, if so many were read already."""
         if self._cursor.ready < count or self._again:
@@ -253,6 +257,9 @@ class Readers:
             if not await self._weave(1):
                 return None
         return block
+
+    def has_more(self) -> bool:
+        return False
 
     def take(self, _count: int) -> None:
         """Return nothing: positions of readers that have ended have no samples."""
