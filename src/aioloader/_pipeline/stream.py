@@ -69,8 +69,8 @@ class Stream:
         self._lost: list[BaseException] = []
         # Whether the functions take samples in columns, as they are.
         is_bare = maker.collate_fn is default_collate and maker.transform is None
-        is_masked = maker.part.tail == "pad"
-        self._takes_columns = is_bare and maker.batched and not is_masked
+        self._is_padded = maker.part.tail == "pad"
+        self._takes_columns = is_bare and maker.batched and not self._is_padded
 
     def pull(self, task: BatchTask) -> None:
         """Do as ``pull_async``, with a plain iterable."""
@@ -84,7 +84,7 @@ class Stream:
         an earlier batch's.
         """
         began, size, source = perf_counter(), len(task.indices), self._source
-        if source is None or source.refills or source.real or self._ranks > 1:
+        if source is None or source.refills or self._is_padded or self._ranks > 1:
             return False  # some of its samples may be repeated, or another rank's
         if self._has_ended or self._owed or task.again:
             return False
