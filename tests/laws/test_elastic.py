@@ -114,7 +114,8 @@ def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
 
 # -- where workers read: each is a reader, and their number may change ----------------
 
-LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3))  # of ranks, and their workers
+# Of ranks, and their workers; not nine readers of eight shards that cannot be cut.
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3)).filter((3, 3).__ne__)
 
 
 def rest(made: list[DataLoader[Any]]) -> Counter[str]:
