@@ -315,7 +315,7 @@ def run(plant: Plant, make: Callable[[ExitStack], Any], settings: Settings) -> A
     with ExitStack() as stack:
         loader = DataLoader(make(stack), **settings)
         stack.enter_context(loader)
-        loader.report()  # what blocks an event loop is looked for
+        loader.report()  # from now on it looks for what blocks the loop
         gc.collect()
         began, times = time.perf_counter(), []
         for epoch in range(plant.epochs):

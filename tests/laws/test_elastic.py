@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, reject, settings
+from hypothesis import Phase, assume, given, reject, settings
 from hypothesis import strategies as st
 
 from aioloader import DataLoader, merge_states
@@ -114,8 +114,8 @@ def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
 
 # -- where workers read: each is a reader, and their number may change ----------------
 
-# Of ranks, and their workers; not nine readers of eight shards that cannot be cut.
-LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3)).filter((3, 3).__ne__)
+LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3))  # of ranks, and their workers
+_UNCUT = ("text_gzip", "tar_zstd")  # eight shards, too few for nine readers
 
 
 def rest(made: list[DataLoader[Any]]) -> Counter[str]:
@@ -133,6 +133,7 @@ def test_any_number_of_workers(
     chain: Chain, first: tuple[int, int], second: tuple[int, int], rounds: int
 ) -> None:
     """Saved where all workers have delivered as much, resumed in another layout."""
+    assume(chain.make not in _UNCUT or (3, 3) not in {first, second})
     whole = rest(loaders(chain, first[0], workers=first[1]))
     found: Counter[str] = Counter()
     begun = loaders(chain, first[0], workers=first[1])

@@ -12,7 +12,6 @@ from datasets.shards import Make
 from laws.chains import MAKES, made, upper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* has no state_dict:UserWarning")
-SAMPLES = 2_000
 
 
 def named(samples: Any) -> list[str]:
@@ -50,6 +49,6 @@ def counted(stream: Any, **options: Any) -> int:
 
 def test_a_window_is_exact_if_it_is_given() -> None:
     """Otherwise what is read quickly is read further ahead, up to a run of 256."""
-    stream = from_iterable(range(SAMPLES))
+    stream = from_iterable(range(2_000))
     assert counted(stream, prefetch_factor=2) <= 2
     assert 8 < counted(stream) <= 256 + 64

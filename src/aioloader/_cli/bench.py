@@ -74,7 +74,7 @@ def run(options: Namespace) -> None:
     if twin is not None:
         turns.append((twin, theirs))
     with users(f"{options.loader} raised"), loader:
-        loader.report()  # so that it is looked for what blocks an event loop
+        loader.report()  # from now on it looks for what blocks the loop
         for _ in range(options.rounds):
             for source, figures in turns:
                 gc.collect()  # else a full collection would hit only one of them

@@ -507,8 +507,8 @@ class DataLoader(TorchLoader[Batch]):
         256, would be with other arguments, and advises the one with the largest
         speed-up. Takes 0.05 to 0.3 s. ``print`` shows it.
 
-        From the first call on, also one before the first epoch, it is looked for what
-        blocks an event loop that reads samples.
+        From the first call on, even before the first epoch, a thread looks for code
+        that blocks an event loop that reads samples.
 
         Args:
             ranks: Also says which rank waits longest for these batches, and which ranks

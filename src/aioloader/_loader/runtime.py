@@ -239,7 +239,7 @@ class Runtime:
         trace.follow(counters, self._whole(counters))
 
     def ask(self) -> None:
-        """Let it be looked for what blocks the loop, from now on."""
+        """Look for code that blocks the loop, from now on."""
         self.is_reported = True
         for iterator in self.iterators():
             if iterator.counters:

@@ -59,7 +59,6 @@ class Stream:
         self._source: _Source | None = None
         self._stack = AsyncExitStack()  # closes the iterator
         self._has_ended = False
-        self._more = 0  # how many samples are wanted after the batch
         self._owed = 0  # positions of a failed batch that other ranks still read
         # With several ranks: the latest sample of all and of this one, for padding.
         self._latest: Any = MISSING
@@ -107,12 +106,11 @@ class Stream:
         task.began = perf_counter()
         size, found = len(task.indices), 0
         wanted = size * self._ranks
-        self._more = waiting * wanted
         self.maker.policy.begin(0 if task.again else size)
         try:
             await self._prepare(task, wanted)
             while found < wanted and not (task.again or self._has_ended):
-                found += await self._add_block(task, found, wanted)
+                found += await self._add_block(task, found, wanted, waiting)
             is_short = 0 < len(task.samples) < size and not self.maker.drop_last
             if task.again or is_short:
                 await self._refill(task)
@@ -256,11 +254,13 @@ class Stream:
                 dropped -= source.leaves_out  # it has no position
         return dropped
 
-    async def _add_block(self, task: BatchTask, found: int, wanted: int) -> int:
+    async def _add_block(
+        self, task: BatchTask, found: int, wanted: int, waiting: int
+    ) -> int:
         """Add a block's samples to ``task``; return how many positions were read."""
         assert self._source is not None
-        left = wanted - found
-        block, places, self._has_ended = await self._source.read(left, self._more)
+        left, more = wanted - found, waiting * wanted
+        block, places, self._has_ended = await self._source.read(left, more)
         count = len(block)
         bad = block[-1] if count and isinstance(block, list) else None
         if type(bad) is Bad:
