@@ -277,7 +277,7 @@ def test_how_much_is_read_at_once(tmp_path: Path) -> None:
     """
     samples = Together()
     assert sum(map(len, DataLoader(samples, SIZE, collate_fn=list))) == 192
-    assert (row("concurrency=64")[1], samples.most) == ("`c`", 64)
+    assert ((cells := row("concurrency=64"))[1], samples.most) == ("`c`", 64)
     assert cells[:1] + cells[2:4] == ["`1`"] * 3
     for name in "ab":
         (tmp_path / name).write_text(f"{name}1\n{name}2\n")
