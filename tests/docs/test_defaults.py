@@ -275,9 +275,9 @@ def test_how_much_is_read_at_once(tmp_path: Path) -> None:
 
     A stream reads one shard: that is ``interleave=1``, one slot.
     """
-    samples = Together()
+    samples, cells = Together(), row("concurrency=64")
     assert sum(map(len, DataLoader(samples, SIZE, collate_fn=list))) == 192
-    assert ((cells := row("concurrency=64"))[1], samples.most) == ("`c`", 64)
+    assert (cells[1], samples.most) == ("`c`", 64)
     assert cells[:1] + cells[2:4] == ["`1`"] * 3
     for name in "ab":
         (tmp_path / name).write_text(f"{name}1\n{name}2\n")
