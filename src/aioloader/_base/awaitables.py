@@ -6,9 +6,14 @@ import types
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
+import numpy as np
+import torch
+
 from aioloader._base.raising import Carried, carried
 
 _CONTAINERS = {tuple, list, dict}
+# None of these is awaitable: the usual samples.
+_PLAIN = frozenset((int, float, str, bytes, torch.Tensor, np.ndarray))
 
 
 async def resolved(value: Any) -> Any:
@@ -49,7 +54,7 @@ async def _resolved_in_task(value: Any) -> Any:
 def _has_awaitable(values: Collection[Any]) -> bool:
     """Tell whether there is an awaitable in ``values``, or in containers in them."""
     kinds = set(map(type, values))
-    if any(issubclass(kind, Awaitable) for kind in kinds):
+    if not kinds <= _PLAIN and any(issubclass(kind, Awaitable) for kind in kinds):
         return True
     return not kinds.isdisjoint(_CONTAINERS) and any(
         _has_awaitable(value.values() if type(value) is dict else value)
@@ -66,7 +71,9 @@ def holds_awaitables(samples: Any) -> bool:
     if type(samples) is not list:
         return False
     kinds = set(map(type, samples))
-    if kinds.isdisjoint(_CONTAINERS):  # the usual case: this is per batch
+    if kinds <= _PLAIN:  # this is per batch
+        return False
+    if kinds.isdisjoint(_CONTAINERS):
         return any(issubclass(kind, Awaitable) for kind in kinds)
     return _has_awaitable({type(sample): sample for sample in samples}.values())
 

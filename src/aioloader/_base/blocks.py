@@ -83,8 +83,8 @@ async def read_block_async(
     """
     block: list[Any] = []
     try:
-        while len(block) < limit:
-            block.append(await anext(iterator))
+        for _ in range(limit):
+            block.append(await anext(iterator))  # noqa: PERF401  (kept if one fails)
     except StopAsyncIteration:
         return block, True
     except BaseException as error:

@@ -6,7 +6,6 @@ extended the registry (``default_collate_fn_map``), torch's own function is call
 Large leaves are written to recycled memory if a pipeline lends some.
 """
 
-import contextlib
 import copy
 import functools
 import math
@@ -298,8 +297,11 @@ def _numbers(samples: Sequence[float]) -> torch.Tensor:
     """
     is_float = isinstance(samples[0], float)
     if {*map(type, samples)} <= {int, float} and not _has_default_device():
-        with contextlib.suppress(OverflowError):
+        try:
             array = np.array(samples)
+        except OverflowError:
+            pass
+        else:
             if array.dtype == (np.float64 if is_float else np.int64):
                 return torch.from_numpy(array)
     return torch.tensor(samples, dtype=torch.float64 if is_float else None)

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any, Final, NoReturn
 
@@ -19,11 +20,9 @@ from aioloader._order.epoch import Epoch
 from aioloader._pipeline.batch_task import MISSING, BatchResult, BatchTask
 from aioloader._pipeline.host import GRACE, wait_released, wait_released_async
 from aioloader._pipeline.pipeline import Pipeline
-from aioloader._pipeline.plain import INTERRUPTS, TURN, Feed
+from aioloader._pipeline.plain import INTERRUPTS, NOTHING, TURN, Feed
 from aioloader.errors import BatchTimeoutError, LoaderClosedError
 from aioloader.protocols import Kind
-
-_NOTHING: Final = object()
 
 
 def refuse_blocking() -> NoReturn:
@@ -92,6 +91,13 @@ class AheadFeed(Feed):
 
     # -- next, for threads and for tasks ------------------------------------------
 
+    def poll(self) -> Any:
+        self._asked = perf_counter()
+        if not self._has_started or self._asked - self._turn > TURN:
+            return NOTHING
+        self._go_on()
+        return self._take()
+
     def next(self) -> Any:
         self._asked = perf_counter()
         if self._has_started or self.is_finished:
@@ -99,7 +105,7 @@ class AheadFeed(Feed):
         else:
             self.open()
             self._has_started = True
-        while (batch := self._take()) is _NOTHING:
+        while (batch := self._take()) is NOTHING:
             if self.is_finished:
                 self._finish()
                 self.close()
@@ -116,11 +122,10 @@ class AheadFeed(Feed):
         return batch
 
     async def next_async(self) -> Any:
-        now = perf_counter()
-        if now - self._turn > TURN:  # not with a batch in hand: a cancel would lose it
-            self._turn = now
-            await asyncio.sleep(0)
-        self._asked = now
+        self._asked = perf_counter()
+        if self._asked - self._turn > TURN:
+            self._turn = self._asked
+            await asyncio.sleep(0)  # with no batch in hand: a cancel would lose it
         if self._has_started or self.is_finished:
             self._go_on()
         else:
@@ -133,7 +138,7 @@ class AheadFeed(Feed):
                 with contextlib.suppress(LoaderClosedError):
                     await in_thread(begin, executor=cpu, abandon_on_cancel=True)
             self._has_started = True
-        while (batch := self._take()) is _NOTHING:
+        while (batch := self._take()) is NOTHING:
             if self.is_finished:
                 self._finish()
                 await self.aclose()
@@ -181,62 +186,65 @@ class AheadFeed(Feed):
         with self._lock:
             run: list[BatchTask] = []
             try:
-                while len(run) < most and self._may_request():
-                    task = self._draw_task()
-                    if task is None:
+                while len(run) < most and (room := self._room()):
+                    if not self._request(min(room, most - len(run)), run):
                         break
-                    run.append(task)
                 if run:
                     self.pipeline.submit(run)
             except BaseException:  # Ctrl-C: batches will not come: let nobody wait
                 self._cut()
                 raise
 
-    def _may_request(self) -> bool:
-        """Tell whether the window has room; note how far it may then be used up."""
+    def _room(self) -> int:
+        """Return how many more to request; note how far they may then be used up."""
         if self._is_exhausted:
-            return False
+            return 0
         window, turns, in_flight = self._window, self._turns, len(self._in_flight)
-        limit = window.batches
+        limit, one_by_one = window.batches, turns is not None
         if window.samples:  # in batches as large as those in flight
             held, ahead = self._samples, window.samples * in_flight
             limit += -(-ahead // held) if held else window.samples
+            one_by_one |= not held or self.epoch.order.size is None
         run_size = self.pipeline.run_size() if window.runs else 0
         self._low = limit if run_size else sys.maxsize
         limit = min(limit + run_size, window.most)
-        return in_flight < limit and (turns is None or turns.may_issue(limit))
+        if turns is not None and not turns.may_issue(limit):
+            return 0
+        room = max(0, limit - in_flight)
+        return min(room, 1) if one_by_one else room
 
-    def _draw_task(self) -> BatchTask | None:
-        """Return the next request, which is now in flight; None if there is none."""
-        began = perf_counter()
+    def _request(self, count: int, run: list[BatchTask]) -> bool:
+        """Add the next requests to a run; return False after the last one.
+
+        They are then in flight.
+        """
+        began, stop = perf_counter(), len(run) + count
         try:
-            request = next(self._requests, None)
+            for request in islice(self._requests, count):
+                size = len(request.indices) if self._window.samples else 0
+                self._in_flight[request.number] = size
+                self._samples += size
+                self._next = request.number + 1
+                task = self.pipeline.maker.task(request)
+                task.again = self._repeats
+                run.append(task)
         except (KeyboardInterrupt, SystemExit):  # the order cannot be continued
             raise
         except BaseException as error:  # delivered in order
-            self._is_exhausted = self._is_cut = True
+            self._is_cut = True
             self._in_flight[self._next] = 0
             self.pipeline.ready.put(self._next, BatchResult(error=error))
-            return None
         seconds = perf_counter() - began
         self._drawn += seconds
         self.counters.drawn += seconds
         self.counters.waited += seconds
-        if request is None:
-            self._is_exhausted = True
-            return None
-        size = len(request.indices) if self._window.samples else 0
-        self._in_flight[request.number] = size
-        self._samples += size
-        self._next = request.number + 1
-        task = self.pipeline.maker.task(request)
-        task.again = self._repeats
-        return task
+        self._is_exhausted = len(run) < stop
+        return not self._is_exhausted
 
     # -- results in -----------------------------------------------------------------
 
     def _take(self) -> Any:
-        """Return a ready batch, or ``_NOTHING``; raise its error if it failed."""
+        """Return a ready batch, or ``NOTHING``; raise its error if it failed."""
         if self.pipeline.host.is_foreign():
             raise RuntimeError(
                 "an iterator does not survive a fork; make a new one in the child"
@@ -261,7 +269,7 @@ class AheadFeed(Feed):
                     if is_lost:
                         self._cut()
                     raise
-            return _NOTHING
+            return NOTHING
 
     def _pop(self) -> tuple[int, BatchResult] | None:
         """Return the next result; None if there is none, or others have closed this."""

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import time
+import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -160,6 +161,7 @@ class BatchMaker(Recipe):
     begins: list[Any] = field(default_factory=list, init=False)
     # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
+    _took: float = field(default=1.0, init=False)  # seconds of making the latest batch
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
@@ -198,7 +200,8 @@ class BatchMaker(Recipe):
 
     def task(self, batch: IndexBatch) -> BatchTask:
         number, first, indices, padding, state = batch
-        task = BatchTask(number, indices, padding=padding, state=state)
+        task = BatchTask(number, indices, padding=padding)
+        task.state = state
         if self.keys is not None:
             task.key, task.sample_keys = self.keys(number, first)
         return task
@@ -231,30 +234,42 @@ class BatchMaker(Recipe):
             enter: Called with the name of each stage after the first, if given.
             seeded: Whether user code runs, which may draw random numbers.
         """
-        clocks = thread_clocks(task.number)
+        clocks = thread_clocks(task.number, self._took)
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
-            with self.around(task) if seeded else _NOTHING:
-                if read is not None:
-                    read(task)
-                result = task.result
-                if result is None:
-                    if enter is not None:
-                        enter("transform")
-                    if self.transform is not None and not self.transforms_async:
-                        self.apply(task)
-                    if enter is not None:
-                        enter("collate")
-                    result = self.collate(task)
-                    if clocks is not None:
-                        task.spent = spent(clocks)
+            if seeded and self.around is not nothing_around:
+                with self.around(task):
+                    result = self._made(task, read, enter)
+            else:
+                result = self._made(task, read, enter)
+            if clocks is not None:
+                task.spent = spent(clocks)
+            self._took = task.collated - (task.began or task.transformed)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:
             UNDER_WAY.set(outer)
             task.samples = []
         return result
+
+    def _made(
+        self,
+        task: BatchTask,
+        read: Callable[[BatchTask], object] | None,
+        enter: Callable[[str], object] | None,
+    ) -> BatchResult:
+        if read is not None:
+            read(task)
+        if task.result is not None:
+            return task.result
+        if enter is not None:
+            enter("transform")
+        if self.transform is not None and not self.transforms_async:
+            self.apply(task)
+        if enter is not None:
+            enter("collate")
+        return self.collate(task)
 
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]
@@ -341,7 +356,8 @@ class BatchMaker(Recipe):
         try:
             own = samples if self.batched else samples[0]
             batch = collated(self.lease, self.collate_fn, own)
-            refuse_coroutines(batch, "collate_fn")
+            if isinstance(batch, types.CoroutineType):
+                refuse_coroutines(batch, "collate_fn")
         except BaseException as error:
             raise self._batch_error("collate", task, error)  # noqa: B904  (it keeps its cause)
         task.collated = perf_counter()

@@ -1,7 +1,6 @@
 """The unit of work: one batch on its way from indices to tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aioloader._base.machine import RunTimes
@@ -12,19 +11,12 @@ MISSING: Final = object()
 _NOTHING = RunTimes()
 
 
-@dataclass(slots=True, eq=False)
 class BatchResult:
     """The result of one request: a batch, an error, nothing, or the end."""
 
-    batch: Any = None
-    error: BaseException | None = None
-    is_empty: bool = False  # every sample was skipped: there is no batch
-    is_end: bool = False  # the stream had ended
-    has_ended: bool = False  # its reader had ended; others may have more
     attempted: int = 0  # samples that a worker tried to read; counted on delivery
     failures: Sequence[Any] = ()  # the samples of these that were skipped or replaced
     retries: int = 0  # how often a worker retried a read since its last result
-    state: Any = None  # the state of its reader (sampler or stream) after it, if known
     # Of a stateful map-style dataset: the worker whose copy made it (0 for this
     # process), and the state of that copy after it.
     dataset: tuple[int, Any] | None = None
@@ -32,21 +24,27 @@ class BatchResult:
     lane: int = 0  # by which worker
     size: int = 0  # how many samples it has
 
+    def __init__(
+        self,
+        batch: Any = None,
+        error: BaseException | None = None,
+        *,
+        is_empty: bool = False,
+        is_end: bool = False,
+        has_ended: bool = False,
+        state: Any = None,
+    ) -> None:
+        self.batch, self.error = batch, error
+        self.is_empty = is_empty  # every sample was skipped: there is no batch
+        self.is_end = is_end  # the stream had ended
+        self.has_ended = has_ended  # its reader had ended; others may have more
+        self.state = state  # of its reader (sampler or stream) after it, if known
 
-@dataclass(slots=True, eq=False)
+
 class BatchTask:
     """One batch being made; owned by the stage that works on it."""
 
-    number: int  # position in the epoch, from 0
-    indices: Sequence[Any]  # the sampler's; for a stream, the numbers of its samples
-    key: int | None = None  # seeds the generators for its plain code
-    # If each sample has its own seed: the epoch's seed, the position of the first
-    # sample in the epoch, and the step to the next.
-    sample_keys: tuple[int, int, int] | None = None
-    padding: int = 0  # how many of its samples, the last ones, are padding
-    # Samples so far, with ``MISSING`` where one is still being read; or the result of
-    # ``__getitems__``, of any type.
-    samples: Any = field(default_factory=list)
+    # Most of these stay as they are: a task is made quickly.
     stage: str = "fetch"  # ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``
     turn: int = 0  # when its first job came to the lanes of a loop, among all batches
     result: BatchResult | None = None  # once known; late samples are dropped
@@ -63,6 +61,26 @@ class BatchTask:
     busy: float = 0.0
     spent: RunTimes = _NOTHING  # processor time, and waits for a processor
     again: bool = False  # it is padding as a whole: samples of the stream's beginning
+
+    def __init__(
+        self,
+        number: int,
+        indices: Sequence[Any],
+        key: int | None = None,
+        sample_keys: tuple[int, int, int] | None = None,
+        padding: int = 0,
+        samples: Any = None,
+    ) -> None:
+        self.number = number  # position in the epoch, from 0
+        self.indices = indices  # the sampler's; for a stream, those of its samples
+        self.key = key  # seeds the generators for its plain code
+        # If each sample has its own seed: the epoch's seed, the position of the first
+        # sample in the epoch, and the step to the next.
+        self.sample_keys = sample_keys
+        self.padding = padding  # how many of its samples, the last ones, are padding
+        # Samples so far, with ``MISSING`` where one is still being read; or the result
+        # of ``__getitems__``, of any type.
+        self.samples: Any = [] if samples is None else samples
 
     @property
     def size(self) -> int:

@@ -18,8 +18,9 @@ from typing_extensions import TypeVar
 from aioloader._base.cpu_threads import CpuThread
 from aioloader._base.forks import are_imported, fork_safe, import_modules
 from aioloader._base.outlast import in_thread
-from aioloader._base.waiting import require_asyncio
+from aioloader._base.waiting import require_asyncio, running_loop
 from aioloader._base.warnings import warn
+from aioloader._pipeline.plain import NOTHING
 from aioloader.protocols import OneIteration
 
 if TYPE_CHECKING:
@@ -169,8 +170,10 @@ class Steps:
 
     def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
-        # The tasks of a loop get batches in the order in which they ask.
-        self._turns: tuple[object, asyncio.Lock] = (None, asyncio.Lock())
+        # The tasks of a loop get batches in the order in which they ask: the loop,
+        # the turn, and an item for each task that waits for it or has it.
+        self._turns: tuple[object, asyncio.Lock, list[None]]
+        self._turns = (None, asyncio.Lock(), [])
 
     def next(self) -> Any:
         """Take a step; without a check, later ones are the feed's own."""
@@ -187,14 +190,27 @@ class Steps:
 
     async def next_async(self, iterator: object) -> Any:
         """Take a step; hold the iterator until it ends, and no longer."""
+        feed: Any = self.feed
         try:
-            if self.feed is None:
+            if feed is None:
                 require_asyncio()
-            loop = asyncio.get_running_loop()
-            turns = self._turns
-            if loop is not turns[0]:
-                turns = self._turns = (loop, asyncio.Lock())
-            async with turns[1]:
+            loop, asking = self._turns[0], self._turns[2]
+            if loop is not running_loop():
+                loop, asking = asyncio.get_running_loop(), []
+                self._turns = (loop, asyncio.Lock(), asking)
+            batch = NOTHING if asking or feed is None else feed.poll()
+            if batch is NOTHING:
+                batch = await self._next_in_turn(self._turns[1], asking)
+        finally:
+            del iterator
+        if self.check is not None and self.feed is not None:
+            self.check(self.feed.counters.batches)
+        return batch
+
+    async def _next_in_turn(self, turn: asyncio.Lock, asking: list[None]) -> Any:
+        asking.append(None)
+        try:
+            async with turn:
                 if self.prepare is not None and not are_imported(self.engine):
                     thread = CpuThread.once()
                     await in_thread(import_modules, self.engine, executor=thread)
@@ -202,14 +218,11 @@ class Steps:
                     feed: Any = self.feed or self.begin()
                     if feed is None:
                         raise StopAsyncIteration
-                    batch = await feed.next_async()
+                    return await feed.next_async()
                 finally:
                     self.is_held = False
         finally:
-            del iterator
-        if self.check is not None:
-            self.check(feed.counters.batches)
-        return batch
+            asking.pop()
 
     def begin(self) -> "Feed | None":
         """Return the feed; the first call makes it. None if it was closed before."""

@@ -53,7 +53,6 @@ _HEAD_START = 0.001
 _TURNS = 8
 # After how many seconds the loop's lag is measured: shorter iterations show none.
 _UNWATCHED = 0.02
-_NOTHING = contextlib.nullcontext()
 _CLOSED = "the iterator was closed; make a new one"
 _LOOP_ENDED = "the event loop of the loader has ended; iterate again"
 
@@ -146,6 +145,7 @@ class Pipeline:
         self._timer: asyncio.Handle | None = None  # of the head start
         self._to_pull: deque[BatchTask] = deque()  # of an async stream
         self._has_pulls: asyncio.Event = asyncio.Event()
+        self._will_announce = False
         self._stream: Stream | None = None
         self._async_stream: Stream | None = None
         # Plain code sees the context variables of its consumer.
@@ -479,9 +479,10 @@ class Pipeline:
         elif (pool := self.pool) is not None:
             self._into_pool(pool, task)
         elif self.maker.is_quick(task):
-            # On the caller's loop a task may be in inference mode, for its own batch.
-            is_inferring = torch.is_inference_mode_enabled()
-            with torch.inference_mode(mode=False) if is_inferring else _NOTHING:
+            if torch.is_inference_mode_enabled():  # a task of the caller's loop
+                with torch.inference_mode(mode=False):
+                    result = self.maker.make(task, seeded=False)
+            else:
                 result = self.maker.make(task, seeded=False)
             self.deliver(task, result, wakes=wakes)
         else:
@@ -515,12 +516,12 @@ class Pipeline:
         *,
         is_plain: bool,
     ) -> None:
-        """Pull the batches that were requested; announce them before each wait."""
+        """Pull the batches that were requested; announce them when it waits."""
         began, count = time.perf_counter(), 0
         while self._to_pull and not reader.cancelling():
             task = self._to_pull.popleft()
             if not stream.take(task):
-                self.ready.announce()
+                self._announce_soon()
                 await self._pull(stream, task, len(self._to_pull))
             if is_plain or task.result is not None:
                 self._go_on(task, task.result, wakes=False)
@@ -534,6 +535,16 @@ class Pipeline:
                 began, count = time.perf_counter(), 0
         self._has_pulls.clear()
         self._time(time.perf_counter() - began, count)
+        self.ready.announce()
+
+    def _announce_soon(self) -> None:
+        """Announce the batches that are there as soon as the reader waits."""
+        if not self._will_announce:
+            self._will_announce = True
+            asyncio.get_running_loop().call_soon(self._announce)
+
+    def _announce(self) -> None:
+        self._will_announce = False
         self.ready.announce()
 
     async def _pull(self, stream: Stream, task: BatchTask, waiting: int) -> None:

@@ -8,7 +8,7 @@ import abc
 import types
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aioloader._base.awaitables import close_coroutines, holds_awaitables
 from aioloader._base.blocks import Bad
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioloader._pipeline.batch_task import BatchResult
 
 INTERRUPTS = KeyboardInterrupt, SystemExit
+NOTHING: Final = object()
 # Seconds after which a task that never waits gives the other tasks of its loop a turn.
 TURN = 0.001
 
@@ -55,6 +56,10 @@ class Feed(abc.ABC):
         # Of streams: batches that are not delivered again, the order of their readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: Turns | None = epoch.turns
+
+    def poll(self) -> Any:
+        """Return the next batch, if it is there; else ``NOTHING``."""
+        return NOTHING
 
     @abc.abstractmethod
     def next(self) -> Any:

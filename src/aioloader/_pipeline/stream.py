@@ -73,37 +73,48 @@ class Stream:
 
     def pull(self, task: BatchTask) -> None:
         """Do as ``pull_async``, with a plain iterable."""
-        if not self.take(task):
-            run_now(self.pull_async(task))
+        run_now(self.pull_async(task))
 
     def take(self, task: BatchTask) -> bool:
-        """Add the samples of ``task`` without waiting: the usual case, in short.
+        """Add the samples of ``task`` if they were read with an earlier batch's."""
+        task.began, source = perf_counter(), self._usual_source(task)
+        block = None if source is None else source.take(len(task.indices))
+        if block is not None:
+            self._use(block, task)
+        return block is not None
 
-        Return False if ``pull_async`` must do it. Ours are taken if they were read with
-        an earlier batch's.
-        """
-        began, size, source = perf_counter(), len(task.indices), self._source
+    def _usual_source(self, task: BatchTask) -> "_Source | None":
+        """Return the source, unless samples may be repeated or another rank's."""
+        source = self._source
         if source is None or source.refills or self._is_padded or self._ranks > 1:
-            return False  # some of its samples may be repeated, or another rank's
-        if self._has_ended or self._owed or task.again:
-            return False
-        block = source.take(size)
-        if block is None:
-            return False
-        task.began, self._has_good = began, True
+            return None
+        return None if self._has_ended or self._owed or task.again else source
+
+    def _use(self, block: Block, task: BatchTask) -> None:
+        """Use a block, in which no sample failed, for the whole batch."""
+        size = len(block)
+        self._has_good = True
         self.maker.policy.begin(size)
         self._position.read += size
         task.samples = block if self._takes_columns else list(block)
         task.state = self._position.state(has_ended=False)
         task.read = perf_counter()
-        return True
 
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
         """Read the samples of ``task``, or set the end as its result.
 
         Those of the batches that are ``waiting`` after it may be read with them.
         """
-        task.began = perf_counter()
+        task.began, source = perf_counter(), self._usual_source(task)
+        block = None
+        if source is not None and source.is_bare:  # the usual case, in short
+            block = await source.take_async(len(task.indices))
+        if block is None:
+            await self._pull(task, waiting)
+        else:
+            self._use(block, task)
+
+    async def _pull(self, task: BatchTask, waiting: int = 0) -> None:
         size, found = len(task.indices), 0
         wanted = size * self._ranks
         self.maker.policy.begin(0 if task.again else size)
@@ -219,7 +230,7 @@ class Stream:
         source = _Source(
             iterator, len(task.indices), position.again, is_async=self._is_async
         )
-        source.is_bare = not (self._is_async or position.has_parts())
+        source.is_bare = not position.has_parts()
         self._stack.push_async_callback(source.aclose)
         if kept is not None:
             torch.set_rng_state(kept)
@@ -393,7 +404,7 @@ class _Source:
         self, iterator: Any, most: int, repeated: StreamState | None, *, is_async: bool
     ) -> None:
         self._iterator = iterator  # its state is the one after the latest block
-        self.is_bare = False  # whether it is plain, and has no state
+        self.is_bare = False  # whether it is the user's, and has no state
         self._most = most  # limit on samples held in memory at once
         self._is_async = is_async
         # What was read but not used yet, and whether the stream has ended with it.
@@ -409,16 +420,18 @@ class _Source:
 
     def take(self, count: int) -> Block | None:
         """Return so many samples that are there, none of which failed; else None."""
-        block: Block | None
-        if self.rest is not None or not (self._is_own or self.is_bare):
+        is_there = self._is_own and self.rest is None
+        block: Block | None = self._iterator.take(count) if is_there else None
+        return None if block is None else self._whole(block, count, has_ended=False)
+
+    async def take_async(self, count: int) -> Block | None:
+        """Read so many samples, none of which fails; else None, and ``read`` them."""
+        if self.rest is not None:
             return None
-        if self._is_own:
-            block, has_ended = self._iterator.take(count), False
-        else:
-            block, has_ended = read_block(self._iterator, min(count, self._most))
-            has_ended |= self._same_errors.is_stuck(block)
-        if block is None:
-            return None
+        block, has_ended = await self._pull(min(count, self._most), 0)
+        return self._whole(block, count, has_ended=has_ended)
+
+    def _whole(self, block: Block, count: int, *, has_ended: bool) -> Block | None:
         is_list = isinstance(block, list)
         is_whole = len(block) == count and not has_ended
         if not is_whole or (is_list and Bad in set(map(type, block))):

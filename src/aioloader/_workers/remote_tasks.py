@@ -128,15 +128,11 @@ def refused(
 ) -> BatchResult:
     """Return what is sent instead of a result whose pickling has raised ``error``."""
     error.add_note(f"aioloader: {maker.place('send', task)}")
-    return BatchResult(
-        error=RemoteError.of(error, worker),  # type: ignore[arg-type]
-        attempted=result.attempted,
-        failures=result.failures,
-        retries=result.retries,
-        state=task.state,
-        size=task.size,
-        made=result.made,
-    )
+    problem: Any = RemoteError.of(error, worker)
+    refusal = BatchResult(error=problem, state=task.state)
+    refusal.attempted, refusal.failures = result.attempted, result.failures
+    refusal.retries, refusal.size, refusal.made = result.retries, task.size, result.made
+    return refusal
 
 
 def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Failure]]:

@@ -88,7 +88,9 @@ class Rows(Sequence[dict[str, Any]]):
 
     def __setstate__(self, state: tuple[Any, Any, Sequence[Part]]) -> None:
         self.names, self.kinds, self.parts = state
-        self._length = sum(stop - start for _, start, stop in self.parts)
+        self._length = 0
+        for _, start, stop in self.parts:
+            self._length += stop - start
 
     def _of(self, parts: Sequence[Part]) -> "Rows":
         rows = Rows.__new__(Rows)
@@ -224,13 +226,15 @@ class Rows(Sequence[dict[str, Any]]):
     @property
     def is_quick(self) -> bool:
         """Whether ``collate`` takes under a millisecond: few numbers, no NULLs."""
-        if len(self.names) * len(self.parts) > _FEW or not self.is_numeric:
+        if len(self.names) * len(self.parts) > _FEW:
             return False
-        sizes = (
-            (stop - start) * sum(column.strides[0] for column in columns)
-            for columns, start, stop in self.parts
-        )
-        return sum(sizes) <= _QUICK
+        nbytes = 0  # this is per batch
+        for columns, start, stop in self.parts:
+            for column in columns:
+                if not isinstance(column, np.ndarray):
+                    return False
+                nbytes += (stop - start) * column.strides[0]
+        return nbytes <= _QUICK
 
     def __repr__(self) -> str:
         return f"<{self._length:,} rows of {', '.join(self.names)}>"
