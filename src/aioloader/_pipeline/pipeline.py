@@ -437,15 +437,15 @@ class Pipeline:
     def _arrive(self) -> None:
         """Start what has arrived: only the first batch while it has a head start."""
         self._is_called = False
+        if self._async_stream is not None:
+            while self._arriving:
+                self._to_pull.append(self._arriving.popleft())
+            self._has_pulls.set()
         while self._arriving and self._timer is None:
             if self._lanes is None or self.is_closing:
                 break
             task = self._arriving.popleft()
-            if self._async_stream is not None:
-                self._to_pull.append(task)
-                self._has_pulls.set()
-            else:
-                self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
+            self._lanes.spawn(self._amake(task, self._lanes), "aioloader batch")
             if self._has_head_start:
                 later = asyncio.get_running_loop().call_later
                 self._timer = later(_HEAD_START, self._end_head_start, _TURNS)
