@@ -34,7 +34,7 @@ def refuse_blocking() -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Window:
     """How many batches may be in flight."""
 

@@ -12,7 +12,7 @@ MISSING: Final = object()
 _NOTHING = RunTimes()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False, repr=False, slots=True)
 class BatchResult:
     """The result of one request: a batch, an error, nothing, or the end."""
 
@@ -33,7 +33,7 @@ class BatchResult:
     size: int = 0  # how many samples it has
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False, repr=False, slots=True)
 class BatchTask:
     """One batch being made; owned by the stage that works on it."""
 

@@ -109,7 +109,6 @@ class GatherFeed(Feed):
         return batch
 
 
-
 def _failing(error: BaseException) -> Iterator[IndexBatch]:
     """Raise an error instead of the first request."""
     raise error
