@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from environment import describe
+from environment import compile_package, describe
 from meter import MachineMeter, peak_megabytes
 
 if TYPE_CHECKING:
@@ -347,6 +347,7 @@ def main(question: Question) -> None:
     chosen = choose(question, args)
     if not chosen:
         return
+    compile_package()
     started = time.perf_counter()
     rounds = measure(question, Path(sys.argv[0]), chosen, args)
     kept = report(question, rounds, time.perf_counter() - started)

@@ -36,7 +36,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from aioloader import DataLoader
 from aioloader.datasets import JSONLinesDataset, ParquetDataset, TarDataset
-from environment import describe
+from environment import compile_package, describe
 from harness import RESULTS, Options, render, run_fresh, show
 
 if TYPE_CHECKING:
@@ -371,6 +371,7 @@ def main() -> None:
     if args.contender:
         print(json.dumps(run(CASES[args.contender])), flush=True)
         return
+    compile_package()
     names = [name for name in CASES if args.only in name]
     rounds: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(1 if args.quick else args.rounds):

@@ -92,7 +92,7 @@ class BlockIterator(OneIteration, HasLifespan):
         """Stop pending work and wait for it to end."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Outline:
     """What a loader must know of a stream before it reads an epoch."""
 

@@ -42,6 +42,10 @@ TAKEN: dict[str, Callable[[], Any]] = {
         make("caller", AsyncNumbers(8), transform=double_async, collate_fn=total_async)
     ),
     "tensors": lambda: collect(make("caller", TensorDataset(torch.arange(20)))),
+    "a list": lambda: collect(make("thread", [*range(20)], shuffle=True)),
+    "a tuple of single samples": lambda: collect(
+        make("thread", (*range(20),), batch_size=None)
+    ),
     "fifty loaders": lambda: many(make("caller", AsyncMap()) for _ in range(50)),
     "one, fifty times": lambda: many([make("caller", AsyncMap())] * 50),
 }
@@ -49,11 +53,31 @@ TAKEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", TAKEN)
 async def test_no_thread_is_started(what: str, monkeypatch: MONKEYS) -> None:
-    """The dataset is async, and batches are collated by torch's rules."""
+    """Reads are async or of a list; small batches are collated by torch's rules."""
     await TAKEN["a request"]()  # the first of a process imports modules in a thread
     with counted_starts(monkeypatch) as started:
         assert await TAKEN[what]()
     assert started == []
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        make("thread", [*range(20)], transform=abs),
+        make("thread", [*range(20)], collate_fn=list),
+        make("thread", [torch.zeros(1 << 17)] * 4),
+        make("thread", [torch.zeros(1 << 17)] * 4, batch_size=1),
+        make("thread", SyncMap()),
+    ],
+    ids=["transform", "collate_fn", "large", "of any size", "dataset"],
+)
+async def test_a_thread_runs_what_may_take_long(
+    loader: DataLoader[Any], monkeypatch: MONKEYS
+) -> None:
+    """The user's code, and large batches, of a list too."""
+    with counted_starts(monkeypatch) as started:
+        assert await collect(loader)
+    assert "aioloader-cpu" in started
 
 
 def threads_of_loaders() -> list[threading.Thread]:

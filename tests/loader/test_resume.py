@@ -34,6 +34,7 @@ LOADERS: dict[str, Make] = {
     "generator": lambda **more: DataLoader(
         Numbers(10), 3, shuffle=True, drop_last=True, generator=seeded(), **more
     ),
+    "list": make([*range(10)], 3, shuffle=True),
     "single": make(Numbers(5), None, shuffle=True),
     "tensors": make(TensorDataset(torch.arange(10)), 3, shuffle=True),
     "draws by batch": make(Drawing(10), 3, shuffle=True, rng="batch"),

@@ -96,7 +96,7 @@ class Copy(NamedTuple):
     nbytes: int  # bytes copied
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class Latest(Generic[T]):
     """The latest records of one epoch."""
 
@@ -132,7 +132,7 @@ def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
 Records: TypeAlias = Latest[RecordTuple]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Setting:
     """How a loader was set up for an epoch, as far as its speed depends on it."""
 
@@ -252,7 +252,7 @@ class LoopLag:
     is_unseen: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class Counters:
     """The counters of a source; one per epoch."""
 
@@ -308,7 +308,7 @@ class Counters:
         return (after - before) / max(1e-9, ended - began)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, repr=False)
 class Pace:
     """How quickly a loader's batches are made, in all its epochs."""
 

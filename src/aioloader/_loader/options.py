@@ -20,11 +20,15 @@ from torch.utils.data import TensorDataset
 from aioloader._base.failures import OnError, Skip, parts_of
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
-from aioloader._collate.collate import collates_as_torch, default_collate
+from aioloader._collate.collate import (
+    collates_as_torch,
+    collates_quickly,
+    default_collate,
+)
 from aioloader._collate.gather import gatherable
 from aioloader._device.naming import Device, current_accelerator, device_of
 from aioloader._order.epoch import index_sampler_of, order_of
-from aioloader._order.indices import Order, State
+from aioloader._order.indices import IndexOrder, Order, State
 from aioloader._order.ranks import Deal, Part, evened
 from aioloader._workers.ray.workers import RayWorkers
 from aioloader._workers.rng import Rng
@@ -39,6 +43,7 @@ from aioloader.protocols import (
     reads_async,
 )
 
+_OF_LISTS = {list.__getitem__, tuple.__getitem__}
 # Arguments whose number the loader may choose, and their first values.
 FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 
@@ -281,6 +286,19 @@ class Options(Added):
         is_one_by_one = not self.batched or batch_getter(self.dataset) is None
         is_map = self.kind is Kind.MAP and type(self.dataset) is not TensorDataset
         return self.is_inline and is_map and is_one_by_one and not is_more
+
+    def is_at_hand(self, order: Order) -> bool:
+        """Tell whether batches are small ones of a list, for an async consumer.
+
+        To collate one takes less time than to pass it from a thread to the consumer's
+        loop, and runs none of the user's code. The first sample has the size of all:
+        samples of one batch have one shape, but batches of one sample may differ.
+        """
+        get, size = getattr(type(self.dataset), "__getitem__", None), order.size
+        is_list = get in _OF_LISTS and isinstance(order, IndexOrder)
+        if not (is_list and self.is_bare) or (self.batched and size == 1):
+            return False
+        return collates_quickly(self.collate_fn, self.dataset[:1] * (size or 1))
 
     @property
     def index_sampler(self) -> Any:

@@ -152,7 +152,8 @@ class Runtime:
             if saved is None:
                 self.numbers.reserve(epoch)
             self._begin(options, epoch)
-            if is_async or not options.is_bare:
+            is_bare = options.is_bare
+            if not is_bare or (is_async and not options.is_at_hand(epoch.order)):
                 from aioloader._loader.sources import make_source
 
                 # Kept at once: an interrupt may come before the caller has it.

@@ -11,7 +11,6 @@ import itertools
 import operator
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -58,7 +57,7 @@ def part_asked(rank: Any, world_size: Any, tail: Any, dataset: Any) -> Part | No
                 f"world_size={world_size!r}"
             )
         part = checked(place_in(rank, "rank"), rank.size(), tail)
-        return replace(part, has_peers=True)
+        return part._replace(has_peers=True)
     if rank == "auto":
         if world_size is not None:
             raise ValueError(

@@ -316,7 +316,7 @@ def make_maker(options: Options, epoch: Epoch, live: Kept) -> BatchMaker:
         dataset_epoch, total = outline.chosen_epoch, outline.total
         is_even = outline.world_size > 1 and total is not None
         samples = None if total is None else -(-total // outline.world_size)
-        part = replace(part, rank=0, world_size=1)
+        part = part._replace(rank=0, world_size=1)
     epoch.policy = FailurePolicy(
         options.on_failure,
         options.at_most,

@@ -65,7 +65,7 @@ def _tail_of(options: Options) -> str | None:
     return None if is_one else options.tail or "wrap"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class LoaderState:
     """A state of this version: what is saved follows from its fields."""
 

@@ -99,7 +99,7 @@ def _check(options: Options, state: LoaderState) -> None:
         return  # an epoch of its contents; to count its batches takes long
     with contextlib.suppress(TypeError, NotImplementedError):
         delivered = max((state.done, *(one + 1 for one in state.beyond)))
-        most = options.length(replace(options.part, rank=0, tail="uneven"))
+        most = options.length(options.part._replace(rank=0, tail="uneven"))
         if delivered > most:  # of all ranks: this one may have one less
             _refuse("an epoch of {} batches or more", delivered, most)
 

@@ -55,7 +55,7 @@ def under_way(driver: HasEpoch) -> Iterator[None]:
             UNDER_WAY.set(before)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Bookmark:
     """A position in an epoch."""
 

@@ -9,13 +9,12 @@ that has ended by then. So the order depends on the readers alone, not on the ra
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Tail: TypeAlias = Literal["wrap", "pad", "drop", "uneven"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One rank's part of each global batch."""
 
     rank: int = 0
@@ -62,7 +61,7 @@ def evened(count: int, ranks: int, tail: str) -> int:
     return count if tail == "uneven" else count + -count % ranks
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Share:
     """Which part of a stream one reader reads."""
 
@@ -85,7 +84,7 @@ class Share:
         return deal.part(count), deal.part(real)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Deal:
     """Which positions of a stream's order one rank takes: every ``ranks``-th."""
 

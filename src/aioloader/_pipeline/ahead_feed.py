@@ -33,7 +33,7 @@ def refuse_blocking() -> NoReturn:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Window:
     """How many batches may be in flight."""
 
@@ -72,7 +72,6 @@ class AheadFeed(Feed):
         self.pipeline: Final = pipeline
         self._results: Final = pipeline.stage or pipeline.ready
         self._asked = 0.0  # when the consumer asked for its batch
-        self._next = epoch.bookmark.done
         self._tuner = pipeline.tuner
         self._window = window if self._tuner is None else self._tuner.begin(window)
         self._timeout = timeout
@@ -86,7 +85,6 @@ class AheadFeed(Feed):
         self._is_exhausted = False  # there is nothing more to request
         self._is_cut = False  # cut short: by an error of the sampler, say
         self._repeats = False  # the requests are for samples of a stream's beginning
-        self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
         self._lock = fork_safe(threading.RLock())
 
     # -- next, for threads and for tasks ------------------------------------------

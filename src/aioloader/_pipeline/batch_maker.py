@@ -83,7 +83,7 @@ def _seeds_of(
     return keys(number, number * whole + rank)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Recipe:
     """The user's objects and rules; the same in the loader and in its workers."""
 
@@ -132,7 +132,7 @@ class Recipe:
         return self.kind is not Kind.MAP
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class BatchMaker(Recipe):
     """A recipe at work in one epoch: it makes batches from indices."""
 

@@ -1,9 +1,6 @@
 """The other feeds without a pipeline: streams, transforms, tensors in memory."""
 
-import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,7 @@ from aioloader._order.epoch import UNDER_WAY, Epoch
 from aioloader._order.indices import IndexBatch
 from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.host import CallerHost, Host
-from aioloader._pipeline.plain import TURN, Feed
+from aioloader._pipeline.plain import Feed
 from aioloader._pipeline.stream import Stream
 from aioloader.protocols import Kind
 
@@ -78,7 +75,7 @@ class InlineFeed(Feed):
 class GatherFeed(Feed):
     """Gather each batch of strided CPU tensors by an index tensor or a range.
 
-    There is no work per sample: it is fast enough for an async consumer's loop.
+    There is no work per sample: it is quick enough for an async consumer's loop.
     """
 
     _as_lists = False
@@ -86,10 +83,6 @@ class GatherFeed(Feed):
     def __init__(self, tensors: tuple[torch.Tensor, ...], epoch: Epoch) -> None:
         super().__init__(epoch)
         self._tensors = tensors
-        self._next = epoch.bookmark.done
-        self._drawing: Future[list[IndexBatch]] | None = None
-        self._drawn = -1  # the latest request that a thread draws
-        self._turn = perf_counter()
 
     def next(self) -> list[torch.Tensor]:
         asked = perf_counter()
@@ -114,39 +107,6 @@ class GatherFeed(Feed):
         record = number, asked, taken, 0, size, made, began - asked
         self._deliver(batch, None, record)
         return batch
-
-    async def next_async(self) -> list[torch.Tensor]:
-        """Do as ``next``; yield to other tasks about every millisecond.
-
-        What takes long to draw is drawn in a thread, and kept if the step is cancelled.
-        """
-        if perf_counter() - self._turn > TURN:
-            await asyncio.sleep(0)
-            self._turn = perf_counter()
-        number, is_over = self._next, self.is_finished
-        if not is_over and number != self._drawn and self.epoch.draws_long(number):
-            self._drawn = number
-            thread = ThreadPoolExecutor(1, "aioloader-once")
-            self._drawing = thread.submit(list, islice(self._requests, 1))
-            thread.shutdown(wait=False)
-            self._requests = _after(self._drawing, self._requests)
-        if self._drawing is not None:
-            if not self._drawing.done():
-                await asyncio.wait([asyncio.wrap_future(self._drawing)])
-            self._drawing = None
-        # Another task may take a batch during each wait; no await follows.
-        try:
-            return self.next()
-        except StopIteration:
-            raise StopAsyncIteration from None
-
-
-def _after(
-    drawing: "Future[list[IndexBatch]]", requests: Iterator[IndexBatch]
-) -> Iterator[IndexBatch]:
-    """Yield the request that a thread draws, and the next ones."""
-    yield from drawing.result()
-    yield from requests
 
 
 def _failing(error: BaseException) -> Iterator[IndexBatch]:

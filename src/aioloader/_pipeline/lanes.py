@@ -27,7 +27,7 @@ Job: TypeAlias = Callable[[BatchTask, int], Awaitable[Any]]
 Tune: TypeAlias = Callable[[float, bool], int]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False, repr=False)
 class Jobs:
     """The jobs of one batch: one for each of its samples, or one for all."""
 

@@ -5,8 +5,11 @@ calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead
 """
 
 import abc
+import asyncio
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,17 +56,53 @@ class Feed(abc.ABC):
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
+        self._next = epoch.bookmark.done  # the number of the next request
+        self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
+        # What a thread draws, and the number of the latest request of which it did.
+        self._drawing: Future[list[IndexBatch]] | None = None
+        self._long = -1
         # Of streams: batches that are not delivered again, the order of their readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: Turns | None = epoch.turns
 
     def poll(self) -> Any:
-        """Return the next batch, if it is there; else ``NOTHING``."""
-        return NOTHING
+        """Return the next batch, if there is nothing to wait for; else ``NOTHING``."""
+        is_due = perf_counter() - self._turn > TURN or self._drawing is not None
+        if is_due or (self._next != self._long and self.epoch.draws_long(self._next)):
+            return NOTHING
+        try:
+            return self.next()
+        except StopIteration:
+            return NOTHING
 
     @abc.abstractmethod
     def next(self) -> Any:
         """Return the next batch, or raise ``StopIteration``."""
+
+    async def next_async(self) -> Any:
+        """Do as ``next``; yield to other tasks about every millisecond.
+
+        What takes long to draw is drawn in a thread, and kept if the step is cancelled.
+        """
+        if perf_counter() - self._turn > TURN:
+            await asyncio.sleep(0)
+            self._turn = perf_counter()
+        number, is_over = self._next, self.is_finished
+        if not is_over and number != self._long and self.epoch.draws_long(number):
+            self._long = number
+            thread = ThreadPoolExecutor(1, "aioloader-once")
+            self._drawing = thread.submit(list, islice(self._requests, 1))
+            thread.shutdown(wait=False)
+            self._requests = _after(self._drawing, self._requests)
+        if self._drawing is not None:
+            if not self._drawing.done():
+                await asyncio.wait([asyncio.wrap_future(self._drawing)])
+            self._drawing = None
+        # Another task may take a batch during each wait; no await follows.
+        try:
+            return self.next()
+        except StopIteration:
+            raise StopAsyncIteration from None
 
     def open(self, *, requests: bool = True) -> None:  # noqa: B027  (a default)
         """Start workers, and issue the first ``requests``, before any is wanted."""
@@ -147,6 +186,14 @@ class Feed(abc.ABC):
         self.close()
 
 
+def _after(
+    drawing: "Future[list[IndexBatch]]", requests: Iterator[IndexBatch]
+) -> Iterator[IndexBatch]:
+    """Yield the request that a thread draws, and the next ones."""
+    yield from drawing.result()
+    yield from requests
+
+
 class PlainFeed(Feed):
     """Read and collate in the caller's thread, one batch at a time, as torch does.
 
@@ -176,7 +223,7 @@ class PlainFeed(Feed):
     def next(self) -> Any:
         asked = perf_counter()
         number, _, indices, _, state = self._draw()
-        began = perf_counter()
+        began, self._next = perf_counter(), number + 1
         clocks = thread_clocks(number, self._took)
         samples: list[Any] = []
         stage, outer = "fetch", UNDER_WAY.get()

@@ -58,7 +58,7 @@ class InFlight(NamedTuple):
     seconds: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Slot:
     ref: SlotRef
     memory: mmap.mmap

@@ -68,7 +68,7 @@ class LockableMap(mmap.mmap):
             unlock()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SlotPool:
     """Lease memory by size, in steps of an eighth, so that batch sizes may vary."""
 

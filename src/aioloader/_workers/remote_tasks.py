@@ -163,7 +163,7 @@ def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) ->
         pipeline.receive(task, *opened(result, task))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class RemoteError:
     """The user's exception, sent from a worker to the loader with its traceback.
 

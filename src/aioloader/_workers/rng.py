@@ -76,7 +76,7 @@ def seed_all(key: int) -> None:
     np.random.seed((key ^ key >> 32) & 0xFFFFFFFF)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Keyed:
     """Generators of one batch, for code that does not draw from the global ones."""
 

@@ -44,7 +44,7 @@ _ALIGN, _ALIGN_SMALL, _BIG = 4096, 64, 1 << 16
 _LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120  (a part of other texts)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class WorkerSpec(Recipe):
     """What every worker of a loader needs to know."""
 
@@ -128,7 +128,7 @@ def _directory(getcwd: Callable[[], str] = os.getcwd) -> str:
         return f"/proc/{os.getpid()}/cwd"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Surroundings:
     """The state of the user's process, for workers that are not forked from it."""
 

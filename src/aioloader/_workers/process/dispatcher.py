@@ -42,7 +42,7 @@ _INLINE_BYTES = 1 << 15
 _HELD = 4
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Queue:
     """A queue of requests, for any free worker or for a certain one."""
 
@@ -51,7 +51,7 @@ class Queue:
     waiting: deque[Request] = field(default_factory=deque)  # the kernel had no room
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Worker:
     """The loader's view of a worker; the process may change, the number stays."""
 
@@ -69,7 +69,7 @@ class Worker:
     has_new_copy: bool = False
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Ticket:
     """A request in flight."""
 

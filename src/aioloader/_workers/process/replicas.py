@@ -17,7 +17,7 @@ from aioloader._pipeline.position import has_state
 from aioloader.errors import WorkerDiedError
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Stream:
     """What one worker reads in one iteration."""
 
