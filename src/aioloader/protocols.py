@@ -13,7 +13,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -63,8 +63,11 @@ class BlockIterator(OneIteration, HasLifespan):
     refills: bool  # samples of its beginning fill a short batch, as all have full ones
 
     @abc.abstractmethod
-    def take(self, count: int) -> Any:
-        """Return a ``Block`` of ``count`` samples that were read already, or None."""
+    def take(self, size: int, most: int) -> Iterable[tuple[Any, dict[str, Any]]]:
+        """Take up to so many ``Block``s of ``size`` samples that were read already.
+
+        None of these failed. Each comes with the position after it.
+        """
 
     @abc.abstractmethod
     async def pull(self, limit: int, more: int = 0) -> Any:

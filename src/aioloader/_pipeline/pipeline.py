@@ -517,10 +517,13 @@ class Pipeline:
         is_plain: bool,
     ) -> None:
         """Pull the batches that were requested; announce them when it waits."""
-        began, count = time.perf_counter(), 0
-        while self._to_pull and not reader.cancelling():
-            task = self._to_pull.popleft()
-            if not stream.take(task):
+        began, count, taken = time.perf_counter(), 0, deque[BatchTask]()
+        while (taken or self._to_pull) and not reader.cancelling():
+            taken = taken or stream.take(self._to_pull)
+            if taken:
+                task = taken.popleft()
+            else:
+                task = self._to_pull.popleft()
                 self._announce_soon()
                 await self._pull(stream, task, len(self._to_pull))
             if is_plain or task.result is not None:

@@ -178,6 +178,12 @@ class Position:
         self._resume = self._loads.correction(self._dataset, is_empty=is_empty)
         return bool(self._resume)
 
+    def move(self, count: int, position: StreamState) -> StreamState:
+        """Return where one of our streams is after so many samples more."""
+        self.read += count
+        self._latest, self._at = {"dataset": position}, self.read
+        return {"read": self.read, "skip": 0, "dataset": position}
+
     def state(self, *, has_ended: bool) -> StreamState:
         """Return where the stream is after the latest batch.
 

@@ -8,7 +8,8 @@ reads the whole stream and keeps its part.
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass
 from time import perf_counter
@@ -75,13 +76,18 @@ class Stream:
         """Do as ``pull_async``, with a plain iterable."""
         run_now(self.pull_async(task))
 
-    def take(self, task: BatchTask) -> bool:
-        """Add the samples of ``task`` if they were read with an earlier batch's."""
-        task.began, source = perf_counter(), self._usual_source(task)
-        block = None if source is None else source.take(len(task.indices))
-        if block is not None:
-            self._use(block, task)
-        return block is not None
+    def take(self, tasks: deque[BatchTask]) -> deque[BatchTask]:
+        """Take the tasks whose samples were read with an earlier batch's; add these."""
+        began, source = perf_counter(), self._usual_source(tasks[0])
+        taken = deque[BatchTask]()
+        if source is not None:
+            size = len(tasks[0].indices)
+            for block, position in source.take(size, len(tasks)):
+                task = tasks.popleft()
+                task.began, task.state = began, self._position.move(size, position)
+                self._use(block, task)
+                taken.append(task)
+        return taken
 
     def _usual_source(self, task: BatchTask) -> "_Source | None":
         """Return the source, unless samples may be repeated or another rank's."""
@@ -92,12 +98,10 @@ class Stream:
 
     def _use(self, block: Block, task: BatchTask) -> None:
         """Use a block, in which no sample failed, for the whole batch."""
-        size = len(block)
         self._has_good = True
-        self.maker.policy.begin(size)
-        self._position.read += size
-        task.samples = block if self._takes_columns else list(block)
-        task.state = self._position.state(has_ended=False)
+        self.maker.policy.begin(len(block))
+        is_ready = self._takes_columns or isinstance(block, list)
+        task.samples = block if is_ready else list(block)
         task.read = perf_counter()
 
     async def pull_async(self, task: BatchTask, waiting: int = 0) -> None:
@@ -112,6 +116,8 @@ class Stream:
         if block is None:
             await self._pull(task, waiting)
         else:
+            self._position.read += len(block)
+            task.state = self._position.state(has_ended=False)
             self._use(block, task)
 
     async def _pull(self, task: BatchTask, waiting: int = 0) -> None:
@@ -418,20 +424,16 @@ class _Source:
         self._start = repeated  # where ours repeats samples; None: from the first one
         self._has_repeated = repeated is not None  # since its latest beginning
 
-    def take(self, count: int) -> Block | None:
-        """Return so many samples that are there, none of which failed; else None."""
+    def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
+        """Do as one of aioloader's ``BlockIterator``s."""
         is_there = self._is_own and self.rest is None
-        block: Block | None = self._iterator.take(count) if is_there else None
-        return None if block is None else self._whole(block, count, has_ended=False)
+        return self._iterator.take(size, most) if is_there else ()
 
     async def take_async(self, count: int) -> Block | None:
         """Read so many samples, none of which fails; else None, and ``read`` them."""
         if self.rest is not None:
             return None
         block, has_ended = await self._pull(min(count, self._most), 0)
-        return self._whole(block, count, has_ended=has_ended)
-
-    def _whole(self, block: Block, count: int, *, has_ended: bool) -> Block | None:
         is_list = isinstance(block, list)
         is_whole = len(block) == count and not has_ended
         if not is_whole or (is_list and Bad in set(map(type, block))):

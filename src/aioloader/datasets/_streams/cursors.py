@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from aioloader._base.blocks import Block, join, unreadable
+from aioloader._base.blocks import Bad, Block, join, unreadable
 from aioloader._base.outlast import cancel
 from aioloader._base.warnings import warn
 from aioloader._order.ranks import Share
@@ -166,6 +166,20 @@ class Cursor:
             return whole[start : start + limit]
         self._block, self.ready = [], 0
         return whole[start:] if start else whole
+
+    def take_blocks(self, size: int, most: int) -> list[Block]:
+        """Return up to so many blocks of ``size`` samples, up to one that failed."""
+        stop, blocks = len(self._block), list[Block]()
+        start = stop - self.ready
+        for at in range(start, min(stop - size + 1, start + size * most), size):
+            block = self._block[at : at + size]
+            if isinstance(block, list) and Bad in set(map(type, block)):
+                break
+            blocks.append(block)
+        self.ready -= size * len(blocks)
+        if not self.ready:
+            self._block = []
+        return blocks
 
     def pass_on(self, count: int) -> None:
         """Note that ``count`` samples that were taken have been passed on."""

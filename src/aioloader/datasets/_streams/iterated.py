@@ -382,22 +382,25 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
     def again(self, state: State | None) -> "StreamIterator[Sample_co]":
         return StreamIterator(self._stream, self.epoch, self._deal, state)
 
-    def take(self, count: int) -> Block | None:
-        """Return ``count`` samples that were read already, or None.
-
-        A failed sample is a ``Bad`` in a list.
-        """
+    def take(self, size: int, most: int) -> list[tuple[Block, State]]:
         readers = self._readers
         is_usual = self.fills and not (self.leaves_out or self._is_closed)
         if readers is None or not is_usual or self._refusal is not None:
-            return None
-        mark = self._mark or self._now()
-        block = readers.take(count)
-        if block is not None:  # the last of a block has an exact state again
-            is_within = readers.has_more() and not self._is_mixed
-            self._mark = mark if is_within else None
-            self._since = self._since + count if self._mark else 0
-        return block
+            return []
+        if not readers.has_more(size):
+            return []
+        mark, before = self._mark or self._now(), self._since
+        blocks = readers.take(size, 1 if self._is_mixed else most)
+        self._mark, self._since = mark, before + size * len(blocks)
+        position, step = mark["position"], self._deal.ranks
+        positions = [
+            {**mark, "position": position + (before + size * k) * step}
+            for k in range(1, 1 + len(blocks))
+        ]
+        if self._is_mixed or not readers.has_more():
+            self._mark, self._since = None, 0
+            positions[-1:] = [self._now()][: len(blocks)]
+        return list(zip(blocks, positions, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:
         """Return the samples at the next ``limit`` positions; None: the next sample.

@@ -67,18 +67,16 @@ class Alone:
         self.at += 1
         return block
 
-    def has_more(self) -> bool:
-        """Tell whether samples can be taken that were read already."""
-        return self._cursor.ready > 0
+    def has_more(self, count: int = 1) -> bool:
+        """Tell whether so many samples can be taken that were read already."""
+        return self._cursor.ready >= count and not self._again
 
-    def take(self, count: int) -> Block | None:
-        """Return ``count`` samples, if so many were read already."""
-        if self._cursor.ready < count or self._again:
-            return None
-        block = self._cursor.take(count)
-        self._taken += count
-        self.at += count
-        return block
+    def take(self, size: int, most: int) -> list[Block]:
+        """Return up to so many blocks of ``size`` samples, up to one that failed."""
+        blocks = self._cursor.take_blocks(size, most)
+        self._taken += size * len(blocks)
+        self.at += size * len(blocks)
+        return blocks
 
     async def one(self) -> Block | None:
         """Return a block of the next sample; None at the end.
@@ -258,11 +256,12 @@ class Readers:
                 return None
         return block
 
-    def has_more(self) -> bool:
+    def has_more(self, _count: int = 1) -> bool:
+        """Return False: positions of readers that have ended have no samples."""
         return False
 
-    def take(self, _count: int) -> None:
-        """Return nothing: positions of readers that have ended have no samples."""
+    def take(self, _size: int, _most: int) -> list[Block]:
+        return []
 
     async def pull(self, limit: int, _more: int = 0) -> Block | None:
         """Return the samples at the next ``limit`` positions; None at the end.
