@@ -158,6 +158,7 @@ class BatchMaker(Recipe):
     # The state that the dataset loads before the first read, if there is one: batches
     # that were read ahead for an iteration before may have changed it since the load.
     begins: list[Any] = field(default_factory=list, init=False)
+    took: float = field(default=1.0, init=False)  # seconds of the latest batch
     # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
@@ -231,7 +232,7 @@ class BatchMaker(Recipe):
             enter: Called with the name of each stage after the first, if given.
             seeded: Whether user code runs, which may draw random numbers.
         """
-        clocks = thread_clocks(task.number)
+        clocks = thread_clocks(task.number, self.took)
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -249,6 +250,7 @@ class BatchMaker(Recipe):
                     result = self.collate(task)
                     if clocks is not None:
                         task.spent = spent(clocks)
+                    self.took = task.collated - task.began
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:
