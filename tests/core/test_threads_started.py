@@ -53,30 +53,27 @@ TAKEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", TAKEN)
 async def test_no_thread_is_started(what: str, monkeypatch: MONKEYS) -> None:
-    """Reads are async or of a list; small batches are collated by torch's rules."""
+    """Reads are async, or of a list, and batches are collated by torch's rules."""
     await TAKEN["a request"]()  # the first of a process imports modules in a thread
     with counted_starts(monkeypatch) as started:
         assert await TAKEN[what]()
     assert started == []
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        make("thread", [*range(20)], transform=abs),
-        make("thread", [*range(20)], collate_fn=list),
-        make("thread", [torch.zeros(1 << 17)] * 4),
-        make("thread", [torch.zeros(1 << 17)] * 4, batch_size=1),
-        make("thread", SyncMap()),
-    ],
-    ids=["transform", "collate_fn", "large", "of any size", "dataset"],
-)
-async def test_a_thread_runs_what_may_take_long(
-    loader: DataLoader[Any], monkeypatch: MONKEYS
-) -> None:
-    """The user's code, and large batches, of a list too."""
+SLOW: dict[str, Callable[[], DataLoader[Any]]] = {
+    "transform": lambda: make("thread", [*range(20)], transform=abs),
+    "collate_fn": lambda: make("thread", [*range(20)], collate_fn=list),
+    "large": lambda: make("thread", [torch.zeros(1 << 17)] * 4),
+    "of any size": lambda: make("thread", [torch.zeros(1)] * 4, batch_size=1),
+    "dataset": lambda: make("thread", SyncMap()),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+async def test_a_thread_runs_what_may_be_slow(what: str, monkeypatch: MONKEYS) -> None:
+    """The user's code; and large batches, of a list too."""
     with counted_starts(monkeypatch) as started:
-        assert await collect(loader)
+        assert await collect(SLOW[what]())
     assert "aioloader-cpu" in started
 
 

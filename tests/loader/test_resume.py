@@ -20,6 +20,7 @@ from samples import AsyncBatchMap, AsyncMap, SyncMap
 from working import Drawing, Numbers, draw, draw_own
 
 Loader: Any = DataLoader  # options are tables here
+THREADS: dict[str, Any] = {"num_workers": 3, "workers": "thread"}
 Make = Callable[..., DataLoader[Any]]
 
 
@@ -41,14 +42,7 @@ LOADERS: dict[str, Make] = {
     "draws by sample": make(Numbers(10), 3, transform=draw, rng="sample"),
     "moved": make(Drawing(10), 3, shuffle=True, rng="batch", device="cpu"),
     "ahead": make(Numbers(10), 3, shuffle=True, prefetch_factor=4),
-    "threads": make(
-        Numbers(10),
-        3,
-        shuffle=True,
-        transform=draw_own,
-        num_workers=3,
-        workers="thread",
-    ),
+    "threads": make(Numbers(10), 3, shuffle=True, transform=draw_own, **THREADS),
     "thread": make(
         AsyncMap(10), 3, transform=draw_own, num_workers=1, workers="thread"
     ),
@@ -57,9 +51,7 @@ LOADERS: dict[str, Make] = {
     "async batches": make(AsyncBatchMap(10), 3, shuffle=True),
     "async draws": make(AsyncMap(10), 3, transform=draw, rng="batch"),
     "any order": make(AsyncMap(10), 2, shuffle=True, in_order=False),
-    "threads, any order": make(
-        Numbers(10), 2, num_workers=3, workers="thread", in_order=False
-    ),
+    "threads, any order": make(Numbers(10), 2, in_order=False, **THREADS),
 }
 
 
@@ -88,8 +80,8 @@ async def test_every_k_on_the_callers_loop(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "others"),
     [
-        ({}, {"num_workers": 3, "workers": "thread"}),
-        ({"num_workers": 3, "workers": "thread"}, {"prefetch_factor": 4}),
+        ({}, THREADS),
+        (THREADS, {"prefetch_factor": 4}),
         ({"num_workers": 1, "workers": "thread"}, {"device": "cpu"}),
         ({"device": "cpu"}, {"in_order": False}),
         ({"in_order": False}, {"num_workers": 1}),
@@ -130,13 +122,8 @@ class Gated:
 def test_out_of_order(taken: int) -> None:
     """The first batch comes last: what was delivered before it is not read again."""
     dataset = Gated(14, closed={0})
-    options: dict[str, Any] = {
-        "num_workers": 2,
-        "workers": "thread",
-        "in_order": False,
-        "batch_size": 2,
-        "shuffle": False,
-    }
+    options: dict[str, Any] = {"batch_size": 2, "in_order": False, **THREADS}
+    options["num_workers"] = 2
     loader: Any = DataLoader(dataset, **options)
     iterator = iter(loader)
     delivered = [next(iterator).tolist() for _ in range(taken)]

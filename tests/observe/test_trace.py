@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import BuiltinMethodType
 from typing import Any
 
 import pytest
@@ -134,8 +135,8 @@ def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     found = [one["args"] for one in of_kind(events, "collate")]
     batches = [(one["epoch"], one["batch"]) for one in found]
     assert sorted(batches) == [*((0, n) for n in range(1, 3000)), (1, 0)]
-    assert under_way.append == under_way.latest.append
-    assert len(under_way.latest) == 1024
+    assert isinstance(under_way.append, BuiltinMethodType)  # as quick as before
+    assert len(under_way) == 1024
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -8,13 +8,7 @@ import pytest
 from aioloader._base.records import LoopLag, Record, Setting
 from aioloader._observe.stats import LoaderStats
 from aioloader._observe.verdict import Report, report
-from observe.clock import (
-    Clock,
-    Ticks,
-    advised,
-    changed,
-    seconds_per_batch,
-)
+from observe.clock import Clock, Ticks, advised, changed, seconds_per_batch
 
 PROCESSES = Setting(
     "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=8

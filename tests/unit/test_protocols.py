@@ -4,18 +4,10 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from torch.utils.data import (
-    ConcatDataset,
-    StackDataset,
-    Subset,
-)
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from aioloader import DataLoader
-from aioloader.protocols import (
-    OwnStream,
-    batch_getter,
-    reads_async,
-)
+from aioloader.protocols import OwnStream, batch_getter, reads_async
 from samples import AsyncBatchMap, AsyncMap, SyncMap
 
 

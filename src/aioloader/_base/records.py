@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 from aioloader._base.machine import RunTimes, run_times
 
@@ -96,19 +96,12 @@ class Copy(NamedTuple):
     nbytes: int  # bytes copied
 
 
-@dataclass(eq=False, repr=False)
-class Latest(Generic[T]):
-    """The latest records of one epoch."""
+class Latest(deque[T]):
+    """The latest records of one epoch; sinks get each later one, too."""
 
-    # The kept records, the latest last.
-    latest: deque[T] = field(default_factory=partial(deque, maxlen=KEPT))
-    # Adds a record and passes it to the sinks. Replaced when these change, so that
-    # without any it is as fast as the deque's.
-    append: Callable[[T], None] = field(init=False, repr=False)
-    _sinks: tuple[Callable[[T], None], ...] = ()
-
-    def __post_init__(self) -> None:
-        self.append = self.latest.append
+    def __init__(self) -> None:
+        super().__init__(maxlen=KEPT)
+        self._sinks: tuple[Callable[[T], None], ...] = ()
 
     def add_sink(self, sink: Callable[[T], None]) -> None:
         """Call ``sink`` with each later record, in the thread that adds it."""
@@ -118,9 +111,8 @@ class Latest(Generic[T]):
         self._pass_to(tuple(one for one in self._sinks if one != sink))
 
     def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
-        self._sinks = sinks
-        each = (self.latest.append, *sinks)
-        self.append = partial(_add, each) if sinks else self.latest.append
+        self._sinks, add = sinks, super().append
+        self.append = partial(_add, (add, *sinks)) if sinks else add  # type: ignore[method-assign]
 
 
 def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:
@@ -293,7 +285,7 @@ class Counters:
         self.clocks.append((time.perf_counter(), time.process_time()))
 
     def recorded(self) -> list[Record]:
-        return [Record(*one) for one in list(self.records.latest)]
+        return [Record(*one) for one in list(self.records)]
 
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""
@@ -308,7 +300,6 @@ class Counters:
         return (after - before) / max(1e-9, ended - began)
 
 
-@dataclass(eq=False, repr=False)
 class Pace:
     """How quickly a loader's batches are made, in all its epochs."""
 

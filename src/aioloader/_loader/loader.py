@@ -346,8 +346,10 @@ class DataLoader(TorchLoader[Batch]):
             torch_compat.refuse_keyed(self)
         self._epochs = EpochNumbers(index_sampler_of(self.sampler, self.batch_sampler))
         self._live = Runtime(dataset, self._epochs)
+        # As checked: an iteration need not check what was not assigned meanwhile.
+        options = self._live.options = Options(attributes_of(self), WHOLE)
         if self.num_workers:
-            self._live.warm(Options(attributes_of(self), WHOLE))
+            self._live.warm(options)
         self.__initialized = True  # from here on ``__setattr__`` guards
 
     def __getstate__(self) -> dict[str, Any]:
@@ -496,7 +498,7 @@ class DataLoader(TorchLoader[Batch]):
             iteration=counters.iteration,
             _records=counters.recorded(),
             _setting=self._live.setting(),
-            _copies=list(counters.copies.latest),
+            _copies=list(counters.copies),
             _alone=[*counters.alone],
         )
 

@@ -43,7 +43,7 @@ from aioloader.protocols import (
     reads_async,
 )
 
-_OF_LISTS = {list.__getitem__, tuple.__getitem__}
+_OF_LISTS = (list.__getitem__, tuple.__getitem__)
 # Arguments whose number the loader may choose, and their first values.
 FIRST = {"num_workers": 1, "prefetch_factor": 2, "concurrency": 32}
 
@@ -95,6 +95,7 @@ class Options(Added):
         at_most: How many may fail.
         kind: How samples leave the dataset.
         is_own_stream: Whether it is one of aioloader's streams, which know about ranks.
+        is_list: Whether it is a list or a tuple.
         reads_async: Whether a coroutine reads samples.
         transforms_async: Whether the transform is async.
         collates_async: Whether ``collate_fn`` is async.
@@ -129,15 +130,14 @@ class Options(Added):
         numbers = self.num_workers, self.prefetch_factor, self.concurrency
         is_limit = 0 < self.timeout < threading.TIMEOUT_MAX
         self.chooses = any(isinstance(one, (Chosen, str)) for one in numbers)
-        self.follows_concurrency = self.prefetch_factor is None or isinstance(
-            self.prefetch_factor, Chosen
-        )
+        factor = self.prefetch_factor
+        self.follows_concurrency = factor is None or isinstance(factor, Chosen)
         self.on_failure, self.at_most = parts_of(self.on_error)
         self.kind = kind = kind_of(self.dataset)
         self.is_own_stream = isinstance(self.dataset, OwnStream)
-        self.reads_async = kind is Kind.ASYNC_ITERABLE or (
-            kind is Kind.MAP and reads_async(self.dataset)
-        )
+        self.is_list = getattr(type(self.dataset), "__getitem__", None) in _OF_LISTS
+        is_async = kind is Kind.MAP and reads_async(self.dataset)
+        self.reads_async = kind is Kind.ASYNC_ITERABLE or is_async
         self.transforms_async = is_async_function(self.transform)
         self.collates_async = is_async_function(self.collate_fn)
         is_async = self.reads_async or self.transforms_async or self.collates_async
@@ -288,17 +288,14 @@ class Options(Added):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether batches are small ones of a list, for an async consumer.
+        """Tell whether batches of a list are small ones, for an async consumer.
 
-        To collate one takes less time than to pass it from a thread to the consumer's
-        loop, and runs none of the user's code. The first sample has the size of all:
-        samples of one batch have one shape, but batches of one sample may differ.
+        To collate one takes less time than to pass it between threads, and runs none of
+        the user's code. All samples of a batch have the size of the first.
         """
-        get, size = getattr(type(self.dataset), "__getitem__", None), order.size
-        is_list = get in _OF_LISTS and isinstance(order, IndexOrder)
-        if not (is_list and self.is_bare) or (self.batched and size == 1):
-            return False
-        return collates_quickly(self.collate_fn, self.dataset[:1] * (size or 1))
+        size, is_any = order.size or 1, self.batched and order.size == 1
+        is_known = self.is_bare and isinstance(order, IndexOrder) and not is_any
+        return is_known and collates_quickly(self.collate_fn, self.dataset[:1] * size)
 
     @property
     def index_sampler(self) -> Any:

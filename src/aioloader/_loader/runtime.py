@@ -152,22 +152,17 @@ class Runtime:
             if saved is None:
                 self.numbers.reserve(epoch)
             self._begin(options, epoch)
-            is_bare = options.is_bare
-            if not is_bare or (is_async and not options.is_at_hand(epoch.order)):
+            is_bare = not is_async and options.is_bare
+            if not (is_bare or (options.is_list and options.is_at_hand(epoch.order))):
                 from aioloader._loader.sources import make_source
 
                 # Kept at once: an interrupt may come before the caller has it.
                 feed = make_source(options, epoch, self, is_async=is_async)
                 claim.prepared = feed
                 return feed
-            return PlainFeed(
-                epoch,
-                options.dataset,
-                options.collate_fn,
-                self.slots,
-                batched=options.batched,
-                concurrency=options.concurrency,
-            )
+            given = epoch, options.dataset, options.collate_fn, self.slots
+            batched, concurrency = options.batched, options.concurrency
+            return PlainFeed(*given, batched=batched, concurrency=concurrency)
         except BaseException as error:  # noqa: BLE001  (raised)
             if epoch is not None:
                 self.numbers.release(epoch)

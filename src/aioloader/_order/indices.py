@@ -36,7 +36,7 @@ State: TypeAlias = dict[str, Any]
 WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 # Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
-_BLOCK, _SHUFFLED_BLOCK = 1 << 15, 1 << 13
+_BLOCK, _SHUFFLED_BLOCK, _FIRST_BLOCK = 1 << 15, 1 << 13, 1 << 10
 # Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
 _VIEWS = 256
 # Indices up to which a permutation is drawn in about a millisecond.
@@ -150,9 +150,9 @@ class IndexOrder(Order):
         # last batch, which runs into the end, or else after the last one.
         short = n // whole if n % whole and not self.drop_last else None
         stop = n - n % whole if self.drop_last else n
-        step = max(1, (_SHUFFLED_BLOCK if lazy else _BLOCK) // whole) * whole
-        for at in range(start * whole, stop, step):
-            end = min(at + step, stop)
+        at, size = start * whole, _FIRST_BLOCK if lazy else _BLOCK
+        while at < stop:
+            end = min(at + max(1, size // whole) * whole, stop)
             block = torch.from_numpy(lazy.take(at, end)) if lazy else indices[at:end]
             if as_lists and is_alone:
                 block = list(block) if type(block) is range else block.tolist()
@@ -173,6 +173,7 @@ class IndexOrder(Order):
                 if len(own):
                     own = _listed(own) if as_lists else own
                     yield IndexBatch(number, number * whole + rank, own, padding)
+            at, size = end, _SHUFFLED_BLOCK if lazy else _BLOCK
         self._end()
 
     def _end(self) -> None:

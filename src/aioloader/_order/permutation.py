@@ -20,6 +20,7 @@ Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 
 MAX_N = 2**63
 _ROUNDS = 8
+_TABLED = 10  # bits of a half up to which all hashes are computed at once
 _BLOCK = 1 << 12
 # Odd constants of the SplitMix64 finaliser (Steele et al., OOPSLA 2014).
 _GAMMA = 0x9E3779B97F4A7C15
@@ -84,12 +85,12 @@ class ShuffledIndices(KeyedOrder):
             raise ValueError(f"n must be from 0 to 2**63, got {n}")
         # Two halves of the same width, so the domain is at most 4n.
         self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
-        self._keys = self._round_keys()
+        self._rounds: Words | None = None  # their keys or hashes, once needed
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of ``epoch``; calling it twice changes nothing more."""
         super().set_epoch(epoch)
-        self._keys = self._round_keys()
+        self._rounds = None
 
     def take(self, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return the indices at positions ``start`` to ``stop``.
@@ -151,7 +152,7 @@ class ShuffledIndices(KeyedOrder):
     def __repr__(self) -> str:
         return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"
 
-    def _round_keys(self) -> list[np.uint64]:
+    def _round_keys(self) -> Words:
         state = 0
         for value in (self.n, self.seed, self.epoch):
             # Any integer, with its sign, in 64-bit words.
@@ -159,14 +160,23 @@ class ShuffledIndices(KeyedOrder):
             data = value.to_bytes(8 * size, "little", signed=True)
             for word in memoryview(data).cast("Q"):
                 state = _splitmix(state ^ word)
-        return [np.uint64(_splitmix(state + i * _GAMMA)) for i in range(_ROUNDS)]
+        keys = [_splitmix(state + i * _GAMMA) for i in range(_ROUNDS)]
+        return np.array(keys, np.uint64)
 
     def _permute(self, values: Words) -> Words:
         half = np.uint64(self._half)
         mask = np.uint64((1 << self._half) - 1)
+        is_tabled, rounds = self._half <= _TABLED, self._rounds
+        if rounds is None:
+            rounds = self._round_keys()
+            if is_tabled:
+                halves = np.arange(1 << self._half, dtype=np.uint64)
+                rounds = _hash(np.bitwise_xor.outer(rounds, halves)) & mask
+            self._rounds = rounds
         left, right = values >> half, values & mask
-        for key in self._keys:
-            left, right = right, left ^ (_hash(right ^ key) & mask)
+        for key in rounds:
+            hashed = key[right] if is_tabled else _hash(right ^ key) & mask
+            left, right = right, left ^ hashed
         return (left << half) | right
 
 

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, Final, NoReturn
 
 from aioloader._base.cpu_threads import CpuThread, stack_of
-from aioloader._base.forks import fork_safe
 from aioloader._base.outlast import in_thread
 from aioloader._base.retry import last_error
 from aioloader._base.warnings import warn
@@ -85,7 +84,6 @@ class AheadFeed(Feed):
         self._is_exhausted = False  # there is nothing more to request
         self._is_cut = False  # cut short: by an error of the sampler, say
         self._repeats = False  # the requests are for samples of a stream's beginning
-        self._lock = fork_safe(threading.RLock())
 
     # -- next, for threads and for tasks ------------------------------------------
 

@@ -159,9 +159,9 @@ class BatchMaker(Recipe):
     # The state that the dataset loads before the first read, if there is one: batches
     # that were read ahead for an iteration before may have changed it since the load.
     begins: list[Any] = field(default_factory=list, init=False)
+    took: float = field(default=1.0, init=False)  # seconds of the latest batch
     # How many reads of coroutines have failed, those retried too.
     failed_reads: int = field(default=0, init=False)
-    _took: float = field(default=1.0, init=False)  # seconds of making the latest batch
     # Looked up once: a look-up per sample takes 5 % of the time of a small one.
     get: Callable[[Any], Any] = field(init=False)
     get_batch: Callable[[Any], Any] | None = field(init=False, default=None)
@@ -234,7 +234,7 @@ class BatchMaker(Recipe):
             enter: Called with the name of each stage after the first, if given.
             seeded: Whether user code runs, which may draw random numbers.
         """
-        clocks = thread_clocks(task.number, self._took)
+        clocks = thread_clocks(task.number, self.took)
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
@@ -245,7 +245,7 @@ class BatchMaker(Recipe):
                 result = self._made(task, read, enter)
             if clocks is not None:
                 task.spent = spent(clocks)
-            self._took = task.collated - (task.began or task.transformed)
+            self.took = task.collated - (task.began or task.transformed)
         except BaseException as error:  # handed to the consumer
             return BatchResult(error=error)
         finally:

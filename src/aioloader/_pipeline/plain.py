@@ -6,6 +6,7 @@ calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead
 
 import abc
 import asyncio
+import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aioloader._base.awaitables import close_coroutines, holds_awaitables
 from aioloader._base.blocks import Bad
 from aioloader._base.failures import Failure, noted
+from aioloader._base.forks import fork_safe
 from aioloader._base.raising import raisable
 from aioloader._base.records import (
     Counters,
@@ -56,11 +58,10 @@ class Feed(abc.ABC):
         self._records = epoch.counters.records
         self._progress = epoch.progress
         self._requests: Iterator[IndexBatch] = epoch.requests(as_lists=self._as_lists)
+        self._lock = fork_safe(threading.RLock())
         self._next = epoch.bookmark.done  # the number of the next request
         self._turn = 0.0  # when other tasks of the consumer's loop last had a turn
-        # What a thread draws, and the number of the latest request of which it did.
-        self._drawing: Future[list[IndexBatch]] | None = None
-        self._long = -1
+        self._drawing: Future[list[IndexBatch]] | None = None  # what a thread draws
         # Of streams: batches that are not delivered again, the order of their readers.
         self._dropped: frozenset[int] = epoch.dropped
         self._turns: Turns | None = epoch.turns
@@ -87,9 +88,8 @@ class Feed(abc.ABC):
         if perf_counter() - self._turn > TURN:
             await asyncio.sleep(0)
             self._turn = perf_counter()
-        number, is_over = self._next, self.is_finished
-        if not is_over and number != self._long and self.epoch.draws_long(number):
-            self._long = number
+        is_free = not (self.is_finished or self._drawing)
+        if is_free and self.epoch.draws_long(self._next):
             thread = ThreadPoolExecutor(1, "aioloader-once")
             self._drawing = thread.submit(list, islice(self._requests, 1))
             thread.shutdown(wait=False)
@@ -100,7 +100,8 @@ class Feed(abc.ABC):
             self._drawing = None
         # Another task may take a batch during each wait; no await follows.
         try:
-            return self.next()
+            with self._lock:  # there may be a loop in another thread
+                return self.next()
         except StopIteration:
             raise StopAsyncIteration from None
 

@@ -263,12 +263,7 @@ class Supervisor:
 
 
 def be_forked(
-    control: Channel,
-    loader: int,
-    spec: WorkerSpec,
-    ends: list[int],
-    *,
-    collects: bool,
+    control: Channel, loader: int, spec: WorkerSpec, ends: list[int], *, collects: bool
 ) -> None:
     """Run the supervisor that ``iter()`` forks from the user's process.
 
