@@ -68,8 +68,6 @@ T = TypeVar("T")
 # A piece of a file fits into one core's cache, where it is parsed; several are worth
 # the switch to a thread.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
-# A piece read without a thread: parsing it must not hold the loop for long.
-_CACHED_PIECE = 1 << 17
 
 
 class Client:
@@ -419,16 +417,14 @@ class FileBytes:
         if self._at:
             await self._file.seek(self._at)
 
-    def read_here(self, *, is_cached: bool = False) -> Any:
+    def read_here(self, cached: int = 0) -> Any:
         """Return the next piece of the open file, which must be unchanged.
 
-        Without a thread it is a small one, ``is_cached``; None if that might wait, for
-        a disk or network.
+        Without a thread it has at most so many ``cached`` bytes; None if that might
+        wait, for a disk or network.
         """
         assert self.version is not None
-        size, most = self.version.size, self._length
-        if is_cached:
-            most = min(_CACHED_PIECE, most)
+        size, most = self.version.size, min(cached or self._length, self._length)
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
@@ -437,7 +433,7 @@ class FileBytes:
         # The file of aiofiles would use another thread.
         file: int = self._file.fileno()
         try:
-            read = _read_cached if is_cached else _read_into
+            read = _read_cached if cached else _read_into
             length = read(file, self._buffer[:wanted]) if wanted else 0
             if length is None:
                 return None
