@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import math
 import ssl
 import struct
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from aioloader.datasets import (
     TextDataset,
     from_iterable,
 )
+from aioloader.datasets._stores import bytes as stored_bytes
 from aioloader.errors import DatasetError, ObjectNotFoundError
 from beside import beside
 from datasets.changing import ChangingServer
@@ -110,22 +112,24 @@ async def test_what_is_not_there_is_told_at_once() -> None:
 
 
 @pytest.mark.slow
-async def test_no_more_is_in_flight_than_the_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_far", [True, False])
+async def test_a_near_store_is_asked_for_less_than_the_budget(
+    is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However quickly this machine answers.
+    monkeypatch.setattr(stored_bytes, "_FAR", 0.0 if is_far else math.inf)
     body = big_shard(1500, 8000)
     with ObjectServer({f"{at}.tar": body for at in range(4)}) as server:
         stream = TarDataset(
             "{0..3}.tar", store=server.url, interleave=4, max_bytes=4 << 20
         )
         async with aiter(stream) as iterator:
-            await anext(iterator)
-            await asyncio.to_thread(
-                server.wait_for, lambda: server.counts().in_flight == 0
-            )
-            assert server.counts().bytes <= 4 << 20
-            count = 1
-            async for _ in iterator:
-                count += 1
-    assert count == 6000
+            [await anext(iterator) for _ in range(80)]  # beyond the first pieces
+            idle = partial(server.wait_for, lambda: server.counts().in_flight == 0)
+            await asyncio.to_thread(idle)
+            assert (server.counts().bytes > 3 << 20) is is_far
+            assert server.counts().bytes <= 5 << 20
+            assert len([sample async for sample in iterator]) == 6000 - 80
 
 
 async def test_small_shards_are_requested_far_ahead() -> None:
@@ -157,9 +161,8 @@ async def test_large_shards_are_begun_one_by_one(first: int) -> None:
         async with aiter(stream) as iterator:
             for taken in range(first + 3 * each):
                 await anext(iterator)
-                await asyncio.to_thread(
-                    server.wait_for, lambda: server.counts().in_flight == 0
-                )
+                idle = partial(server.wait_for, lambda: server.counts().in_flight == 0)
+                await asyncio.to_thread(idle)
                 # A piece of a quarter of the budget has been cut, and is not yet taken.
                 held = server.counts().bytes - taken * size
                 assert held <= 1.25 * budget, taken
@@ -227,14 +230,11 @@ def table_bytes(rows: int, ending: str = "parquet") -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "ending"), [(ParquetDataset, "parquet"), (ArrowDataset, "arrow")]
-)
-async def test_tables_through_a_cache(tmp_path: Path, make: Any, ending: str) -> None:
+@pytest.mark.parametrize("make", [ParquetDataset, ArrowDataset])
+async def test_tables_through_a_cache(tmp_path: Path, make: Any) -> None:
     """No more is read than without it, and in a warm epoch nothing is asked for."""
-    with ObjectServer(
-        {f"{at}.x": table_bytes(16_000, ending) for at in range(2)}
-    ) as server:
+    body = table_bytes(16_000, "parquet" if make is ParquetDataset else "arrow")
+    with ObjectServer({f"{at}.x": body for at in range(2)}) as server:
 
         async def epoch(**options: Any) -> int:
             stream = make("{0..1}.x", store=server.url, columns=["b"], **options)

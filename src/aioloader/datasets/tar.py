@@ -23,8 +23,6 @@ from struct import Struct
 from typing import Any, ClassVar, TypeAlias, Unpack
 from zlib import adler32
 
-from typing_extensions import Buffer
-
 from aioloader._base.blocks import Bad
 from aioloader._base.warnings import warn
 from aioloader.datasets._checks import check_at_least, check_word, names_options
@@ -62,9 +60,9 @@ _EXTENDED = b"LKxXg"
 _PLAIN = b"0\0"
 _BODILESS = b"123456"  # links, devices, directories, fifos: whatever their size field
 
-# Name, size, checksum, and the rest, from the typeflag on, which members of
-# the same type and owner share.
-_FIELDS = Struct("100s24x12s12x8s356s")
+# All before the checksum (name and size are in it), the checksum, and the rest, from
+# the typeflag on, which members of the same type and owner share.
+_FIELDS = Struct("148s8s356s")
 _TAIL = 156
 # Most endings of names that are cached, and samples that are remembered.
 _ENDINGS = 64
@@ -84,22 +82,6 @@ _NO_SIZE = 1 << 62
 
 class DamageError(Exception):
     """What is damaged, without its place."""
-
-
-def _read_plain(head: Buffer, fields: tuple[bytes, ...], tail_sum: int) -> int:
-    """Return the size in a header; -1 if the checksum or another field is not plain.
-
-    The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521, which 148
-    bytes do not reach: exact, and much faster than ``sum``.
-    """
-    try:
-        checksum = int(fields[2].rstrip(b"\0 "), 8)
-        size = int(fields[1].rstrip(b"\0 "), 8)
-    except ValueError:
-        return -1
-    # 255: eight spaces in place of the checksum, less the 1.
-    is_sound = (adler32(head) & 0xFFFF) + 255 + tail_sum == checksum
-    return size if is_sound else -1
 
 
 def _is_sound(block: bytes) -> bool:
@@ -294,25 +276,31 @@ class _Archive:
         base, length, ready, want = feed.at - at, len(view), self._ready, feed.want
         start, name, member = at, b"", None
         while (body := at + _BLOCK) <= length and len(ready) < want:
-            fields = _FIELDS.unpack_from(view, at)
-            if fields[3] != self._tail:
+            head, checksum, tail = _FIELDS.unpack_from(view, at)
+            if tail != self._tail:
                 block = bytes(view[at:body])
                 if block[_TAIL] == _PAX and (following := self._pass_pax(block, body)):
                     at = following
                     continue
                 if not self._learn(block):
                     break
-            size = _read_plain(view[at : at + 148], fields, self._tail_sum)
-            if size < 0:
+            try:
+                size = int(head[124:136].rstrip(b"\0 "), 8)
+                expected = int(checksum.rstrip(b"\0 "), 8)
+            except ValueError:
                 break
-            name = fields[0]
+            # The low half of an Adler sum is 1 and the sum of the bytes, modulo 65521,
+            # which 148 bytes do not reach: exact, and much faster than `sum`.
+            if (adler32(head) & 0xFFFF) + self._tail_sum != expected or size < 0:
+                break
+            name = head[:100]
             field = self._place(name, size, base + start)
             start = at = (stop := body + size) + (-size & 511)
             if at > length:
                 start, member = body, (field, size)
                 break
             if field is not None:
-                self._fields[field] = bytes(view[body:stop])
+                self._fields[field] = view[body:stop].tobytes()
         if name:
             self._name = _read_text(name)
         feed.used = start
@@ -333,7 +321,8 @@ class _Archive:
         is_plain = block[_TAIL] in _PLAIN and not block[345]
         if is_plain:
             self._tail = block[_TAIL:]
-            self._tail_sum = sum(self._tail.translate(None, b"\0"))
+            # 255: eight spaces in place of the checksum, less the 1 of an Adler sum.
+            self._tail_sum = sum(self._tail.translate(None, b"\0")) + 255
         return is_plain
 
     def _read_headers(self) -> Generator[Any, None, _Member | None]:
@@ -453,13 +442,10 @@ class _Archive:
         )
 
     def _cut_header(self, received: int) -> TruncatedReadError:
-        begin, what = (
-            self._feed.at - received,
-            f"the header after member {self._name!r}",
-        )
+        what = f"the header after member {self._name!r}"
         if not self._name:
             what = "its first header (is it a tar archive, and not compressed?)"
-        return self._cut(what, begin, _BLOCK, received)
+        return self._cut(what, self._feed.at - received, _BLOCK, received)
 
     def _cut(
         self, what: str, begin: int, expected: int, received: int
@@ -486,22 +472,24 @@ class _Archive:
         ones are split faster: the ending is known, and nothing else is special.
         """
         stem, dot, ending = name.partition(b".")
-        field = self._endings.get(ending)
+        field, known = self._endings.get(ending), None
         if field is None or stem != self._stem:
             is_plain = field is not None and stem and 0 not in stem
             if is_plain and stem[-1] != _SLASH and stem[0] != _LOW_LINE:
-                self._begin(stem.decode("utf-8", "surrogateescape"), start)
-                self._stem = stem
-            else:
-                split = split_name(_read_text(name))
-                if split is None:
-                    return None
+                key, known = stem.decode("utf-8", "surrogateescape"), stem
+            elif split := split_name(_read_text(name)):
                 key, field = split
-                self._begin(key, start)
                 if dot and b"\0" not in stem and b"/" not in ending:
                     if len(self._endings) >= _ENDINGS:
                         self._endings.clear()
                     self._endings[ending] = field
+            else:
+                return None
+            if key != self._key:
+                self._end_sample()
+                self._key, self._start, self._room = key, start, self._max_bytes
+                self._fields = {"__key__": key, "__url__": self._url}
+            self._stem = known
         assert field is not None
         self._room -= size
         if self._bad is not None:
@@ -513,26 +501,19 @@ class _Archive:
             self._spoil(name, f"has {size:,} bytes, {what} ({self._max_bytes:,})")
         return None if self._bad else field
 
-    def _begin(self, key: str, start: int) -> None:
-        if key != self._key:
-            self._end_sample()
-            self._key, self._start, self._room = key, start, self._max_bytes
-            self._fields = {"__key__": key, "__url__": self._url}
-
     def _end_sample(self) -> None:
-        if self._key is not None:
-            self._ready.append(self._bad or self._fields)
-            self._compare(self._key)
-            self._key = self._bad = self._stem = None
-
-    def _compare(self, key: str) -> None:
         """Log a sample with other fields than an earlier one of the same key."""
+        key, fields = self._key, self._fields
+        if key is None:
+            return
+        self._ready.append(self._bad or fields)
         known = self._known.get(key)
         if known is None:
             if len(self._known) < _REMEMBERED:
-                self._known[key] = frozenset(self._fields)
-        elif len(known & self._fields.keys()) == 2:  # __key__ and __url__
+                self._known[key] = frozenset(fields)
+        elif len(known & fields.keys()) == 2:  # __key__ and __url__
             _mention(_APART, self._url, key, f"{self._start:,}")
+        self._key = self._bad = None
 
     def _spoil(self, name: bytes, what: str) -> None:
         """Replace the sample with an error, and skip the rest of it."""
@@ -636,7 +617,7 @@ class TarDataset(ByteStream[dict[str, Any]]):
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         check_word(missing_end, MissingEnd, "missing_end")
         steps = partial(samples, max_sample_bytes, missing_end)
-        kind = Kind(steps, is_quick=True, copies=True)
+        kind = Kind(steps, is_quick=True, piece=1 << 19)
         super().__init__(addresses, kind, **options)
 
 

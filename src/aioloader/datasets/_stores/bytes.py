@@ -12,6 +12,7 @@ come soon. At most the budget is held.
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -61,6 +62,10 @@ SMALLEST = 1 << 16
 # Pieces in flight per object, besides the one that is being cut; fewer, rather than
 # pieces smaller than the second.
 _AHEAD, _WORTHWHILE = 15, 1 << 20
+# A store whose quickest request takes longer is far: the whole budget is requested. Of
+# others a few pieces are; twice as many if waits are half of the time that so many
+# pieces take, as long as that shortens the waits by a quarter.
+_FAR, _TRIED, _SHARE, _SHORTER = 0.02, 32, 0.5, 0.75
 # A shard that nothing was pulled from yet may request ``budget // START_DIVISOR``.
 START_DIVISOR = 8
 T = TypeVar("T")
@@ -68,8 +73,6 @@ T = TypeVar("T")
 # A piece of a file fits into one core's cache, where it is parsed; several are worth
 # the switch to a thread.
 _FILE_PIECE, _FILE_PIECES = 1 << 19, 1 << 22
-# A piece read without a thread: parsing it must not hold the loop for long.
-_CACHED_PIECE = 1 << 17
 
 
 class Client:
@@ -79,6 +82,8 @@ class Client:
         listings: The last listing of each root and folder.
         users: Iterations, or contexts of the dataset, that are open on this loop.
         ranged: Hashes of objects of which the server gave a range.
+        soonest: Seconds of the quickest request.
+        ahead: How many pieces a reader of a near store requests ahead.
     """
 
     def __init__(self, policy: Requests) -> None:
@@ -86,14 +91,29 @@ class Client:
         self.tries: Tries = Tries(policy)
         self.users = 0
         self.ranged: set[int] = set()
+        self.soonest, self.ahead = math.inf, 2
+        # Seconds waited for the latest pieces, and with half as many ahead; since when.
+        self._waits, self._before = list[float](), math.inf
+        self._since = time.perf_counter()
+
+    def note(self, waited: float) -> None:
+        """Adapt ``ahead`` to the seconds waited for a piece."""
+        self._waits.append(waited)
+        if len(self._waits) < _TRIED:
+            return
+        total, took = sum(self._waits), time.perf_counter() - self._since
+        self._waits, self._since = [], self._since + took
+        if _SHARE * took < total < _SHORTER * self._before:
+            self._before, self.ahead = total, 2 * self.ahead
+        elif total > 2 * self._before:  # another network
+            self._before = math.inf
 
     def listed(self, root: "Address | None", key: str) -> Version | None:
         """Return what the last listing shows of an object: its size, if any."""
         for (its_root, folder), listing in self.listings.items():
-            if its_root == root and key.startswith(folder):
-                size = listing.size_of(key)
-                if size:
-                    return Version(size)
+            is_in = its_root == root and key.startswith(folder)
+            if is_in and (size := listing.size_of(key)):
+                return Version(size)
         return None
 
 
@@ -109,7 +129,7 @@ class StoredObject:
         name: str = "",
     ) -> None:
         self.block = _BLOCK if cache is not None else 0
-        self._client, self._store, self._key = client, store, key
+        self.client, self._store, self._key = client, store, key
         self._cache, self._name = cache, name
 
     @property
@@ -120,12 +140,12 @@ class StoredObject:
         """Return all of it: a read-only buffer, owned by the caller."""
         store, key = self._store, self._key
         attempt = lambda: store.ask(key, store.whole(key, size))  # noqa: E731
-        return self._client.tries.make(attempt, store, key)
+        return self.client.tries.make(attempt, store, key)
 
     def stream(self) -> WholeObject:
         """Return its bytes from the first one on, for a server without ranges."""
         assert isinstance(self._store, ObstoreStore)  # no other lacks them
-        return WholeObject(self._store, self._key, self._client.tries)
+        return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
         """Return a range within one block, at a version; less at the object's end."""
@@ -198,10 +218,10 @@ class StoredObject:
 
     async def _request(self, start: int, stop: int, version: Version | None) -> Piece:
         attempt = partial(self._get, start, stop, version)
-        return await self._client.tries.make(attempt, self._store, self._key)
+        return await self.client.tries.make(attempt, self._store, self._key)
 
     async def _get(self, start: int, stop: int, version: Version | None) -> Piece:
-        ranged, store, key = self._client.ranged, self._store, self._key
+        ranged, store, key = self.client.ranged, self._store, self._key
         name = hash((store, key))
         try:
             piece = await store.ask(key, store.get(key, start, stop, version))
@@ -278,10 +298,10 @@ class ObjectBytes:
         """Return the next piece, valid until the next call; empty at the end."""
         if self._whole is not None:
             return await self._next_chunk(self._whole)
-        self._window = self._most
         self.begin()
         if not self._pieces:
             return b""
+        began = time.perf_counter()
         await asyncio.wait([self._pieces[0]])  # cancellation does not reach it
         try:
             piece = self._pieces.popleft().result()
@@ -290,7 +310,14 @@ class ObjectBytes:
             self._start = self._read
             self._whole = self._object.stream()
             return await self._next_chunk(self._whole)
-        self._read += len(memoryview(piece.data))
+        length = len(memoryview(piece.data))
+        self._read += length
+        client = self._object.client
+        if length == self._largest:
+            client.note(time.perf_counter() - began)
+        self._window = self._most
+        if length == SMALLEST or client.soonest < _FAR:  # the first waits to connect
+            self._window = min(self._most, client.ahead * self._largest)
         self._fill()
         return piece.data
 
@@ -342,8 +369,10 @@ class ObjectBytes:
         self._pieces.append(asyncio.create_task(self._get(start, self._at)))
 
     async def _get(self, start: int, stop: int) -> Piece:
-        known = self.version or self._known.version
+        known, began = self.version or self._known.version, time.perf_counter()
         piece = await self._object.fetch(start, stop, known)
+        client = self._object.client
+        client.soonest = min(client.soonest, time.perf_counter() - began)
         if self.version is None:
             self._learn(piece.version)
             self._fill()  # the size is known, so the others need not wait
@@ -419,16 +448,14 @@ class FileBytes:
         if self._at:
             await self._file.seek(self._at)
 
-    def read_here(self, *, is_cached: bool = False) -> Any:
+    def read_here(self, cached: int = 0) -> Any:
         """Return the next piece of the open file, which must be unchanged.
 
-        Without a thread it is a small one, ``is_cached``; None if that might wait, for
-        a disk or network.
+        Without a thread it has at most so many ``cached`` bytes; None if that might
+        wait, for a disk or network.
         """
         assert self.version is not None
-        size, most = self.version.size, self._length
-        if is_cached:
-            most = min(_CACHED_PIECE, most)
+        size, most = self.version.size, min(cached or self._length, self._length)
         if not self._buffer:
             # Not mapped: once the C library has freed a block of this size, it keeps as
             # much for samples, which otherwise cost up to a page fault per 4 KB.
@@ -437,7 +464,7 @@ class FileBytes:
         # The file of aiofiles would use another thread.
         file: int = self._file.fileno()
         try:
-            read = _read_cached if is_cached else _read_into
+            read = _read_cached if cached else _read_into
             length = read(file, self._buffer[:wanted]) if wanted else 0
             if length is None:
                 return None

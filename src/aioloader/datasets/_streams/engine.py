@@ -64,8 +64,8 @@ _SMALL = 1 << 24
 _AT_ONCE, _TRACKED_AT_ONCE = 2048, 256
 # Bytes that make a block of a user's generator full, and seconds.
 _FULL_BYTES, _FULL_SECONDS = 1 << 22, 0.02
-# Bytes used at once without a thread, and seconds of the processor.
-_HERE, _TURN = 1 << 17, 0.002
+# Seconds of the processor that a turn without a thread may take.
+_TURN = 0.002
 # Buffer of the file that a user's generator gets.
 _BUFFER = 1 << 16
 _NOTHING = memoryview(b"")
@@ -227,12 +227,6 @@ class Feed(io.RawIOBase):
         has_ended: Whether there are no more pieces.
     """
 
-    want: int
-    left: int
-    view: memoryview
-    used: int
-    has_ended: bool
-
     def __init__(self, url: str, at: int, *, is_part: bool = False) -> None:
         self.url = url
         self.name: str = url
@@ -339,9 +333,7 @@ class Kind(NamedTuple):
     steps: Callable[[Feed], Steps]  # makes the generator
     is_quick: bool = False  # whether a small piece needs less time than a thread costs
     waits: bool = False  # whether the generator takes the pieces itself, and waits
-    # Whether it mostly copies bytes: all but the first block of a file are then cheaper
-    # in a thread, in larger pieces.
-    copies: bool = False
+    piece: int = 1 << 17  # bytes of a file read at once without a thread
 
 
 # What a user has for a format: a generator function of a file.
@@ -455,17 +447,16 @@ class ByteReader(Reader):
         None if a thread must do it: from the first time on that samples are large, or
         bytes of a file are missing. Other tasks of the loop get a turn before it.
         """
-        source, is_costly = self._source, False
+        source = self._source
         read: Callable[[], Buffer | None] = self._take_piece
         if not self._is_quick or self._is_hungry:
             return None
         if isinstance(source, FileBytes):
             await source.open()
-            read = functools.partial(source.read_here, is_cached=True)
-            is_costly = self._kind.copies
+            read = functools.partial(source.read_here, self._kind.piece)
         await asyncio.sleep(0)
-        made = self.gather(self._blocks(_HERE, read, _TURN))
-        self._is_quick = self._is_hungry or (bool(made) and not is_costly)
+        made = self.gather(self._blocks(2 * self._kind.piece, read, _TURN))
+        self._is_quick = self._is_hungry or bool(made)
         return made if made or self.is_over else None
 
     async def make(self) -> Made:
@@ -533,7 +524,7 @@ class ByteReader(Reader):
         stop = time.thread_time() + seconds
         while count < limit:
             if self._asks:
-                if most <= 0 and (not count or stop == math.inf):
+                if most <= 0:
                     return
                 piece = self._unpacked(read) if self._unpacking else read()
                 if piece is None:
