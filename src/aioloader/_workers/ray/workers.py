@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from aioloader._base.cpu_threads import CpuThread
@@ -17,6 +18,7 @@ from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
 from aioloader._base.warnings import warn
 
+import_ray = partial(imported, "ray", "ray", "RayWorkers needs Ray")
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
@@ -208,12 +210,3 @@ def _disconnect(ray: Any, session: str) -> None:
     thread = CpuThread("aioloader-ray-end")
     thread.post(end)
     thread.stop(thread.ident)
-
-
-def import_ray() -> Any:
-    """Return the module ``ray``.
-
-    Raises:
-        ImportError: If it is not installed; says how to get it.
-    """
-    return imported("ray", "ray", "RayWorkers needs Ray")
