@@ -83,7 +83,11 @@ class _MapStyle(Stream[Any]):
         dataset, share, listed = self._dataset, reading.share, reading.listed
         if id(dataset) not in listed:
             listed[id(dataset)] = await self._enter(reading)
-        indices = self._indices(reading, state.get("up", {}))
+        order: ShuffledIndices | None = None
+        if self._seed is not None:
+            order = keyed_order(len(dataset), self._seed, reading.epoch, 0)
+        up = state.get("up", {})
+        indices = _Indices(up, share, order, len(dataset), self._tail)
         many, is_async = batch_getter(dataset), reads_async(dataset)
         get = partial(_awaited if is_async else _item, dataset)
         if is_async and many is None:
@@ -101,13 +105,6 @@ class _MapStyle(Stream[Any]):
         thread = ThreadPoolExecutor(1, "aioloader-dataset")
         reading.stack.push_async_callback(in_thread, thread.shutdown)
         return thread
-
-    def _indices(self, reading: Reading, state: State) -> "_Indices":
-        length = len(self._dataset)
-        order: ShuffledIndices | None = None
-        if self._seed is not None:
-            order = keyed_order(length, self._seed, reading.epoch, 0)
-        return _Indices(state, reading.share, order, length, self._tail)
 
     def total(self) -> int:
         return len(self._dataset)
