@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -358,10 +357,7 @@ class ShardWriter(abc.ABC):
         self._saved = data
 
     async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
         """Finish the last shard; after an error, discard it.
 
