@@ -10,7 +10,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from aioloader._base.cpu_threads import CpuThread
@@ -18,7 +17,6 @@ from aioloader._base.extras import imported
 from aioloader._base.forks import fork_safe
 from aioloader._base.warnings import warn
 
-import_ray = partial(imported, "ray", "ray", "RayWorkers needs Ray")
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
@@ -210,3 +208,7 @@ def _disconnect(ray: Any, session: str) -> None:
     thread = CpuThread("aioloader-ray-end")
     thread.post(end)
     thread.stop(thread.ident)
+
+
+def import_ray() -> Any:
+    return imported("ray", "ray", "RayWorkers needs Ray")
