@@ -6,6 +6,7 @@ import types
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Any
 
+from aioloader._base.outlast import cancel
 from aioloader._base.raising import Carried, carried
 
 _CONTAINERS = {tuple, list, dict}
@@ -34,9 +35,7 @@ async def together(values: Iterable[Any]) -> list[Any]:
     except Carried as passed:
         raise passed.error from passed.error.__cause__
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
 async def _resolved_in_task(value: Any) -> Any:
