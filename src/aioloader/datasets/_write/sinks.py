@@ -112,10 +112,7 @@ class FolderSink:
     @threaded
     def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
-        with contextlib.suppress(FileNotFoundError):
-            # An empty file was created by ``swap``.
-            return (self._folder / file).read_bytes() or None
-        return None
+        return _contents(self._folder / file) or None  # ``swap`` may make it empty
 
     @threaded
     def put(self, file: str, data: bytes) -> None:
