@@ -155,10 +155,8 @@ class _Cursor(Cursor):
                 begun = self._begin(aiter)
                 return begun or await read_block_async(self._iterator, count)
             self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
-            return await in_thread(self._read_here, count, executor=self._thread)
-
-    def _read_here(self, count: int) -> tuple[list[Any], bool]:
-        return self._begin(iter) or read_block(self._iterator, count)
+            read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
+            return await in_thread(read, executor=self._thread)
 
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""
