@@ -202,17 +202,14 @@ class _Read(_Position, Mapped):
         return await self._await(self.function, indices)  # each fails alone
 
     def _apply(self, block: Any) -> list[Any]:
-        self._found = found = self._several(block) or super()._apply(block)
-        return found
-
-    def _several(self, indices: list[int]) -> list[Any] | None:
-        """Return samples read together; None if each is to be read alone."""
+        found: list[Any] = []
         if self.many is not None:
             with suppress(BaseException):
-                found = [*self.many(indices)]
-                if len(found) == len(indices):
-                    return found
-        return None
+                found = [*self.many(block)]
+        if len(found) != len(block):  # each is read alone
+            found = super()._apply(block)
+        self._found = found
+        return found
 
     async def _close(self) -> None:
         close_coroutines(self._found)  # those that were not awaited
