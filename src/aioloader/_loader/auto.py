@@ -23,10 +23,8 @@ def check_auto(options: Options) -> None:
         return
     reason = ""
     if options.rng == "worker":
-        reason = (
-            "with rng='worker' random numbers depend on the number of workers: use "
-        )
-        reason += "rng='batch' or 'sample'"
+        reason = "with rng='worker' random numbers depend on the number of workers: "
+        reason += "use rng='batch' or 'sample'"
     elif options.kind is not Kind.MAP and options.reads_in_workers:
         reason = "each worker reads a part of an iterable, and the order depends on "
         reason += "their number: use fetch='loader', or a map-style dataset"
