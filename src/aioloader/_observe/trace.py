@@ -20,13 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from aioloader._base.outlast import in_thread
-from aioloader._base.records import (
-    Copy,
-    Counters,
-    Record,
-    RecordTuple,
-    Setting,
-)
+from aioloader._base.records import Copy, Counters, Record, RecordTuple, Setting
 from aioloader._base.warnings import warn
 from aioloader._observe.stages import is_made
 

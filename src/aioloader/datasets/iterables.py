@@ -21,24 +21,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import SequentialSampler
 
-from aioloader._base.blocks import (
-    Bad,
-    SameErrors,
-    failed,
-    read_block,
-    read_block_async,
-)
+from aioloader._base.blocks import Bad, SameErrors, failed, read_block, read_block_async
 from aioloader._base.outlast import in_thread
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    State,
-    name_of,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
