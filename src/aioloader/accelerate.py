@@ -216,8 +216,12 @@ def _with_engine(prepared: Any, cls: type, arguments: dict[str, Any]) -> Any:
 def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
     """Return a loader of ``cls`` with the samples of ``base``."""
     dataset = base.dataset
-    if isinstance(dataset, theirs.IterableDatasetShard):
-        dataset = _own_shard(dataset)
+    is_shard = isinstance(dataset, theirs.IterableDatasetShard)
+    is_ours = isinstance(dataset, AsyncIterableDatasetShard)
+    if is_shard and not is_ours and kind_of(dataset.dataset) is Kind.ASYNC_ITERABLE:
+        names = inspect.signature(theirs.IterableDatasetShard).parameters
+        given = {name: getattr(dataset, name) for name in names}
+        dataset = AsyncIterableDatasetShard(**given)
     decided: dict[str, Any] = {"batch_sampler": base.batch_sampler}
     if isinstance(base.dataset, torch.utils.data.IterableDataset):
         decided = {"batch_size": base.batch_size, "drop_last": base.drop_last}
@@ -225,15 +229,6 @@ def _engine(base: Any, cls: type, arguments: dict[str, Any]) -> DataLoader[Any]:
         decided = {"batch_size": None, "sampler": base.sampler}
     engine: DataLoader[Any] = cls(dataset, **arguments, **decided)
     return engine
-
-
-def _own_shard(shard: Any) -> Any:
-    """Return an async shard if the dataset is read by ``async for``."""
-    is_async = kind_of(shard.dataset) is Kind.ASYNC_ITERABLE
-    if not is_async or isinstance(shard, AsyncIterableDatasetShard):
-        return shard
-    names = inspect.signature(theirs.IterableDatasetShard).parameters
-    return AsyncIterableDatasetShard(**{name: getattr(shard, name) for name in names})
 
 
 def _load(prepared: Any, state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioloader._base.outlast import cancel
 from aioloader._base.raising import Carried, carried
 
 _CONTAINERS = {tuple, list, dict}
@@ -39,9 +40,7 @@ async def together(values: Iterable[Any]) -> list[Any]:
     except Carried as passed:
         raise passed.error from passed.error.__cause__
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
 async def _resolved_in_task(value: Any) -> Any:

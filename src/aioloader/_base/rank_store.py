@@ -69,7 +69,7 @@ class RankStore:
         """Return a new connection to the store. Blocks."""
         seconds = TIMEOUT if self._timeout is None else self._timeout
         timeout = timedelta(seconds=seconds)
-        store = self._store if self._again is None else self._again(timeout)
+        store = self._store if self._again is None else self._again(timeout=timeout)
         store.set_timeout(timeout)
         return store
 
@@ -103,18 +103,13 @@ def _opener_of(store: Any) -> "partial[Any] | None":
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
-        return partial(_tcp_store, host=store.host, port=store.port)
+        given = {"is_master": False, "wait_for_workers": False}
+        return partial(dist.TCPStore, store.host, store.port, **given)
     is_file = isinstance(store, dist.FileStore)
     return partial(_file_store, path=store.path) if is_file else None
 
 
-def _tcp_store(timeout: timedelta, host: str, port: int) -> Any:
-    return dist.TCPStore(
-        host, port, is_master=False, timeout=timeout, wait_for_workers=False
-    )
-
-
-def _file_store(_timeout: timedelta, path: str) -> Any:
+def _file_store(path: str, timeout: timedelta) -> Any:  # noqa: ARG001  (of TCPStore)
     Path(path).parent.stat()  # a store would wait for minutes
     return dist.FileStore(path)
 

@@ -4,8 +4,7 @@ import asyncio
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 from aioloader._cli.sources import Source, find_source
@@ -61,32 +60,24 @@ async def write_all(
     try:
         async with writer, source.lifespan:
             first, began = writer.next_sample, time.monotonic()
-            async with _numbered(source.stream(first), writer) as samples:
-                async for sample in samples:
-                    await writer.write(source.fitted(sample))
-                    now = time.monotonic()
-                    if is_seen and now - shown >= _SHOWN_EVERY:
-                        done, shown = writer.next_sample, now
-                        rate = (done - first) / max(now - began, 1e-9)
-                        sys.stderr.write(f"\r{done:,}{of} samples, {rate:,.0f}/s\x1b[K")
-                        sys.stderr.flush()
+            async with aclosing(aiter(source.stream(first))) as samples:
+                try:
+                    async for sample in samples:
+                        await writer.write(source.fitted(sample))
+                        now = time.monotonic()
+                        if is_seen and now - shown >= _SHOWN_EVERY:
+                            done, shown = f"{writer.next_sample:,}{of} samples", now
+                            rate = (writer.next_sample - first) / max(now - began, 1e-9)
+                            sys.stderr.write(f"\r{done}, {rate:,.0f}/s\x1b[K")
+                            sys.stderr.flush()
+                except Exception as error:
+                    where = f"at sample {writer.next_sample:,} of SRC, counted from 0"
+                    error.add_note(where)
+                    raise
     finally:
         if shown:
             sys.stderr.write("\r\x1b[K")
     return first
-
-
-@asynccontextmanager
-async def _numbered(
-    stream: Any, writer: ShardWriter | TokenWriter
-) -> AsyncIterator[Any]:
-    """Iterate over a stream; an error gets a note of the sample it is at."""
-    async with aclosing(aiter(stream)) as samples:
-        try:
-            yield samples
-        except Exception as error:
-            error.add_note(f"at sample {writer.next_sample:,} of SRC, counted from 0")
-            raise
 
 
 def _summary(writer: ShardWriter, first: int, options: Namespace) -> str:

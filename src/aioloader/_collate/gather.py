@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 from aioloader._collate.collate import borrowed, default_collate
 
+_BOOLS = {bool, np.bool_}
+
 
 def gatherable(dataset: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of an exact ``TensorDataset`` that can be gathered."""
@@ -62,7 +64,10 @@ class Rows:
         """Return one tensor per tensor of the dataset, in memory lent for the batch."""
         tensors, indices, index = self._tensors, self._indices, _as_index(self._indices)
         least = int(index.min()) if index is not None and len(index) else 2
-        if index is not None and not (least < 2 and _has_bools(indices)):
+        # Bools select a mask's rows, and not 0 and 1.
+        may_be_bool = least < 2 and isinstance(indices, (list, tuple))
+        has_bools = may_be_bool and not _BOOLS.isdisjoint(map(type, indices))
+        if index is not None and not has_bools:
             if least < 0:  # counted from the end, as in a list
                 index = torch.where(index < 0, index + len(tensors[0]), index)
             with contextlib.suppress(IndexError):  # raised below, with its numbers
@@ -70,12 +75,6 @@ class Rows:
         samples = [tuple(tensor[at] for tensor in tensors) for at in indices]
         columns: list[torch.Tensor] = default_collate(samples)
         return columns
-
-
-def _has_bools(indices: Any) -> bool:
-    """Tell whether some are bools, which select a mask's rows and not 0 and 1."""
-    is_listed = isinstance(indices, (list, tuple))
-    return is_listed and not {bool, np.bool_}.isdisjoint(map(type, indices))
 
 
 def _as_index(indices: Any) -> torch.Tensor | None:

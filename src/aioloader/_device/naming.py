@@ -93,7 +93,12 @@ def device_of(device: Any) -> torch.device | None:
     if isinstance(device, str) and device == "auto":
         return current_accelerator()
     if is_mesh(device):
-        return _of_mesh(device)
+        place_in(device, "device")
+        if device.device_type == "cpu":
+            return None
+        # The one that ``init_device_mesh`` has made current for this rank.
+        module = torch.get_device_module(device.device_type)
+        return torch.device(device.device_type, module.current_device())
     found = _named(device)
     if found.type == "cpu":
         return None
@@ -165,15 +170,6 @@ def _named(device: Any) -> torch.device:
         f"device must name a torch device, got {device!r}; torch sees {seen()} here "
         "(import the package of any other device first)"
     ) from cause
-
-
-def _of_mesh(mesh: Any) -> torch.device | None:
-    """Return the device that ``init_device_mesh`` has made current for this rank."""
-    place_in(mesh, "device")
-    if mesh.device_type == "cpu":
-        return None
-    module = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())
 
 
 def _count(kind: str) -> int:

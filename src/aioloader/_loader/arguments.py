@@ -35,6 +35,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "rng": (None, "batch", "sample", "worker"),
     "on_timeout": ("raise", "restart"),
     "loop": ("thread", "caller"),
+    "tail": (None, "wrap", "pad", "drop", "uneven"),
 }
 _FUNCTIONS = ("collate_fn", "transform", "worker_init_fn")
 # Counts, whether they may be None, and the least; torch has its own words for two.

@@ -239,14 +239,12 @@ def state_of(
 
 def rules_of(options: Options) -> State:
     """Return what else tells an epoch from others; an older state may not have it."""
-    found = {
-        "drop_last": getattr(options.batch_sampler, "drop_last", options.drop_last)
-    }
-    if type(options.dataset) is Subset and hasattr(
-        options.dataset.indices, "described"
-    ):
-        found |= options.dataset.indices.described()  # of a mixture
-    return found
+    dataset = options.dataset
+    drop_last = getattr(options.batch_sampler, "drop_last", options.drop_last)
+    is_mixture = type(dataset) is Subset and hasattr(dataset.indices, "described")
+    return {"drop_last": drop_last} | (
+        dataset.indices.described() if is_mixture else {}
+    )
 
 
 def _between(

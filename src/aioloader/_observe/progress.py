@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any, Generic, TextIO
 
@@ -73,28 +74,26 @@ def progress(
     """
     if not hasattr(loader, "stats"):
         raise TypeError(f"progress needs an aioloader.DataLoader, got {type(loader)}")
-    given = {"total": total, "desc": desc, "leave": leave, "file": file}
-    return WithProgress(loader, given)
+    new_meter = partial(Meter, loader, total, desc, leave, file)
+    return WithProgress(loader, new_meter)
 
 
 class WithProgress(Generic[Batch]):
     """The iterable that ``progress`` returns."""
 
-    def __init__(self, loader: Any, given: dict[str, Any]) -> None:
+    def __init__(self, loader: Any, new_meter: "Callable[[], Meter]") -> None:
         self._loader = loader
-        self._given = given
+        self._new_meter = new_meter
 
     def __len__(self) -> int:
         """Return ``len(loader)``, if it is known."""
         return len(self._loader)
 
     def __iter__(self) -> "ProgressIterator[Batch]":
-        batches = iter(self._loader)
-        return ProgressIterator(batches, Meter(self._loader, **self._given))
+        return ProgressIterator(iter(self._loader), self._new_meter())
 
     def __aiter__(self) -> "ProgressIterator[Batch]":
-        batches = aiter(self._loader)
-        return ProgressIterator(batches, Meter(self._loader, **self._given))
+        return ProgressIterator(aiter(self._loader), self._new_meter())
 
 
 class ProgressIterator(OneIteration, Generic[Batch]):
@@ -163,7 +162,7 @@ class Meter:
         loader: Any,
         total: int | None,
         desc: str | None,
-        leave: bool,  # noqa: FBT001  (of ``progress``, by keyword)
+        leave: bool,  # noqa: FBT001  (of ``progress``)
         file: TextIO | None,
     ) -> None:
         if total is None:  # a stream has no length

@@ -254,30 +254,25 @@ class _Span:
         """Return the stages that make batches; none if their times are not known."""
         if not self._is_made.any():
             return []
-        setting = self._setting
-        reading, making = setting.reading_lanes, setting.making_lanes
+        setting, making = self._setting, self._setting.making_lanes
         began, read, started, transformed, collated, busy, *_ = self._made
         lying = _union(self._clip(collated), self._taken[self._is_made])
-        to_read: _Step = ("read", began, read, 1.0)
-        to_transform: _Step = ("transform", started, transformed, 1.0)
+        is_awaited = setting.transforms_async
+        reads_many = not (is_awaited or setting.is_coupled or setting.is_stream)
+        weight = _weight(busy * reads_many, read - began)
+        to_read: _Step = ("read", began, read, weight)
+        weight = _weight(busy * is_awaited, transformed - started)
+        to_transform: _Step = ("transform", started, transformed, weight)
         to_collate: _Step = ("collate", transformed, collated, 1.0)
-        if setting.transforms_async:
-            weight = _weight(busy, transformed - started)
-            to_transform = ("transform", started, transformed, weight)
-            transforming = setting.transforming_lanes
-            return [
-                *self._shared(reading, [to_read], lying),
-                *self._shared(transforming, [to_transform], lying),
-                *self._shared(making, [to_collate], lying),
-            ]
-        if setting.is_coupled:
-            return self._shared(making, [to_read, to_transform, to_collate], lying)
-        if not setting.is_stream:
-            to_read = ("read", began, read, _weight(busy, read - began))
-        return [
-            *self._shared(reading, [to_read], lying),
-            *self._shared(making, [to_transform, to_collate], lying),
-        ]
+        groups = [(setting.reading_lanes, [to_read])]
+        if is_awaited:
+            groups.append((setting.transforming_lanes, [to_transform]))
+            groups.append((making, [to_collate]))
+        elif setting.is_coupled:
+            groups = [(making, [to_read, to_transform, to_collate])]
+        else:
+            groups.append((making, [to_transform, to_collate]))
+        return [one for group in groups for one in self._shared(*group, lying)]
 
     def _shared(
         self, lanes: int, steps: list[_Step], lying: Callable[[Any], Any]

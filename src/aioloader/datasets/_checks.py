@@ -5,13 +5,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import (
-    Any,
-    ParamSpec,
-    SupportsIndex,
-    TypeVar,
-    get_args,
-)
+from typing import Any, ParamSpec, SupportsIndex, TypeVar, get_args
 
 from aioloader.errors import StateMismatchError
 

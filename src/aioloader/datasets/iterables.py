@@ -21,24 +21,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import SequentialSampler
 
-from aioloader._base.blocks import (
-    Bad,
-    SameErrors,
-    failed,
-    read_block,
-    read_block_async,
-)
+from aioloader._base.blocks import Bad, SameErrors, failed, read_block, read_block_async
 from aioloader._base.outlast import in_thread
 from aioloader._base.raising import carried
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets._streams.cursors import (
-    Ahead,
-    Cursor,
-    Reading,
-    State,
-    name_of,
-)
+from aioloader.datasets._streams.cursors import Ahead, Cursor, Reading, State, name_of
 from aioloader.datasets._streams.iterated import Iterated, StreamIterator
 from aioloader.datasets.streams import Stream
 from aioloader.errors import ShardChangedError
@@ -155,10 +143,8 @@ class _Cursor(Cursor):
                 begun = self._begin(aiter)
                 return begun or await read_block_async(self._iterator, count)
             self._thread = self._thread or ThreadPoolExecutor(1, "aioloader-iterable")
-            return await in_thread(self._read_here, count, executor=self._thread)
-
-    def _read_here(self, count: int) -> tuple[list[Any], bool]:
-        return self._begin(iter) or read_block(self._iterator, count)
+            read = lambda: self._begin(iter) or read_block(self._iterator, count)  # noqa: E731
+            return await in_thread(read, executor=self._thread)
 
     def _here(self) -> State:
         """Return the number of samples read; it is the same for all readers."""

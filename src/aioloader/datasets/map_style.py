@@ -22,12 +22,7 @@ from aioloader._base.raising import ends_task
 from aioloader._order.permutation import ShuffledIndices, keyed_order
 from aioloader._order.ranks import Share, Tail
 from aioloader.datasets._checks import check_at_least
-from aioloader.datasets._streams.cursors import (
-    Cursor,
-    Reading,
-    State,
-    name_of,
-)
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.steps import Mapped, MappedAsync
 from aioloader.datasets.streams import Stream
 from aioloader.protocols import Kind, batch_getter, kind_of, own_datasets, reads_async
@@ -83,7 +78,11 @@ class _MapStyle(Stream[Any]):
         dataset, share, listed = self._dataset, reading.share, reading.listed
         if id(dataset) not in listed:
             listed[id(dataset)] = await self._enter(reading)
-        indices = self._indices(reading, state.get("up", {}))
+        order: ShuffledIndices | None = None
+        if self._seed is not None:
+            order = keyed_order(len(dataset), self._seed, reading.epoch, 0)
+        up = state.get("up", {})
+        indices = _Indices(up, share, order, len(dataset), self._tail)
         many, is_async = batch_getter(dataset), reads_async(dataset)
         get = partial(_awaited if is_async else _item, dataset)
         if is_async and many is None:
@@ -101,13 +100,6 @@ class _MapStyle(Stream[Any]):
         thread = ThreadPoolExecutor(1, "aioloader-dataset")
         reading.stack.push_async_callback(in_thread, thread.shutdown)
         return thread
-
-    def _indices(self, reading: Reading, state: State) -> "_Indices":
-        length = len(self._dataset)
-        order: ShuffledIndices | None = None
-        if self._seed is not None:
-            order = keyed_order(length, self._seed, reading.epoch, 0)
-        return _Indices(state, reading.share, order, length, self._tail)
 
     def total(self) -> int:
         return len(self._dataset)
@@ -205,17 +197,14 @@ class _Read(_Position, Mapped):
         return await self._await(self.function, indices)  # each fails alone
 
     def _apply(self, block: Any) -> list[Any]:
-        self._found = found = self._several(block) or super()._apply(block)
-        return found
-
-    def _several(self, indices: list[int]) -> list[Any] | None:
-        """Return samples read together; None if each is to be read alone."""
+        found: list[Any] = []
         if self.many is not None:
             with suppress(BaseException):
-                found = [*self.many(indices)]
-                if len(found) == len(indices):
-                    return found
-        return None
+                found = [*self.many(block)]
+        if len(found) != len(block):  # each is read alone
+            found = super()._apply(block)
+        self._found = found
+        return found
 
     async def _close(self) -> None:
         close_coroutines(self._found)  # those that were not awaited

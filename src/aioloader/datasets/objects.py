@@ -10,12 +10,13 @@ from collections.abc import Coroutine, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
+from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 
 from aioloader._base.outlast import in_thread
 from aioloader.datasets._checks import check_is, names_options
 from aioloader.datasets._stores.bytes import Client, StoredObject
-from aioloader.datasets._stores.listing import Listing, list_async, list_blocking
+from aioloader.datasets._stores.listing import Listing, list_async
 from aioloader.datasets._stores.names import NameTable
 from aioloader.datasets._stores.options import hidden
 from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
@@ -90,7 +91,8 @@ class ObjectDataset(
         self._store = store_of(store, hidden(store_options))
         policy = policy_of(requests)
         if keys is None:
-            keys = list_blocking(self._store, prefix, policy)
+            with start_blocking_portal() as portal:
+                keys = portal.call(list_async, self._store, prefix, policy)
         self._sizes: npt.NDArray[np.int64] | None = None
         if isinstance(keys, Listing):
             self._sizes, keys = keys.sizes, keys.keys

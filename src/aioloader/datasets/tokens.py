@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -654,10 +653,7 @@ class TokenWriter:
         return replace(self._sidecar, documents=self.next_sample, tokens=self.tokens)
 
     async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
         """Finish the file; after an error, keep what was saved for the next writer.
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, M
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -104,10 +103,6 @@ class _Manifest:
     @property
     def next_shard(self) -> str:
         return f"{self.name}-{len(self.shards):06d}.{self.ending}"
-
-    def and_then(self, samples: int, size: int, schema: str) -> "_Manifest":
-        entry = _Entry(self.next_shard, samples, size)
-        return replace(self, shards=(*self.shards, entry), schema=schema)
 
     def dump(self) -> bytes:
         content = {
@@ -339,11 +334,12 @@ class ShardWriter(abc.ABC):
     async def _finish(self) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
         await self._send(is_end=True)
-        count, size, index = self._count, self._sent_bytes, self._index()
-        manifest = self._manifest.and_then(count, size, self._schema())
+        shard, index, begun = self._manifest.next_shard, self._index(), self._manifest
+        shards = (*begun.shards, _Entry(shard, self._count, self._sent_bytes))
+        manifest = replace(begun, shards=shards, schema=self._schema())
         await self._save(manifest)
         if index is not None:  # only once no other writer is possible
-            await self._sink.put(f"{self._manifest.next_shard}.idx", index)
+            await self._sink.put(f"{shard}.idx", index)
         await self._sink.complete()
         self._manifest = manifest
         self._begin()
@@ -358,10 +354,7 @@ class ShardWriter(abc.ABC):
         self._saved = data
 
     async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, _kind: object, exc: BaseException | None, *_: object
     ) -> None:
         """Finish the last shard; after an error, discard it.
 

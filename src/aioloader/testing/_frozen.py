@@ -37,16 +37,13 @@ def frozen(value: Any) -> Hashable:
             part = frozenset(map(frozen, value))
         case _ if hasattr(value, "__array_interface__"):  # also an image
             part = _frozen_array(value)
-        case _ if _is_plain(value):
+        case _ if type(getattr(value, "__dict__", None)) is dict and not callable(
+            value
+        ):
             part = frozen(vars(value))
         case _:
             part = pickle.dumps(value)
     return kind, part
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is made of its attributes."""
-    return type(getattr(value, "__dict__", None)) is dict and not callable(value)
 
 
 def _frozen_tensor(tensor: torch.Tensor) -> Hashable:

@@ -211,9 +211,4 @@ def _disconnect(ray: Any, session: str) -> None:
 
 
 def import_ray() -> Any:
-    """Return the module ``ray``.
-
-    Raises:
-        ImportError: If it is not installed; says how to get it.
-    """
     return imported("ray", "ray", "RayWorkers needs Ray")

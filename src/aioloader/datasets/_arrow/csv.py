@@ -290,12 +290,9 @@ class CSVFormat(TableFormat):
         """Return the types of columns by the first lines, without those that fail."""
         types = dict.fromkeys(names, pa.null())
         while data.strip(b"\r\n"):
-            try:
-                data.decode()
-            except UnicodeDecodeError:
-                is_text = False
-            else:
-                is_text = True  # pyarrow decodes the wrong lines that it passes on
+            is_text = False  # pyarrow decodes the wrong lines that it passes on
+            with contextlib.suppress(UnicodeDecodeError):
+                is_text = bool(data.decode())
             parse = partial(self._dialect.parse, data, names, skip_wrong=is_text)
             try:
                 found = parse()

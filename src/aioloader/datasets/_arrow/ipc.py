@@ -81,8 +81,7 @@ class ArrowFormat(TableFormat):
     async def _read_end(self, address: str, location: str) -> End:
         footer, version = await self._tail(address, _footer_length)
         if footer:
-            args = footer, version, address, location
-            return await in_thread(self._parsed, *args)
+            return await in_thread(self._parsed, footer, version, address, location)
         head = await self._stream_head(address, version, location)
         schema = await in_thread(_schema_of, head, location)
         parts: list[tuple[Part, int]] = [((0, 0), version.size)]

@@ -20,12 +20,7 @@ from aioloader._base.outlast import in_thread
 from aioloader._order.ranks import Share
 from aioloader.datasets._arrow.files import Opened, TableReader, between, edges
 from aioloader.datasets._arrow.wanted import Wanted
-from aioloader.datasets._streams.cursors import (
-    Cursor,
-    Reading,
-    State,
-    name_of,
-)
+from aioloader.datasets._streams.cursors import Cursor, Reading, State, name_of
 from aioloader.datasets._streams.shards import (
     Position,
     ShardFormat,

@@ -96,8 +96,7 @@ class ParquetFormat(TableFormat):
 
     async def _read_end(self, address: str, location: str) -> End:
         footer, version = await self._tail(address, _footer_length)
-        args = footer, version, address, location
-        return await in_thread(self._parsed, *args)
+        return await in_thread(self._parsed, footer, version, address, location)
 
     def _parsed(
         self, footer: bytes, version: Version, address: str, location: str

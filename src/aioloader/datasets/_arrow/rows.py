@@ -79,7 +79,9 @@ class Rows(Sequence[dict[str, Any]]):
             raise ValueError(f"columns must have distinct names, got {[*names]}")
         batches = [table]
         if isinstance(table, pa.Table):
-            batches = table.to_batches() or [_empty(table.schema)]
+            none = [pa.nulls(0, kind) for kind in table.schema.types]
+            empty = pa.RecordBatch.from_arrays(none, schema=table.schema)
+            batches = table.to_batches() or [empty]
         parts: list[Part] = []
         for batch in batches:
             columns, kinds = zip(*map(column_of, batch.columns), strict=True)
@@ -253,11 +255,6 @@ def _taken(column: Column, indices: npt.NDArray[np.int64]) -> Column:
 def _restored(data: Any) -> Rows:
     with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
         return Rows(reader.read_all())
-
-
-def _empty(schema: pa.Schema) -> pa.RecordBatch:
-    none = [pa.nulls(0, field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(none, schema=schema)
 
 
 def column_of(array: pa.Array) -> tuple[Column, pa.DataType]:

@@ -311,7 +311,10 @@ class Wanted:
         names = list(self._columns or first.names)
         read = list(names)
         if self.filters is not None:
-            among = _with_given(first, given)
+            # With the types in ``schema=`` where it has them.
+            known = {one.name: one for one in given or ()}
+            found = {one.name: one.with_type(without_view(one.type)) for one in first}
+            among = pa.schema([*(known | found | known).values()])
             read += [name for name in self.filters.names(among) if name not in names]
         for name in [] if given else self._nulls:
             _field_of(first, name, location)
@@ -453,13 +456,6 @@ def _check_schema(schema: Any, names: Iterable[str] | None) -> None:
         raise ValueError(f"columns= names {missing}, not in schema= {schema.names}")
     if not schema.names or len(set(schema.names)) < len(schema.names):
         raise ValueError(f"schema must not repeat columns, got {schema.names}")
-
-
-def _with_given(first: pa.Schema, given: pa.Schema | None) -> pa.Schema:
-    """Return a file's columns, with the types in ``schema=`` where it has them."""
-    known = {one.name: one for one in given or ()}
-    found = {one.name: one.with_type(without_view(one.type)) for one in first}
-    return pa.schema([*(known | found | known).values()])
 
 
 def _field_of(schema: pa.Schema, name: str, location: str) -> pa.Field:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from hashlib import blake2b
 from http import HTTPStatus
+from http.client import responses
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -225,7 +226,7 @@ class Reason:
         self.attempts = _number(line.partition(", after ")[2]) + 1
         said = [name, *(phrase for phrase in _PHRASES if phrase in line)]
         if self.status:
-            said.append(_phrase(self.status))
+            said.append(f"HTTP {self.status} {responses.get(self.status, '')}".rstrip())
         elif self.code:
             said.append(os.strerror(self.code))
         ranges = line.partition("error: Requested ")[2]
@@ -249,11 +250,6 @@ class Reason:
 def _number(text: str) -> int:
     """Return the number at the beginning of a text, or 0."""
     return int(text[: len(text) - len(text.lstrip("0123456789"))] or 0)
-
-
-def _phrase(status: int) -> str:
-    known = {member.value: member.phrase for member in HTTPStatus}
-    return f"HTTP {status} {known.get(status, '')}".rstrip()
 
 
 def failure_of(verb: str, location: str, exc: Exception, url: str = "") -> DatasetError:

@@ -13,7 +13,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-from anyio.from_thread import start_blocking_portal
 
 from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.names import NameTable
@@ -83,12 +82,6 @@ def _is_folder(keys: Sequence[str], at: int) -> bool:
     below = f"{key}/"
     first = bisect_left(keys, below, at + 1)
     return not key or (first < len(keys) and keys[first].startswith(below))
-
-
-def list_blocking(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:
-    """List a store in the calling thread, which waits: see ``list_async``."""
-    with start_blocking_portal() as portal:
-        return portal.call(list_async, store, prefix, policy)
 
 
 async def list_async(store: Store, prefix: str, policy: Requests = USUAL) -> Listing:

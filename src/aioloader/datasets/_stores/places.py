@@ -171,8 +171,10 @@ class Places:
         if not found:
             label = self.label(address)
             hint = "names that contain * ? [ are written as glob.escape() does it"
-            if store is None and not await _looked(_has_folder, label):
-                hint = f"there is no directory {folder_of(label)!r}"
+            folder = folder_of(label)
+            is_path = store is None and has_signs(label)
+            if is_path and not await _looked(Path(folder or ".").is_dir):
+                hint = f"there is no directory {folder!r}"
             raise ValueError(f"no shard matches {label!r}; {hint}")
         return found
 
@@ -326,10 +328,6 @@ class Places:
 _looked = partial(in_thread, abandon_on_cancel=True)
 
 # -- patterns, in a thread --------------------------------------------------------
-
-
-def _has_folder(pattern: str) -> bool:
-    return not has_signs(pattern) or Path(folder_of(pattern) or ".").is_dir()
 
 
 def _matching(listing: Listing, pattern: str, root: Address | None) -> Listed:

@@ -71,7 +71,8 @@ def _unpack(members: "_Members", location: str) -> Unpacking:
             yield b"".join(parts)
         if failure is not None:
             raise members.error(failure, location, given) from failure
-    if not members.are_whole():
+    inner = members.inner  # at least one member, and all complete
+    if inner is None or not inner.eof:
         raise TruncatedReadError(
             f"{location!r} ends within its packed data, after byte {given:,} of its "
             f"contents: it was cut short at {received:,} bytes; write or "
@@ -87,29 +88,25 @@ class _Members:
     def __init__(self, packing: _Packing, most: int) -> None:
         module, self._length, self._limit = packing
         self._make, self._most = _maker_of(module), most
-        self._inner: Any = None
+        self.inner: Any = None
         self._head = b""  # of this member
-
-    def are_whole(self) -> bool:
-        """Return whether the bytes may end here: at least one member, all complete."""
-        return self._inner is not None and bool(self._inner.eof)
 
     def unpack(self, packed: memoryview) -> Iterator[bytes]:
         """Yield what packed bytes hold, in bounded parts."""
         for start in range(0, len(packed), self._length):
             part, is_full = bytes(packed[start : start + self._length]), False
             while part or is_full:
-                if self._inner is None or self._inner.eof:
+                if self.inner is None or self.inner.eof:
                     part = part.lstrip(b"\0")
                     if not part:
                         break
-                    self._inner, self._head = self._make(self._most), b""
+                    self.inner, self._head = self._make(self._most), b""
                 if len(self._head) < self._length:
                     self._head += part
-                data = self._inner.decompress(part, *self._limit)
-                is_full = len(data) >= _PIECE and not self._inner.eof
-                part = getattr(self._inner, "unconsumed_tail", b"")
-                part = part or self._inner.unused_data
+                data = self.inner.decompress(part, *self._limit)
+                is_full = len(data) >= _PIECE and not self.inner.eof
+                part = getattr(self.inner, "unconsumed_tail", b"")
+                part = part or self.inner.unused_data
                 yield data
 
     def error(self, failure: Exception, location: str, given: int) -> DatasetError:

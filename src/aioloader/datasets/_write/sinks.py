@@ -112,10 +112,7 @@ class FolderSink:
     @threaded
     def read(self, file: str) -> bytes | None:
         """Return a small file, or None."""
-        with contextlib.suppress(FileNotFoundError):
-            # An empty file was created by ``swap``.
-            return (self._folder / file).read_bytes() or None
-        return None
+        return _contents(self._folder / file) or None  # ``swap`` may make it empty
 
     @threaded
     def put(self, file: str, data: bytes) -> None:
@@ -268,7 +265,9 @@ class StoreSink:
                 return False
             except obstore_errors() as exc:
                 failure = failure_of("write", self._source.locate(file), exc)
-                if how == "overwrite" or not _lacks_conditions(exc):
+                is_refused = Reason(exc).status == HTTPStatus.NOT_IMPLEMENTED
+                lacks_conditions = isinstance(exc, NotImplementedError) or is_refused
+                if how == "overwrite" or not lacks_conditions:
                     break
             else:
                 return True
@@ -310,11 +309,6 @@ class StoreSink:
         except obstore_errors() as exc:
             failure = failure_of(verb, self._source.locate(file), exc)
         raise failure
-
-
-def _lacks_conditions(error: Exception) -> bool:
-    is_known = isinstance(error, NotImplementedError)
-    return is_known or Reason(error).status == HTTPStatus.NOT_IMPLEMENTED
 
 
 Sink: TypeAlias = FolderSink | StoreSink
