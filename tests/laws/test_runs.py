@@ -1,10 +1,12 @@
 """Runs of batches: each batch of one can be resumed after, and the window is kept."""
 
 import json
+import time
 from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 
 from aioloader import DataLoader
 from aioloader.datasets import from_iterable
@@ -52,3 +54,27 @@ def test_a_window_is_exact_if_it_is_given() -> None:
     stream = from_iterable(range(2_000))
     assert counted(stream, prefetch_factor=2) <= 2
     assert 8 < counted(stream) <= 256 + 64
+    numbers: Any = range(2_000)
+    assert counted(numbers, num_workers=2, prefetch_factor=2) <= 4
+    assert 8 < counted(numbers, num_workers=2) <= 256 + 4
+
+
+class Heavy:
+    """Batches that are long in the making, or large."""
+
+    def __init__(self, *, is_slow: bool) -> None:
+        self.is_slow = is_slow
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Any:
+        if self.is_slow:
+            time.sleep(0.002)
+        return torch.full((1 if self.is_slow else 1 << 15,), index)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_workers_make_no_heavy_batches_further_ahead(*, is_slow: bool) -> None:
+    """Only small ones that come quickly."""
+    assert counted(Heavy(is_slow=is_slow), num_workers=2) <= 4

@@ -176,8 +176,9 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
     if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
-        hops = is_async and not has_pool and not on_device
-        return Window(readers * (factor or 2) + on_device, runs=hops)
+        hops = options.has_processes if options.pool_reads else is_async and not has_pool
+        window = readers * (factor or 2) + on_device
+        return Window(window, runs=hops and not on_device)
     # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
     is_beside = not has_pool and not on_device and options.loop == "thread"

@@ -202,7 +202,8 @@ class AheadFeed(Feed):
             held, ahead = self._samples, window.samples * in_flight
             limit += -(-ahead // held) if held else window.samples
         run_size = self.pipeline.run_size() if window.runs else 0
-        self._low = limit if run_size else sys.maxsize
+        is_beside = self.pipeline.pool is not None  # workers must not run out
+        self._low = limit + is_beside * run_size // 2 if run_size else sys.maxsize
         limit = min(limit + run_size, window.most)
         return in_flight < limit and (turns is None or turns.may_issue(limit))
 

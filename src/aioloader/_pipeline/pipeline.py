@@ -372,7 +372,7 @@ class Pipeline:
             if self._may_make():
                 self._in_thread()
             if self.reads_here and self.maker.is_plain:
-                self._time(seconds, count)
+                self.note_pace(seconds, count)
             self.ready.announce()
 
     def _may_make(self) -> bool:
@@ -393,7 +393,8 @@ class Pipeline:
         elif pool is not None:
             self._into_pool(pool, task)
 
-    def _time(self, seconds: float, count: int) -> None:
+    def note_pace(self, seconds: float, count: int) -> None:
+        """Note how long so many batches took."""
         self.pace.note(seconds, count)
         self._has_run = self._has_run or count > 0
         self.ready.is_quick = 0 < self.pace.seconds < HOP
@@ -528,12 +529,12 @@ class Pipeline:
                 lanes.spawn(self._amake(task, lanes), "aioloader batch")
             now, count = time.perf_counter(), count + 1
             if now - began > HOP:
-                self._time(now - began, count)
+                self.note_pace(now - began, count)
                 self.ready.announce()
                 await asyncio.sleep(0)
                 began, count = time.perf_counter(), 0
         self._has_pulls.clear()
-        self._time(time.perf_counter() - began, count)
+        self.note_pace(time.perf_counter() - began, count)
         self.ready.announce()
 
     async def _pull(self, stream: Stream, task: BatchTask, waiting: int) -> None:

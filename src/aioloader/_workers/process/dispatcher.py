@@ -17,7 +17,7 @@ from typing import Any
 
 from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.codec import encode, encode_for_others
@@ -25,6 +25,7 @@ from aioloader._transport.slots import Locker
 from aioloader._workers.process.messages import (
     BATCH,
     RESULT_HEAD,
+    WAITING_BYTES,
     Packer,
     Request,
     slot_of,
@@ -233,6 +234,10 @@ class Dispatcher:
         if self._has_copies or self.replicas is not None or ticket.slot is not None:
             result = self._note(worker, ticket, result)
         task.samples = []
+        if made[4]:
+            # More are requested only of those that fit into the frame, and the socket.
+            share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
+            ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
 
     def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:

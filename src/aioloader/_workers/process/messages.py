@@ -50,6 +50,8 @@ READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 _HEAD = struct.Struct("<qqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
 _HEADER_INLINE = 1 << 14
+# Bytes that may wait in the socket of results.
+WAITING_BYTES = 1 << 20
 # Instead of a slot number: a description of so many bytes and raw tensors follow.
 _PLAIN = -2
 _PLAIN_HEAD = struct.Struct("<qq")

@@ -44,6 +44,7 @@ from aioloader._workers.process.messages import (
     READY,
     RESULT_HEAD,
     STAGES,
+    WAITING_BYTES,
     Packer,
     Request,
     unpack,
@@ -53,8 +54,6 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind
 
-# Bytes that may wait in the socket of results; each batch in flight has a share.
-_WAITING_BYTES = 1 << 20
 _MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7
@@ -93,7 +92,7 @@ class Endpoint:
         self.requests = Channel.adopt(self._ends.requests)
         if not spec.reads:
             self._samples = ArenaReader(self._ends.samples)
-        inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
+        inline = min(_MOST_INLINE, WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
         self.maker = maker_of(spec, lease=self._packer.lease, **SEEDS)
         self._is_restored = not self.maker.keeps_state
