@@ -201,7 +201,7 @@ class AheadFeed(Feed):
         if window.samples:  # in batches as large as those in flight
             held, ahead = self._samples, window.samples * in_flight
             limit += -(-ahead // held) if held else window.samples
-        run_size = self.pipeline.run_size() if window.runs else 0
+        run_size = self.pipeline.run_size if window.runs else 0
         is_beside = self.pipeline.pool is not None  # workers must not run out
         self._low = limit + is_beside * run_size // 2 if run_size else sys.maxsize
         limit = min(limit + run_size, window.most)

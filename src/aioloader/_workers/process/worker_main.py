@@ -33,7 +33,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.stream import Stream
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import Channel, write_small
 from aioloader._transport.codec import decode
 from aioloader._workers.info import SEEDS
 from aioloader._workers.process.messages import (
@@ -68,6 +68,7 @@ class Ends(NamedTuple):
     arena: int  # the memory for its batches, and the table of those in flight
     requests: int  # for any worker or for this one
     results: int  # of all workers, as what follows
+    small: int  # the pipe of small results
     stacks: int  # where ``faulthandler`` writes stacks on request
     samples: int = -1  # the memory of samples that the loader has read, if it reads
 
@@ -183,7 +184,10 @@ class Endpoint:
         self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
-        self._results.send_frame(b"".join((head, *self._packer.pack(value))))
+        frame = b"".join((head, *self._packer.pack(value)))
+        # Only batches: what else a worker says must stay in order.
+        if kind != BATCH or not write_small(self._ends.small, frame):
+            self._results.send_frame(frame)
 
 
 def _end_process(error: BaseException) -> NoReturn:
