@@ -49,8 +49,6 @@ _LOG = logging.getLogger("aioloader")
 # Limits on processes of one worker that end without taking a batch: before the first is
 # ready, and in total, since an idle one may be killed too.
 _STARTS, _STARTS_IN_ALL = 3, 10
-# While results keep coming, deaths are checked for once in this many collections.
-_SELDOM = 32
 
 
 @functools.cache
@@ -82,7 +80,6 @@ class ProcessPool(LastingPool):
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
-        self._collections = 0
         self._rest = b""  # the beginning of a small result
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
@@ -92,12 +89,13 @@ class ProcessPool(LastingPool):
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
             small, far_small = os.pipe()
-            self._stacks, far_stacks = os.pipe()
-            for descriptor in (small, far_small, self._stacks, far_stacks):
-                os.set_blocking(descriptor, False)
-            for descriptor in (far_small, self._stacks, far_stacks):
-                stack.callback(os.close, descriptor)
+            stacks, far_stacks = os.pipe()
+            for end in (small, far_small, stacks, far_stacks):
+                os.set_blocking(end, False)
             self._small = stack.enter_context(io.FileIO(small))
+            self._stacks = stack.enter_context(io.FileIO(stacks))
+            stack.callback(os.close, far_small)
+            stack.callback(os.close, far_stacks)
             shared = [far_results.fileno(), far_small, far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
@@ -138,20 +136,16 @@ class ProcessPool(LastingPool):
             return [one for one in found if one >= 0]
         return []
 
-    def collect(self, *, seldom: int = _SELDOM) -> None:
+    def collect(self) -> None:
         """Deliver the results that have arrived and handle deaths; never block."""
         with self._lock:
             if self._is_over:
                 return
             try:
-                self._collections += 1
-                has_results = self._collect_results()
-                is_due = not has_results or not self._collections % seldom
-                if is_due and not self._is_over:
-                    for note in self._launcher.notes():
-                        self._handle(note)
-                        if self._is_over:
-                            break
+                self._collect_results()
+                notes = self._launcher.notes()
+                while not self._is_over and (note := next(notes, None)):
+                    self._handle(note)
                 for queue in self._dispatcher.queues:
                     if queue.waiting:
                         self._dispatcher.flush(queue)
@@ -162,8 +156,7 @@ class ProcessPool(LastingPool):
                 self._fail(LoaderClosedError(text))
                 raise
 
-    def _collect_results(self) -> bool:
-        has_results = False
+    def _collect_results(self) -> None:
         with contextlib.suppress(EOFError):
             while not self._is_over:
                 frames: Sequence[Any]  # all that are small, or else another
@@ -171,7 +164,6 @@ class ProcessPool(LastingPool):
                 frames = frames or (self._results.receive_frame() or ())[:1]
                 if not frames:
                     break
-                has_results = True
                 for frame in frames:
                     head = RESULT_HEAD.unpack_from(frame)
                     worker = self._dispatcher.workers[head[1]]
@@ -182,7 +174,6 @@ class ProcessPool(LastingPool):
                         self._fail(error.raisable())
                     else:
                         self._dispatcher.accept(worker, head, frame)
-        return has_results
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
@@ -290,16 +281,12 @@ class ProcessPool(LastingPool):
         """Return the stacks that workers write within ``seconds``, or in a crash."""
         if self._is_over:
             return ""
-        found = b""
-        connection.wait([self._stacks], seconds)
-        with contextlib.suppress(BlockingIOError, OSError):
-            while part := os.read(self._stacks, 1 << 16):
-                found += part
-        return found.decode(errors="replace")
+        connection.wait([self._stacks.fileno()], seconds)
+        return (self._stacks.read(1 << 16) or b"").decode(errors="replace")
 
     def is_open(self) -> bool:
         """Tell whether it takes tasks; notices deaths of idle workers."""
-        self.collect(seldom=1)
+        self.collect()
         return not self._is_over
 
     def end(self) -> None:
