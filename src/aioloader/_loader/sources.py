@@ -93,6 +93,8 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
         stage = Staged(ready, mover, on_device, epoch.counters)
     reads, place = options.pool_reads, _place(options, is_async=is_async)
     window = _window(options, on_device=on_device, is_async=is_async)
+    if reads and options.kind is Kind.MAP and not isinstance(epoch.order, IndexOrder):
+        window = replace(window, runs=False)  # the user's sampler: asked as by torch
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(

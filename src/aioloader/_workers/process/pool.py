@@ -89,13 +89,13 @@ class ProcessPool(LastingPool):
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
             small, far_small = os.pipe()
+            self._small = stack.enter_context(io.FileIO(small))
+            stack.callback(os.close, far_small)
             stacks, far_stacks = os.pipe()
+            self._stacks = stack.enter_context(io.FileIO(stacks))
+            stack.callback(os.close, far_stacks)
             for end in (small, far_small, stacks, far_stacks):
                 os.set_blocking(end, False)
-            self._small = stack.enter_context(io.FileIO(small))
-            self._stacks = stack.enter_context(io.FileIO(stacks))
-            stack.callback(os.close, far_small)
-            stack.callback(os.close, far_stacks)
             shared = [far_results.fileno(), far_small, far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
