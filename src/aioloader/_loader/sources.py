@@ -178,9 +178,7 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
     if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
-        hops = (
-            options.has_processes if options.pool_reads else is_async and not has_pool
-        )
+        hops = options.has_copies or (is_async and not has_pool)
         window = readers * (factor or 2) + on_device
         return Window(window, runs=hops and not on_device)
     # One batch is being collated, one is being delivered, and one is late.
