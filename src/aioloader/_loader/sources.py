@@ -173,17 +173,17 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         # Keyed seeds replace the user's global generators while a batch is made: no
         # batch may be made before the user requests it.
         return Window(1, is_lazy=True)
-    readers, has_pool = max(1, options.num_workers), options.pool_reads is not None
+    readers, reads = max(1, options.num_workers), options.pool_reads
     factor = options.prefetch_factor
     if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
-        hops = options.has_copies or (is_async and not has_pool)
+        hops = options.has_processes if reads else is_async and reads is None
         window = readers * (factor or 2) + on_device
         return Window(window, runs=hops and not on_device)
     # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
-    is_beside = not has_pool and not on_device and options.loop == "thread"
+    is_beside = reads is None and not on_device and options.loop == "thread"
     return Window(
         spare,
         samples=options.concurrency * readers,
