@@ -76,14 +76,8 @@ class Stream(IterableDataset[Any]):
         return ((index, draw()) for index in share(12))
 
 
-class Numbers(Dataset[Any]):
+class Numbers(Drawing):
     """Gives its indices."""
-
-    def __init__(self, n: int = 12) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
 
     def __getitem__(self, index: int) -> Any:
         return index

@@ -339,9 +339,6 @@ def test_an_interrupt_of_a_start(of: str) -> None:
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
 
 
-# -- in flight ----------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)

@@ -85,9 +85,6 @@ class Server:
         self._server.server_close()
 
 
-# -- one object that changes, tells more or less of it, and answers badly --------------
-
-
 ALWAYS = range(10**9)
 
 

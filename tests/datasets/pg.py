@@ -222,8 +222,6 @@ def database(
     return made
 
 
-# -- range by range, and by key -------------------------------------------------------
-
 BUDGET = 1 << 20
 
 

@@ -76,9 +76,6 @@ def ranks(count: int = 2) -> Iterator[list[RankProcess]]:
             one.end()
 
 
-# -- in the rank ------------------------------------------------------------------
-
-
 class Rank:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -99,9 +99,6 @@ def trimmed(batches: list[list[str]]) -> list[list[str]]:
     return batches
 
 
-# -- streams ----------------------------------------------------------------------
-
-
 def lines(folder: Path, **options: Any) -> Any:
     write_lines(folder, LENGTHS)
     return TextDataset("*.txt", store=folder, **options)

@@ -50,8 +50,6 @@ def steps(
             feed.want = next(turns)
 
 
-# -- tar archives: made by tarfile and by hand -----------------------------------------
-
 URL = "s3://bucket/shard-000.tar"
 FORMATS = {
     "ustar": tarfile.USTAR_FORMAT,

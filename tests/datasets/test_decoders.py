@@ -330,8 +330,6 @@ def test_the_step_is_part_of_the_description() -> None:
     assert one != TarDataset("x.tar").decode("pil").describe()
 
 
-# -- labels by folder, as torchvision's ImageFolder gives them -------------------------
-
 # What torchvision 0.28 says of the tree: ``classes``, and ``samples`` below the root.
 CLASSES = ["cat", "cat-b", "dog"]
 LABELLED = [

@@ -250,8 +250,6 @@ async def test_an_object_that_seems_empty() -> None:
             assert bytes(await objects[0]) == b""
 
 
-# -- fewer shards than readers: lines are cut by ranges, tar by an index ---------------
-
 # Some are empty, alone or side by side, and the last one of a shard too.
 LINES = [f"line {at} {'x' * (at * 37 % 90)}" * (at % 9 < 7) for at in range(200)]
 TAR = [Member(f"{at:03}.txt", b"%d" % at * (at % 700)) for at in range(60)]

@@ -379,8 +379,6 @@ async def test_in_a_store(
         assert bodies == sorted(chosen)
 
 
-# -- listings of many pages ------------------------------------------------------------
-
 Names = st.lists(
     st.text() | st.binary().map(lambda b: b.decode("utf-8", "surrogateescape"))
 )

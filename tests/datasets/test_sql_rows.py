@@ -113,9 +113,6 @@ async def test_rows_are_read_as_they_are(database: Database) -> None:
             await rows[2]
 
 
-# -- in a loader ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 async def test_batches_of_tensors(database: Database, num_workers: int) -> None:
     database.fill("t", 100)

@@ -235,9 +235,6 @@ def test_columns_and_masks(tmp_path: Path) -> None:
     assert found == [[(4, [True] * 4), (1, [True])], [(4, [True] * 4), (1, [False])]]
 
 
-# -- epochs that continue -------------------------------------------------------------
-
-
 SHARDS, LINES = 16, 10
 IN_WORKERS = in_workers(2)
 

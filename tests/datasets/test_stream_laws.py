@@ -164,9 +164,6 @@ def test_names_of_shards(one: list[str], other: list[str], are_same: bool) -> No
     assert summary_of(one)["count"] == len(one)
 
 
-# -- a reader that is cancelled at each of its awaits, in whichever task ---------------
-
-
 class Watched(Coroutine[Any, Any, Any]):
     def __init__(self, inner: Coroutine[Any, Any, Any], tell: Callable[[], None]):
         self._inner = inner

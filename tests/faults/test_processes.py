@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from aioloader import DataLoader
 from aioloader.testing import Resources
@@ -198,21 +197,15 @@ if __name__ == "__main__":
 """
 
 
-class Sessions(Dataset[tuple[int, int]]):
-    """The process that reads a sample, and the session that it is of."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return os.getpid(), os.getsid(0)
+def where(_sample: int) -> tuple[int, int]:
+    return os.getpid(), os.getsid(0)
 
 
 @pytest.mark.parametrize("way", ["fork", "forkserver", "spawn"])
 def test_each_worker_leads_a_session(way: str) -> None:
     """A busy machine gives each its own share; it may read the terminal (pdb)."""
-    loader = DataLoader(Sessions(), 2, num_workers=2, multiprocessing_context=way)
-    for processes, sessions in loader:
+    options: Any = {"transform": where, "multiprocessing_context": way}
+    for processes, sessions in DataLoader(range(8), 2, num_workers=2, **options):
         assert processes.tolist() == sessions.tolist()
 
 

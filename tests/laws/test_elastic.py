@@ -112,8 +112,6 @@ def test_each_sample_goes_to_one_rank(chain: Chain, ranks: int) -> None:
     assert Counter(itertools.chain.from_iterable(steps(loaders(chain, ranks)))) == whole
 
 
-# -- where workers read: each is a reader, and their number may change ----------------
-
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(0, 3))  # of ranks, and their workers
 _UNCUT = ("text_gzip", "tar_zstd")  # eight shards, too few for nine readers
 

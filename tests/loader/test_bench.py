@@ -202,9 +202,6 @@ def test_wrong_arguments(wrong: list[str], module: str) -> None:
     assert exit_.value.code == 2
 
 
-# -- torch's loader -------------------------------------------------------------------
-
-
 def twin(**arguments: Any) -> tuple[Any, list[str]]:
     """Return torch's batches of 10 numbers, and what is said."""
     made, notes = twin_of(DataLoader(arguments.pop("dataset", range(10)), **arguments))

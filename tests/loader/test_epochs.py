@@ -309,8 +309,6 @@ async def test_an_iterator_of_for_is_none_of_async_for() -> None:
         await anext(iter(loader))
 
 
-# -- where loaders work ----------------------------------------------------------------
-
 EXPECTED = [[i, i + 1, i + 2, i + 3] for i in range(0, 20, 4)]
 KINDS = [SyncMap, AsyncMap, SyncStream, AsyncStream]
 

@@ -258,9 +258,6 @@ def test_a_plain_async_for_has_no_more_in_flight_than_the_guide_says(
     asyncio.run(take())
 
 
-# -- deadlines -------------------------------------------------------------------------
-
-
 class Stuck:
     """Mixed into datasets: one sample waits until it is let through."""
 

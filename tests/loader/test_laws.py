@@ -122,9 +122,6 @@ def test_endless_streams() -> None:
     assert_resumes_exactly(lambda: DataLoader(stream, 2), limit=5)
 
 
-# -- equal in every bit -----------------------------------------------------------
-
-
 def test_frozen() -> None:
     """Bits, dtypes, shapes and types count; identity does not."""
     nan = torch.tensor([1.0, float("nan")])

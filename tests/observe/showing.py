@@ -3,6 +3,7 @@
 import io
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aioloader._base.records import LoopLag, Setting
@@ -44,18 +45,10 @@ class Clock:
     perf_counter = __call__
 
 
-@dataclass(frozen=True)
-class Stage(StageStats):
-    """Figures of a stage."""
-
-    lanes: int = 1
-    items: int = 0
-    busy: float = 0.0
-    starved: float = 0.0
-    blocked: float = 0.0
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
+FIGURES: dict[str, Any] = dict.fromkeys(
+    ("busy", "starved", "blocked", "p50", "p95", "p99"), 0.0
+)
+Stage: Any = partial(StageStats, **FIGURES)
 
 
 @dataclass
@@ -78,7 +71,7 @@ class Figures:
     seconds: float = 0.0
     samples: int = 0
     waits: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageStats, ...] = ()
     iteration: object = field(default_factory=object)
 
 

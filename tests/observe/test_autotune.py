@@ -195,9 +195,6 @@ def test_a_chosen_number() -> None:
     assert f"{Chosen(3)} {Chosen(3) + 1}" == "auto(3) 4"
 
 
-# -- bytes ----------------------------------------------------------------------
-
-
 def test_how_many_batches_fit() -> None:
     """One, until a size is known; then by the greatest of recent ones, one at least."""
     held = Held(1000)

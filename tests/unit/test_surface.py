@@ -86,10 +86,10 @@ def test_no_long_files() -> None:
 
 # Lines and classes, which only go down.
 BOUNDS = {
-    "src": 47_958,
-    "src/aioloader/datasets": 21_038,
+    "src": 47_957,
+    "src/aioloader/datasets": 20_970,
     "src/aioloader/testing": 653,
-    "tests": 52_105,
+    "tests": 52_095,
 }
 CLASSES = 396
 

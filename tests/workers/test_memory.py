@@ -117,24 +117,6 @@ def test_a_batch_outlives_its_loader() -> None:
     assert not arenas()
 
 
-class Varying(Numbers):
-    """Samples whose size comes and goes."""
-
-    SIDES = (300, 20, 700, 300, 1100, 5, 400, 1100, 20, 300)
-
-    def __getitem__(self, index: int) -> Any:
-        side = self.SIDES[index % len(self.SIDES)]
-        return torch.full((side, side), index, dtype=torch.int32)
-
-
-def test_sizes_may_vary() -> None:
-    """Bigger than before, smaller than before, tiny: all arrive."""
-    loader: Any = DataLoader(Varying(60), num_workers=2)
-    for number, batch in enumerate(loader):
-        assert batch.shape[1] == Varying.SIDES[number % 10]
-        assert intact(batch, number)
-
-
 def small_or_big(samples: list[Any]) -> Any:
     """Collate into fresh memory, as users' own functions do."""
     stacked = torch.stack(samples)

@@ -94,9 +94,6 @@ def test_a_resume_with_generators_of_workers_says_what_it_draws() -> None:
         loader.load_state_dict(state)
 
 
-# -- iterables that each worker reads ---------------------------------------------
-
-
 @pytest.mark.slow
 def test_states() -> None:
     """Each worker goes on from its own, quietly."""

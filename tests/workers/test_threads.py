@@ -160,7 +160,7 @@ class Patient(Retry):
         yield 3600.0
 
 
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize("workers", ["thread", "process", "executor"])
 def test_closing_ends_a_retry(workers: Any, tmp_path: Path) -> None:
     """Nobody waits for it, and a process ends by itself: its lifespan is left."""
 
@@ -169,26 +169,11 @@ def test_closing_ends_a_retry(workers: Any, tmp_path: Path) -> None:
         yield
         (tmp_path / "left").touch()
 
-    loader: Any = DataLoader(
-        Failing(8),
-        2,
-        num_workers=1,
-        workers=workers,
-        retry=Patient(),
-        lifespan=lifespan,
-    )
-    iterator = iter(loader)
-    next(iterator)
-    loader.close()
-    assert (tmp_path / "left").exists()
-
-
-def test_closing_ends_a_retry_in_an_executor() -> None:
-    """Its threads are free at once."""
     with ThreadPoolExecutor(1) as executor:
-        loader: Any = DataLoader(
-            Failing(8), 2, num_workers=1, workers=executor, retry=Patient()
-        )
-        iterator = iter(loader)
+        own: Any = executor if workers == "executor" else workers
+        options: Any = {} if own is executor else {"lifespan": lifespan}
+        options |= {"num_workers": 1, "workers": own, "retry": Patient()}
+        iterator = iter(loader := DataLoader(Failing(8), 2, **options))
         next(iterator)
         loader.close()
+    assert own is executor or (tmp_path / "left").exists()

@@ -303,14 +303,7 @@ class Counters:
 class Pace:
     """How quickly a loader's batches are made, in all its epochs."""
 
-    seconds: float = 0.0  # per batch of a run; 0: not known
-
-    def note(self, seconds: float, count: int) -> None:
-        """Note how long a run took: the least of late, as a busy machine delays."""
-        if count:
-            before, now = self.seconds, seconds / count
-            is_less = now < before or not before
-            self.seconds = now if is_less else before + (now - before) / 8
+    seconds: float = 0.0  # per batch, the least of late; 0: not known
 
 
 # Set in the tasks of an iteration; code that lists shards adds to it.

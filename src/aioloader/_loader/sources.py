@@ -93,6 +93,8 @@ def make_source(options: Options, epoch: Epoch, live: Kept, *, is_async: bool) -
         stage = Staged(ready, mover, on_device, epoch.counters)
     reads, place = options.pool_reads, _place(options, is_async=is_async)
     window = _window(options, on_device=on_device, is_async=is_async)
+    if reads and options.kind is Kind.MAP and not isinstance(epoch.order, IndexOrder):
+        window = replace(window, runs=False)  # the user's sampler: asked as by torch
     is_tuned = options.chooses or options.prefetch_bytes is not None
     tuner = _tuner(options, live.tuning, reads_here=not reads) if is_tuned else None
     epoch.counters.describe = partial(
@@ -171,16 +173,17 @@ def _window(options: Options, *, on_device: int, is_async: bool) -> Window:
         # Keyed seeds replace the user's global generators while a batch is made: no
         # batch may be made before the user requests it.
         return Window(1, is_lazy=True)
-    readers, has_pool = max(1, options.num_workers), options.pool_reads is not None
+    readers, reads = max(1, options.num_workers), options.pool_reads
     factor = options.prefetch_factor
     if factor is not None and not isinstance(factor, Chosen):
         return Window(readers * factor + on_device)
     if options.is_plain:
-        hops = is_async and not has_pool and not on_device
-        return Window(readers * (factor or 2) + on_device, runs=hops)
+        hops = options.has_processes if reads else is_async and reads is None
+        window = readers * (factor or 2) + on_device
+        return Window(window, runs=hops and not on_device)
     # One batch is being collated, one is being delivered, and one is late.
     spare = (factor or 3) * readers + on_device
-    is_beside = not has_pool and not on_device and options.loop == "thread"
+    is_beside = reads is None and not on_device and options.loop == "thread"
     return Window(
         spare,
         samples=options.concurrency * readers,

@@ -201,8 +201,9 @@ class AheadFeed(Feed):
             held, ahead = self._samples, window.samples * in_flight
             limit += -(-ahead // held) if held else window.samples
             one_by_one |= not held or self.epoch.order.size is None
-        run_size = self.pipeline.run_size() if window.runs else 0
-        self._low = limit if run_size else sys.maxsize
+        run_size = self.pipeline.run_size if window.runs else 0
+        is_beside = self.pipeline.pool is not None  # workers must not run out
+        self._low = limit + is_beside * run_size // 2 if run_size else sys.maxsize
         limit = min(limit + run_size, window.most)
         if turns is not None and not turns.may_issue(limit):
             return 0

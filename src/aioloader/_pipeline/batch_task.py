@@ -1,6 +1,7 @@
 """The unit of work: one batch on its way from indices to tensors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from aioloader._base.machine import RunTimes
@@ -11,76 +12,56 @@ MISSING: Final = object()
 _NOTHING = RunTimes()
 
 
+@dataclass(eq=False, repr=False)
 class BatchResult:
     """The result of one request: a batch, an error, nothing, or the end."""
 
-    attempted: int = 0  # samples that a worker tried to read; counted on delivery
-    failures: Sequence[Any] = ()  # the samples of these that were skipped or replaced
-    retries: int = 0  # how often a worker retried a read since its last result
+    batch: Any = None
+    error: BaseException | None = None
+    is_empty: bool = False  # every sample was skipped: there is no batch
+    is_end: bool = False  # the stream had ended
+    has_ended: bool = False  # its reader had ended; others may have more
+    state: Any = None  # the state of its reader (sampler or stream) after it, if known
+    # What follows stays in the class unless it is set: results are made quickly.
+    attempted: int = field(default=0, init=False)  # that a worker tried; counted later
+    failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
+    retries: int = field(default=0, init=False)  # of a worker, since its last result
     # Of a stateful map-style dataset: the worker whose copy made it (0 for this
     # process), and the state of that copy after it.
-    dataset: tuple[int, Any] | None = None
-    made: Made = NOT_MADE  # when it was made, for the records
-    lane: int = 0  # by which worker
-    size: int = 0  # how many samples it has
-
-    def __init__(
-        self,
-        batch: Any = None,
-        error: BaseException | None = None,
-        *,
-        is_empty: bool = False,
-        is_end: bool = False,
-        has_ended: bool = False,
-        state: Any = None,
-    ) -> None:
-        self.batch, self.error = batch, error
-        self.is_empty = is_empty  # every sample was skipped: there is no batch
-        self.is_end = is_end  # the stream had ended
-        self.has_ended = has_ended  # its reader had ended; others may have more
-        self.state = state  # of its reader (sampler or stream) after it, if known
+    dataset: tuple[int, Any] | None = field(default=None, init=False)
+    made: Made = field(default=NOT_MADE, init=False)  # when, for the records
+    lane: int = field(default=0, init=False)  # by which worker
+    size: int = field(default=0, init=False)  # how many samples it has
 
 
+@dataclass(eq=False, repr=False)
 class BatchTask:
     """One batch being made; owned by the stage that works on it."""
 
-    # Most of these stay as they are: a task is made quickly.
-    stage: str = "fetch"  # ``"fetch"``, ``"transform"``, ``"collate"`` or ``"pool"``
-    turn: int = 0  # when its first job came to the lanes of a loop, among all batches
-    result: BatchResult | None = None  # once known; late samples are dropped
-    missing: int = 0  # how many samples it lacks: skipped ones, or after a stream's end
-    failures: Sequence[Any] = ()  # the samples that were skipped or replaced
-    extra: int = 0  # how many more samples a stream has tried than ``indices``
-    state: Any = None  # as in ``BatchResult``
+    number: int  # position in the epoch, from 0
+    indices: Sequence[Any]  # the sampler's; for a stream, the numbers of its samples
+    key: int | None = None  # seeds the generators for its plain code
+    # If each sample has its own seed: the epoch's seed, the position of the first
+    # sample in the epoch, and the step to the next.
+    sample_keys: tuple[int, int, int] | None = None
+    padding: int = 0  # how many of its samples, the last ones, are padding
+    # Samples so far, with ``MISSING`` where one is still being read; or the result of
+    # ``__getitems__``, of any type.
+    samples: Any = field(default_factory=list)
+    # What follows stays in the class unless it is set: ``"fetch"``, ``"transform"``,
+    # ``"collate"`` or ``"pool"``.
+    stage: str = field(default="fetch", init=False)
+    turn: int = field(default=0, init=False)  # of its first job in the lanes of a loop
+    # Once known; late samples are dropped.
+    result: BatchResult | None = field(default=None, init=False)
+    missing: int = field(default=0, init=False)  # samples skipped, or after the end
+    failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
+    extra: int = field(default=0, init=False)  # tried by a stream beyond ``indices``
+    state: Any = field(default=None, init=False)  # as in ``BatchResult``
     # Until ``spent``: as in ``Made``.
-    began: float = 0.0
-    read: float = 0.0
-    started: float = 0.0
-    transformed: float = 0.0
-    collated: float = 0.0
-    busy: float = 0.0
-    spent: RunTimes = _NOTHING  # processor time, and waits for a processor
-    again: bool = False  # it is padding as a whole: samples of the stream's beginning
-
-    def __init__(
-        self,
-        number: int,
-        indices: Sequence[Any],
-        key: int | None = None,
-        sample_keys: tuple[int, int, int] | None = None,
-        padding: int = 0,
-        samples: Any = None,
-    ) -> None:
-        self.number = number  # position in the epoch, from 0
-        self.indices = indices  # the sampler's; for a stream, those of its samples
-        self.key = key  # seeds the generators for its plain code
-        # If each sample has its own seed: the epoch's seed, the position of the first
-        # sample in the epoch, and the step to the next.
-        self.sample_keys = sample_keys
-        self.padding = padding  # how many of its samples, the last ones, are padding
-        # Samples so far, with ``MISSING`` where one is still being read; or the result
-        # of ``__getitems__``, of any type.
-        self.samples: Any = [] if samples is None else samples
+    began = read = started = transformed = collated = busy = 0.0
+    spent: RunTimes = field(default=_NOTHING, init=False)  # of processors, and waits
+    again: bool = field(default=False, init=False)  # padding: a stream's beginning
 
     @property
     def size(self) -> int:

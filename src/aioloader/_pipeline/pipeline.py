@@ -128,8 +128,10 @@ class Pipeline:
         self._keeps_state = maker.keeps_state and is_here
         if self.tuner is not None:
             self.tuner.ready = self.ready
-        self._has_run = False  # whether a run was made in this iteration
-        self.ready.is_quick = 0 < self.pace.seconds < HOP
+        # How many batches are made in one turn, if they come quickly.
+        self.run_size, self._most_per_run = 0, _FIRST_RUN
+        if self.pace.seconds:
+            self.note_pace(0.0, 0)
         self.is_closing: bool = False
         self._is_dismissed = self._is_abandoned = False
         self._no_more_pauses = Latch()
@@ -372,7 +374,7 @@ class Pipeline:
             if self._may_make():
                 self._in_thread()
             if self.reads_here and self.maker.is_plain:
-                self._time(seconds, count)
+                self.note_pace(seconds, count)
             self.ready.announce()
 
     def _may_make(self) -> bool:
@@ -393,18 +395,17 @@ class Pipeline:
         elif pool is not None:
             self._into_pool(pool, task)
 
-    def _time(self, seconds: float, count: int) -> None:
-        self.pace.note(seconds, count)
-        self._has_run = self._has_run or count > 0
-        self.ready.is_quick = 0 < self.pace.seconds < HOP
-
-    def run_size(self) -> int:
-        """Return how many batches are made in one turn, if they come quickly."""
+    def note_pace(self, seconds: float, count: int) -> None:
+        """Note how long so many batches took; the size of a run depends on it."""
+        if count:
+            before, now = self.pace.seconds, seconds / count
+            is_less = now < before or not before  # a busy machine delays some
+            self.pace.seconds = now if is_less else before + (now - before) / 8
+            self._most_per_run = _MOST_PER_RUN
         seconds = self.pace.seconds
-        if not 0 < seconds < HOP:
-            return 0
-        most = _MOST_PER_RUN if self._has_run else _FIRST_RUN
-        return min(most, int(HOP / seconds))
+        self.ready.is_quick = 0 < seconds < HOP
+        is_quick, most = self.ready.is_quick, self._most_per_run
+        self.run_size = min(most, int(HOP / seconds)) if is_quick else 0
 
     async def _call(self, job: Callable[[], Any]) -> Any:
         """Run plain code of a batch in the thread; return what it returns."""
@@ -532,12 +533,12 @@ class Pipeline:
                 lanes.spawn(self._amake(task, lanes), "aioloader batch")
             now, count = time.perf_counter(), count + 1
             if now - began > HOP:
-                self._time(now - began, count)
+                self.note_pace(now - began, count)
                 self.ready.announce()
                 await asyncio.sleep(0)
                 began, count = time.perf_counter(), 0
         self._has_pulls.clear()
-        self._time(time.perf_counter() - began, count)
+        self.note_pace(time.perf_counter() - began, count)
         self.ready.announce()
 
     def _announce_soon(self) -> None:

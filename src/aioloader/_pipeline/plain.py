@@ -6,6 +6,7 @@ calling thread; ``inline`` has the others that do so, ``ahead_feed`` reads ahead
 
 import abc
 import asyncio
+import contextlib
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -68,13 +69,11 @@ class Feed(abc.ABC):
 
     def poll(self) -> Any:
         """Return the next batch, if there is nothing to wait for; else ``NOTHING``."""
-        is_due = perf_counter() - self._turn > TURN or self._drawing is not None
-        if is_due or (self._next != self._long and self.epoch.draws_long(self._next)):
-            return NOTHING
-        try:
-            return self.next()
-        except StopIteration:
-            return NOTHING
+        waits = perf_counter() - self._turn > TURN or self._drawing is not None
+        if not (waits or self.epoch.draws_long(self._next)):
+            with contextlib.suppress(StopIteration), self._lock:
+                return self.next()
+        return NOTHING
 
     @abc.abstractmethod
     def next(self) -> Any:

@@ -6,9 +6,12 @@ message after all of its messages.
 """
 
 import array
+import contextlib
+import io
 import os
 import select
 import socket
+import struct
 from collections.abc import Sequence
 
 # A larger frame is written to a memory file, whose descriptor is sent.
@@ -18,6 +21,9 @@ MAX_DESCRIPTORS = 31
 # Room for frames that are not read yet; the kernel may grant less.
 _BUFFER_BYTES = 1 << 21
 _INLINE, _IN_FILE = b"\0", b"\1"
+# Before a frame in a pipe. The kernel keeps small ones whole, even if several processes
+# write or one is killed, and one read returns all that are there.
+_SIZE = struct.Struct("<H")
 if hasattr(socket, "MSG_CMSG_CLOEXEC"):  # Linux: elsewhere there are no channels
     # As plain integers: an enum's `|` costs as much as the call.
     _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -124,3 +130,25 @@ class Channel(socket.socket):
         poll.register(self, 0)  # hanging up is reported in any case
         if poll.poll(None if seconds is None else seconds * 1000):
             raise EOFError("the other process is gone")
+
+
+def write_small(pipe: int, frame: bytes) -> bool:
+    """Write a small frame to a pipe; return whether there was room."""
+    with contextlib.suppress(BlockingIOError):
+        if len(frame) + _SIZE.size <= select.PIPE_BUF:
+            os.write(pipe, _SIZE.pack(len(frame)) + frame)
+            return True
+    return False
+
+
+def read_small(pipe: io.FileIO, rest: bytes) -> tuple[list[memoryview], bytes]:
+    """Return the frames that have arrived, and the rest: the beginning of the next."""
+    rest += pipe.read(MAX_INLINE) or b""
+    frames, view, at = list[memoryview](), memoryview(rest), 0
+    while len(rest) >= (start := at + _SIZE.size):
+        end = start + _SIZE.unpack_from(rest, at)[0]
+        if end > len(rest):
+            break
+        frames.append(view[start:end])
+        at = end
+    return frames, rest[at:]

@@ -4,6 +4,7 @@ Workers of executors and of Ray get the ``WorkerSpec`` once, then requests, both
 to a header and its buffers.
 """
 
+import contextlib
 import time
 import traceback
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerError
 
 _MOST_TEXT = 20_000
+_NOTHING = contextlib.nullcontext()
 # The header of a pickle, and its buffers in whatever form they travel.
 Packed: TypeAlias = tuple[bytes, list[Any]]
 
@@ -144,16 +146,22 @@ def opened(result: BatchResult, task: BatchTask) -> tuple[BatchResult, list[Fail
     return result, failures
 
 
+def unopened(error: Exception, worker: int) -> BatchResult:
+    """Return what comes instead of a batch that cannot be unpickled."""
+    text = f"a batch of worker {worker} could not be unpickled here: {error!r}; return "
+    text += "values of classes that this process can import"
+    problem = WorkerError(text, worker=worker)
+    problem.__cause__ = error
+    return BatchResult(error=problem)
+
+
 def deliver(pipeline: Pipeline, task: BatchTask, packed: Packed, worker: int) -> None:
     try:
-        with torch.inference_mode(mode=False):  # as in `unpack`
+        is_inferring = torch.is_inference_mode_enabled()  # as in `unpack`
+        with torch.inference_mode(mode=False) if is_inferring else _NOTHING:
             result = decode(*copied(packed, pipeline.maker.lease))
     except Exception as error:  # of a user's class
-        text = f"a batch of worker {worker} could not be unpickled here: {error!r}; "
-        text += "return values of classes that this process can import"
-        problem = WorkerError(text, worker=worker)
-        problem.__cause__ = error
-        pipeline.receive(task, BatchResult(error=problem))
+        pipeline.receive(task, unopened(error, worker))
     else:
         task.samples = []
         made = _moved(result.made, -_to_wall())

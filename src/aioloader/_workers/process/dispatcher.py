@@ -17,7 +17,7 @@ from typing import Any
 
 from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
-from aioloader._pipeline.pipeline import Pipeline
+from aioloader._pipeline.pipeline import HOP, Pipeline
 from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.codec import encode, encode_for_others
@@ -25,15 +25,15 @@ from aioloader._transport.slots import Locker
 from aioloader._workers.process.messages import (
     BATCH,
     RESULT_HEAD,
+    WAITING_BYTES,
     Packer,
     Request,
     slot_of,
     unpack,
 )
 from aioloader._workers.process.replicas import Replicas
-from aioloader._workers.remote_tasks import of_both, opened
+from aioloader._workers.remote_tasks import of_both, opened, unopened
 from aioloader._workers.worker_spec import WorkerSpec
-from aioloader.errors import WorkerError
 from aioloader.protocols import is_stateful
 
 # Samples of up to this size travel inside the request.
@@ -126,10 +126,11 @@ class Dispatcher:
             stack.callback(queue.far.close)
             stack.callback(queue.near.close)  # workers then see the end of requests
         self.workers: list[Worker] = []
-        stack.callback(self._close_arenas)
         for number in range(spec.num_workers):
             queue = self.queues[number % len(self.queues)]
-            self.workers.append(Worker(number, queue, ArenaReader(locker=locker)))
+            worker = Worker(number, queue, ArenaReader(locker=locker))
+            stack.callback(lambda own: own.arena.close(), worker)
+            self.workers.append(worker)
 
     def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
         """Send a request for ``task``; a stream that has ended answers at once."""
@@ -190,9 +191,10 @@ class Dispatcher:
         return is_sent
 
     def forget(self, pipeline: Pipeline) -> None:
-        for name, ticket in list(self.tickets.items()):
-            if ticket.pipeline is pipeline:
-                del self.tickets[name]
+        kept = {
+            k: one for k, one in self.tickets.items() if one.pipeline is not pipeline
+        }
+        self.tickets = kept
         if self.replicas is not None:
             self.replicas.forget(pipeline)
             for queue in self.queues:
@@ -217,13 +219,7 @@ class Dispatcher:
             copy = slot is not None and sum(w.arena.lent for w in self.workers) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
-            text = (
-                f"a batch of worker {number} could not be unpickled here: {error!r}; "
-            )
-            text += "return values of classes that this process can import"
-            problem = WorkerError(text, worker=number)
-            problem.__cause__ = error
-            result = BatchResult(error=problem)
+            result = unopened(error, number)
         else:
             if kind == BATCH:
                 result = BatchResult(value)
@@ -233,6 +229,10 @@ class Dispatcher:
         if self._has_copies or self.replicas is not None or ticket.slot is not None:
             result = self._note(worker, ticket, result)
         task.samples = []
+        if made[4]:
+            # More are requested only of those that fit into the frame, and the socket.
+            share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
+            ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
 
     def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:
@@ -279,10 +279,6 @@ class Dispatcher:
         assert self.samples is not None
         del self._readers[slot]
         self.samples.free(slot)
-
-    def _close_arenas(self) -> None:
-        for worker in self.workers:
-            worker.arena.close()
 
     def close(self) -> None:
         """Remove everything and close the queues of requests."""

@@ -10,6 +10,7 @@ is cheaper than a slot. A small batch of plain tensors is not pickled either: a
 description of its structure is cached, and looked up by its bytes.
 """
 
+import functools
 import pickle
 import struct
 import threading
@@ -50,6 +51,8 @@ READY, BATCH, ANSWER, FATAL, LEFT = range(5)
 _HEAD = struct.Struct("<qqqqqq")
 _PLACE = struct.Struct("<qq")  # first byte and size of a buffer
 _HEADER_INLINE = 1 << 14
+# Bytes that may wait in the socket of results.
+WAITING_BYTES = 1 << 20
 # Instead of a slot number: a description of so many bytes and raw tensors follow.
 _PLAIN = -2
 _PLAIN_HEAD = struct.Struct("<qq")
@@ -88,12 +91,13 @@ class Packer(threading.local):
         self._arena = arena
         self._encode = encode
         self._inline_bytes = max(inline_bytes, _HEADER_INLINE)
+        self._wanted = 0  # by the largest batch so far
+        self._forget()
+
+    def _forget(self) -> None:
         self._ref: SlotRef | None = None
         self._view: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
         self._used = 0
-        self._wanted = 0  # by the largest batch so far
-        # By structure of a batch: its head, and the padding after each array.
-        self._heads: dict[Any, tuple[bytes, list[bytes]]] = {}
 
     def reset(self) -> None:
         """Start a new batch; memory lent for a failed one is free again."""
@@ -134,14 +138,9 @@ class Packer(threading.local):
         most = sum(nbytes for _, nbytes in spans) + ALIGN * len(arrays)
         if most > self._inline_bytes or (len(arrays) > 1 and do_overlap(spans)):
             return None
-        key = form, *kinds
-        known = self._heads.get(key)
-        if known is None:
-            if len(self._heads) >= _MOST_HEADS:
-                self._heads.clear()
-            known = self._heads[key] = _describe(form, arrays)
-        parts: list[Any] = [known[0]]
-        for array, gap in zip(arrays, known[1], strict=True):
+        head, gaps = _describe(form, *kinds)
+        parts: list[Any] = [head]
+        for array, gap in zip(arrays, gaps, strict=True):
             parts += (array, gap)
         return parts
 
@@ -176,10 +175,6 @@ class Packer(threading.local):
         self._wanted = max(self._wanted, used)
         self._forget()
         return _heads(ref, used, header, places)
-
-    def _forget(self) -> None:
-        self._ref = None
-        self._view, self._used = np.empty(0, np.uint8), 0
 
     def _place(self, raws: list[memoryview], addresses: list[int]) -> list[Place]:
         """Copy other buffers into the slot; move all if it is too small."""
@@ -218,8 +213,8 @@ def _copy(copies: Copies, memory: memoryview) -> None:
         memory[start : start + raw.nbytes] = raw
 
 
-# Maps the bytes of a description to the structure and the leaves of a batch.
-_DESCRIPTIONS: dict[bytes, tuple[Any, list[tuple[tuple[int, ...], str, int]]]] = {}
+# The structure and the leaves of a batch, from the bytes that describe them.
+_described = functools.lru_cache(_MOST_HEADS)(decode)
 
 
 def unpack(
@@ -236,18 +231,13 @@ def unpack(
     number, length = _PLAIN_HEAD.unpack_from(frame, at)
     if number == _PLAIN:
         at += _PLAIN_HEAD.size
-        description = bytes(frame[at : at + length])
-        known = _DESCRIPTIONS.get(description)
-        if known is None:
-            if len(_DESCRIPTIONS) >= _MOST_HEADS:
-                _DESCRIPTIONS.clear()
-            known = _DESCRIPTIONS[description] = decode(description)
+        form, leaves = _described(bytes(frame[at : at + length]))
         octets = bytearray(frame[at + length :])
         tensors = [
             torch.from_numpy(np.ndarray(shape, dtype, octets, start))
-            for shape, dtype, start in known[1]
+            for shape, dtype, start in leaves
         ]
-        return _assemble(known[0], iter(tensors))
+        return _assemble(form, iter(tensors))
     number, start, size, used, length, count = _HEAD.unpack_from(frame, at)
     at += _HEAD.size
     places = [_PLACE.unpack_from(frame, at + k * _PLACE.size) for k in range(count)]
@@ -306,10 +296,12 @@ def _form_of(
     return kind, keys, tuple([_form_of(part, arrays, spans, kinds) for part in value])
 
 
-def _describe(form: Any, arrays: list[Array]) -> tuple[bytes, list[bytes]]:
+@functools.lru_cache(_MOST_HEADS)
+def _describe(form: Any, *kinds: Any) -> tuple[bytes, list[bytes]]:
     """Return the head of a frame for such a batch, and the padding after each array."""
     leaves, gaps, start = [], [], 0
-    for array in arrays:
+    for dtype, shape in zip(kinds[::2], kinds[1::2], strict=True):
+        array = torch.empty(shape, dtype=dtype, device="cpu").numpy()
         leaves.append((array.shape, array.dtype.str, start))
         end = aligned(start + array.nbytes)
         gaps.append(bytes(end - start - array.nbytes))

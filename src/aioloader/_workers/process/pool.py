@@ -7,12 +7,13 @@ themselves, because they take requests from a queue in the kernel.
 
 import contextlib
 import functools
+import io
 import logging
 import os
 import sys
 import threading
 from multiprocessing import connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioloader._base.cpu_threads import refuse_gevent
 from aioloader._base.forks import close_in_children, fork_safe
@@ -21,7 +22,7 @@ from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
 from aioloader._transport.arena import InFlight
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import Channel, read_small
 from aioloader._transport.slots import Locker
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
@@ -39,6 +40,8 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aioloader._workers.process.fork_server import ServedLauncher
 
 _LOG = logging.getLogger("aioloader")
@@ -46,8 +49,6 @@ _LOG = logging.getLogger("aioloader")
 # Limits on processes of one worker that end without taking a batch: before the first is
 # ready, and in total, since an idle one may be killed too.
 _STARTS, _STARTS_IN_ALL = 3, 10
-# While results keep coming, deaths are checked for once in this many collections.
-_SELDOM = 32
 
 
 @functools.cache
@@ -79,7 +80,7 @@ class ProcessPool(LastingPool):
         self._joining = fork_safe(threading.Lock())
         self._is_over = self._is_ended = False
         self._error: BaseException | None = None  # ended the pool, not yet raised
-        self._collections = 0
+        self._rest = b""  # the beginning of a small result
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
             are_forks = method == "fork"
@@ -87,11 +88,15 @@ class ProcessPool(LastingPool):
             self._results, far_results = Channel.pair()
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
-            self._stacks, far_stacks = os.pipe()
-            os.set_blocking(self._stacks, False)
-            for descriptor in (self._stacks, far_stacks):
-                stack.callback(os.close, descriptor)
-            shared = [far_results.fileno(), far_stacks]
+            small, far_small = os.pipe()
+            self._small = stack.enter_context(io.FileIO(small))
+            stack.callback(os.close, far_small)
+            stacks, far_stacks = os.pipe()
+            self._stacks = stack.enter_context(io.FileIO(stacks))
+            stack.callback(os.close, far_stacks)
+            for end in (small, far_small, stacks, far_stacks):
+                os.set_blocking(end, False)
+            shared = [far_results.fileno(), far_small, far_stacks]
             if self._dispatcher.samples is not None:
                 shared.append(self._dispatcher.samples.descriptor)
             if are_forks:
@@ -125,26 +130,22 @@ class ProcessPool(LastingPool):
                 self._dispatcher.forget(pipeline)
 
     def descriptors(self) -> list[int]:
-        if self._is_over:
-            return []
-        ends = self._results, self._launcher.control
-        found = [end.fileno() for end in ends if end is not None]
-        return [one for one in found if one >= 0]  # another thread may close them
+        ends = self._small, self._results, self._launcher.control
+        with contextlib.suppress(ValueError):  # another thread closes them
+            found = [end.fileno() for end in ends if end is not None]
+            return [one for one in found if one >= 0]
+        return []
 
-    def collect(self, *, seldom: int = _SELDOM) -> None:
+    def collect(self) -> None:
         """Deliver the results that have arrived and handle deaths; never block."""
         with self._lock:
             if self._is_over:
                 return
             try:
-                self._collections += 1
-                has_results = self._collect_results()
-                is_due = not has_results or not self._collections % seldom
-                if is_due and not self._is_over:
-                    for note in self._launcher.notes():
-                        self._handle(note)
-                        if self._is_over:
-                            break
+                self._collect_results()
+                notes = self._launcher.notes()
+                while not self._is_over and (note := next(notes, None)):
+                    self._handle(note)
                 for queue in self._dispatcher.queues:
                     if queue.waiting:
                         self._dispatcher.flush(queue)
@@ -155,21 +156,24 @@ class ProcessPool(LastingPool):
                 self._fail(LoaderClosedError(text))
                 raise
 
-    def _collect_results(self) -> bool:
-        has_results = False
+    def _collect_results(self) -> None:
         with contextlib.suppress(EOFError):
-            while not self._is_over and (received := self._results.receive_frame()):
-                has_results = True
-                frame = received[0]
-                head = RESULT_HEAD.unpack_from(frame)
-                worker = self._dispatcher.workers[head[1]]
-                if head[0] == READY:
-                    worker.is_ready = True
-                elif head[0] == FATAL:
-                    self._fail(unpack(frame, RESULT_HEAD.size, worker.arena).raisable())
-                else:
-                    self._dispatcher.accept(worker, head, frame)
-        return has_results
+            while not self._is_over:
+                frames: Sequence[Any]  # all that are small, or else another
+                frames, self._rest = read_small(self._small, self._rest)
+                frames = frames or (self._results.receive_frame() or ())[:1]
+                if not frames:
+                    break
+                for frame in frames:
+                    head = RESULT_HEAD.unpack_from(frame)
+                    worker = self._dispatcher.workers[head[1]]
+                    if head[0] == READY:
+                        worker.is_ready = True
+                    elif head[0] == FATAL:
+                        error = unpack(frame, RESULT_HEAD.size, worker.arena)
+                        self._fail(error.raisable())
+                    else:
+                        self._dispatcher.accept(worker, head, frame)
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
@@ -277,16 +281,12 @@ class ProcessPool(LastingPool):
         """Return the stacks that workers write within ``seconds``, or in a crash."""
         if self._is_over:
             return ""
-        found = b""
-        connection.wait([self._stacks], seconds)
-        with contextlib.suppress(BlockingIOError, OSError):
-            while part := os.read(self._stacks, 1 << 16):
-                found += part
-        return found.decode(errors="replace")
+        connection.wait([self._stacks.fileno()], seconds)
+        return (self._stacks.read(1 << 16) or b"").decode(errors="replace")
 
     def is_open(self) -> bool:
         """Tell whether it takes tasks; notices deaths of idle workers."""
-        self.collect(seldom=1)
+        self.collect()
         return not self._is_over
 
     def end(self) -> None:

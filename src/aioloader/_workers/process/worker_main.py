@@ -33,7 +33,7 @@ from aioloader._pipeline.lifespan import Lifespan
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.stream import Stream
 from aioloader._transport.arena import PLACES, ArenaReader, ArenaWriter
-from aioloader._transport.channel import Channel
+from aioloader._transport.channel import Channel, write_small
 from aioloader._transport.codec import decode
 from aioloader._workers.info import SEEDS
 from aioloader._workers.process.messages import (
@@ -44,6 +44,7 @@ from aioloader._workers.process.messages import (
     READY,
     RESULT_HEAD,
     STAGES,
+    WAITING_BYTES,
     Packer,
     Request,
     unpack,
@@ -53,8 +54,6 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind
 
-# Bytes that may wait in the socket of results; each batch in flight has a share.
-_WAITING_BYTES = 1 << 20
 _MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
 STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7
@@ -69,6 +68,7 @@ class Ends(NamedTuple):
     arena: int  # the memory for its batches, and the table of those in flight
     requests: int  # for any worker or for this one
     results: int  # of all workers, as what follows
+    small: int  # the pipe of small results
     stacks: int  # where ``faulthandler`` writes stacks on request
     samples: int = -1  # the memory of samples that the loader has read, if it reads
 
@@ -93,7 +93,7 @@ class Endpoint:
         self.requests = Channel.adopt(self._ends.requests)
         if not spec.reads:
             self._samples = ArenaReader(self._ends.samples)
-        inline = min(_MOST_INLINE, _WAITING_BYTES // spec.in_flight)
+        inline = min(_MOST_INLINE, WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
         self.maker = maker_of(spec, lease=self._packer.lease, **SEEDS)
         self._is_restored = not self.maker.keeps_state
@@ -184,7 +184,10 @@ class Endpoint:
         self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
-        self._results.send_frame(b"".join((head, *self._packer.pack(value))))
+        frame = b"".join((head, *self._packer.pack(value)))
+        # Only batches: what else a worker says must stay in order.
+        if kind != BATCH or not write_small(self._ends.small, frame):
+            self._results.send_frame(frame)
 
 
 def _end_process(error: BaseException) -> NoReturn:

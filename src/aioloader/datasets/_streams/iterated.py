@@ -383,9 +383,8 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return StreamIterator(self._stream, self.epoch, self._deal, state)
 
     def take(self, size: int, most: int) -> list[tuple[Block, State]]:
-        readers = self._readers
-        is_usual = self.fills and not (self.leaves_out or self._is_closed)
-        if readers is None or not is_usual or self._refusal is not None:
+        readers, is_over = self._readers, self._is_closed or self._refusal is not None
+        if not isinstance(readers, Alone) or self.leaves_out or is_over:
             return []
         if not readers.has_more(size):
             return []

@@ -256,13 +256,6 @@ class Readers:
                 return None
         return block
 
-    def has_more(self, _count: int = 1) -> bool:
-        """Return False: positions of readers that have ended have no samples."""
-        return False
-
-    def take(self, _size: int, _most: int) -> list[Block]:
-        return []
-
     async def pull(self, limit: int, _more: int = 0) -> Block | None:
         """Return the samples at the next ``limit`` positions; None at the end.
 
