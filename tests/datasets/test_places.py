@@ -125,9 +125,12 @@ async def test_a_near_store_is_asked_for_less_than_the_budget(
         )
         async with aiter(stream) as iterator:
             [await anext(iterator) for _ in range(80)]  # beyond the first pieces
-            idle = partial(server.wait_for, lambda: server.counts().in_flight == 0)
-            await asyncio.to_thread(idle)
-            assert (server.counts().bytes > 3 << 20) is is_far
+
+            def is_idle() -> bool:
+                counts = server.counts()
+                return counts.in_flight == 0 and (counts.bytes > 3 << 20) is is_far
+
+            await asyncio.to_thread(server.wait_for, is_idle)
             assert server.counts().bytes <= 5 << 20
             assert len([sample async for sample in iterator]) == 6000 - 80
 

@@ -226,7 +226,6 @@ def tallied_stream(path: Path) -> Any:
         (TalliedAsync, {"prefetch_bytes": 160}, 3),
         (Tallied, {}, 0),
         (Tallied, {"timeout": 60}, 2),
-        (Tallied, {"num_workers": 2}, 2 * 2),
         (Tallied, {"num_workers": 2, "prefetch_factor": 3}, 2 * 3),
         (tallied_stream, {}, 64 // 8 + 3 + 64),
         (tallied_stream, {"num_workers": 2}, 2 * 64 // 8 + 2 * 3),

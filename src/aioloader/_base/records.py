@@ -99,6 +99,8 @@ class Copy(NamedTuple):
 class Latest(deque[T]):
     """The latest records of one epoch; sinks get each later one, too."""
 
+    append: Callable[[T], None]
+
     def __init__(self) -> None:
         super().__init__(maxlen=KEPT)
         self._sinks: tuple[Callable[[T], None], ...] = ()
@@ -112,7 +114,7 @@ class Latest(deque[T]):
 
     def _pass_to(self, sinks: tuple[Callable[[T], None], ...]) -> None:
         self._sinks, add = sinks, super().append
-        self.append = partial(_add, (add, *sinks)) if sinks else add  # type: ignore[method-assign]
+        self.append = partial(_add, (add, *sinks)) if sinks else add
 
 
 def _add(each: tuple[Callable[[T], None], ...], note: T) -> None:

@@ -211,10 +211,7 @@ class AheadFeed(Feed):
         return min(room, 1) if one_by_one else room
 
     def _request(self, count: int, run: list[BatchTask]) -> bool:
-        """Add the next requests to a run; return False after the last one.
-
-        They are then in flight.
-        """
+        """Add the next requests, now in flight, to a run; False after the last one."""
         began, stop = perf_counter(), len(run) + count
         try:
             for request in islice(self._requests, count):

@@ -52,8 +52,7 @@ class BatchTask:
     # ``"collate"`` or ``"pool"``.
     stage: str = field(default="fetch", init=False)
     turn: int = field(default=0, init=False)  # of its first job in the lanes of a loop
-    # Once known; late samples are dropped.
-    result: BatchResult | None = field(default=None, init=False)
+    result: BatchResult | None = field(default=None, init=False)  # once it is known
     missing: int = field(default=0, init=False)  # samples skipped, or after the end
     failures: Sequence[Any] = field(default=(), init=False)  # skipped, or replaced
     extra: int = field(default=0, init=False)  # tried by a stream beyond ``indices``

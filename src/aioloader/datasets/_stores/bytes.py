@@ -91,7 +91,8 @@ class Client:
         self.tries: Tries = Tries(policy)
         self.users = 0
         self.ranged: set[int] = set()
-        self.soonest, self.ahead = math.inf, 2
+        self.soonest: float = math.inf
+        self.ahead: int = 2
         # Seconds waited for the latest pieces, and with half as many ahead; since when.
         self._waits, self._before = list[float](), math.inf
         self._since = time.perf_counter()
@@ -129,7 +130,8 @@ class StoredObject:
         name: str = "",
     ) -> None:
         self.block = _BLOCK if cache is not None else 0
-        self.client, self._store, self._key = client, store, key
+        self.client: Client = client
+        self._store, self._key = store, key
         self._cache, self._name = cache, name
 
     @property

@@ -231,11 +231,12 @@ class Feed(io.RawIOBase):
         self.url = url
         self.name: str = url
         self.is_part = is_part
-        self.want, self.left = 1, 0
+        self.want: int = 1
+        self.left: int = 0
         self.wait: Callable[[], Buffer]
-        self.view = _NOTHING
-        self.used = 0
-        self.has_ended = False
+        self.view: memoryview = _NOTHING
+        self.used: int = 0
+        self.has_ended: bool = False
         self._base = at
 
     @property

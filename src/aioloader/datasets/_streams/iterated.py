@@ -383,10 +383,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
         return StreamIterator(self._stream, self.epoch, self._deal, state)
 
     def take(self, size: int, most: int) -> list[tuple[Block, State]]:
-        readers, is_over = self._readers, self._is_closed or self._refusal is not None
-        if not isinstance(readers, Alone) or self.leaves_out or is_over:
-            return []
-        if not readers.has_more(size):
+        readers = self._readers
+        is_over = self.leaves_out or self._is_closed or self._refusal is not None
+        if is_over or not isinstance(readers, Alone) or not readers.has_more(size):
             return []
         mark, before = self._mark or self._now(), self._since
         blocks = readers.take(size, 1 if self._is_mixed else most)
