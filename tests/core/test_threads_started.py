@@ -64,6 +64,7 @@ SLOW: dict[str, Callable[[], DataLoader[Any]]] = {
     "transform": lambda: make("thread", [*range(20)], transform=abs),
     "collate_fn": lambda: make("thread", [*range(20)], collate_fn=list),
     "large": lambda: make("thread", [torch.zeros(1 << 17)] * 4),
+    "large at the end": lambda: make("thread", [*"abcd", "e" * (1 << 20)]),
     "of any size": lambda: make("thread", [torch.zeros(1)] * 4, batch_size=1),
     "dataset": lambda: make("thread", SyncMap()),
 }

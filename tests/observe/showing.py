@@ -45,10 +45,9 @@ class Clock:
     perf_counter = __call__
 
 
-FIGURES: dict[str, Any] = dict.fromkeys(
-    ("busy", "starved", "blocked", "p50", "p95", "p99"), 0.0
+Stage: Any = partial(
+    StageStats, busy=0.0, starved=0.0, blocked=0.0, p50=0.0, p95=0.0, p99=0.0
 )
-Stage: Any = partial(StageStats, **FIGURES)
 
 
 @dataclass

@@ -110,9 +110,6 @@ def test_tracks() -> None:
     assert inline == ["consumer", "loader", "loader (2)"]
 
 
-# -- the block ----------------------------------------------------------------------
-
-
 def test_all_records_of_all_epochs(tmp_path: Path) -> None:
     """Not only those that are kept; from those of the epoch under way at its start."""
     traces: list[Trace] = []
@@ -190,9 +187,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         raise LookupError
     assert "was not written" in caught.value.__notes__[0]
     assert list(tmp_path.iterdir()) == [taken]
-
-
-# -- torch's ------------------------------------------------------------------------
 
 
 def profiled(path: Path) -> tuple[float, float]:

@@ -287,7 +287,7 @@ class Counters:
         self.clocks.append((time.perf_counter(), time.process_time()))
 
     def recorded(self) -> list[Record]:
-        return [Record(*one) for one in list(self.records)]
+        return [Record(*record) for record in list(self.records)]
 
     def ahead_bytes(self) -> int:
         """Return the device memory of batches moved and not yet delivered, in bytes."""

@@ -288,14 +288,16 @@ class Options(Added):
         return self.is_inline and is_map and is_one_by_one and not is_more
 
     def is_at_hand(self, order: Order) -> bool:
-        """Tell whether batches of a list are small ones, for an async consumer.
+        """Tell whether batches of a list are small, as its first and last samples are.
 
-        To collate one takes less time than to pass it between threads, and runs none of
-        the user's code. All samples of a batch have the size of the first.
+        To collate one takes less time than to pass it on, and runs no user code.
         """
         size, is_any = order.size or 1, self.batched and order.size == 1
-        is_known = self.is_bare and isinstance(order, IndexOrder) and not is_any
-        return is_known and collates_quickly(self.collate_fn, self.dataset[:1] * size)
+        if is_any or not (self.is_bare and isinstance(order, IndexOrder)):
+            return False
+        first, last = self.dataset[:1] * size, self.dataset[-1:] * size
+        is_quick = collates_quickly(self.collate_fn, first)
+        return is_quick and collates_quickly(self.collate_fn, last)
 
     @property
     def index_sampler(self) -> Any:

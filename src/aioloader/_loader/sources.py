@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,7 +21,7 @@ from aioloader._order.epoch import Epoch, EpochNumbers
 from aioloader._order.indices import IndexOrder
 from aioloader._pipeline.ahead_feed import AheadFeed, Window, refuse_blocking
 from aioloader._pipeline.awaiting import SideLoop
-from aioloader._pipeline.batch_maker import BatchMaker, nothing_around
+from aioloader._pipeline.batch_maker import BatchMaker
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.host import Hosts, Place
 from aioloader._pipeline.pipeline import Pipeline, Pool
@@ -365,11 +366,11 @@ def _pinning(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _around(options: Options) -> Callable[[BatchTask], Any]:
     """Return the context in which plain code of this process draws for a batch."""
     if not options.is_keyed:
-        return nothing_around
+        return nullcontext
     if not options.num_workers:
         return swapped_for
     is_here = options.workers == "thread" or isinstance(options.workers, Executor)
-    return use_batch_rng if is_here else nothing_around
+    return use_batch_rng if is_here else nullcontext
 
 
 def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool | None:

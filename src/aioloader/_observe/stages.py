@@ -272,7 +272,7 @@ class _Span:
             groups = [(making, [to_read, to_transform, to_collate])]
         else:
             groups.append((making, [to_transform, to_collate]))
-        return [one for group in groups for one in self._shared(*group, lying)]
+        return [stage for group in groups for stage in self._shared(*group, lying)]
 
     def _shared(
         self, lanes: int, steps: list[_Step], lying: Callable[[Any], Any]

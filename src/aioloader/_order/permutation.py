@@ -29,7 +29,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = (1 << 64) - 1
 
 # Positions that ``paced`` looks up at once: about half a millisecond.
-_MOMENT = 1 << 10
+MOMENT = 1 << 10
 # Seconds that a thread sleeps so that others get the GIL.
 _PAUSE = 1e-5
 
@@ -200,20 +200,15 @@ def keyed_order(length: int, seed: int, epoch: int, place: int) -> ShuffledIndic
     return order
 
 
-def is_quick(length: int) -> bool:
-    """Tell whether a permutation may be looked up as a whole on an event loop."""
-    return length <= _MOMENT
-
-
 def paced(order: ShuffledIndices) -> Iterator[list[int]]:
     """Yield all of a permutation in parts; use a thread for a long one.
 
     Other threads get the GIL between two parts.
     """
-    for start in range(0, order.n, _MOMENT):
+    for start in range(0, order.n, MOMENT):
         if start:
             pause()
-        places: list[int] = order.take(start, min(start + _MOMENT, order.n)).tolist()
+        places: list[int] = order.take(start, min(start + MOMENT, order.n)).tolist()
         yield places
 
 

@@ -5,12 +5,11 @@ coroutines. Both read again in the same way.
 """
 
 import asyncio
-import contextlib
 import inspect
 import time
 import types
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from time import perf_counter
@@ -57,7 +56,7 @@ from aioloader.protocols import (
 if TYPE_CHECKING:
     from aioloader._pipeline.lanes import Lanes
 
-_NOTHING: Final = contextlib.nullcontext()
+_NOTHING: Final = nullcontext()
 # What raises in each stage, for errors.
 _DATASET: Final = "the dataset"
 _WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
@@ -65,11 +64,6 @@ _WHAT: Final = {"fetch": _DATASET, "collate": "collate_fn"}
 Keys: TypeAlias = Callable[[int, int], tuple[int, tuple[int, int, int] | None]]
 # Sleeps in a thread between two reads; None: coroutines read, on a loop.
 Pause: TypeAlias = Callable[[float], object]
-
-
-def nothing_around(_task: BatchTask) -> AbstractContextManager[None]:
-    """Leave the generators alone."""
-    return _NOTHING
 
 
 def _seeds_of(
@@ -142,7 +136,7 @@ class BatchMaker(Recipe):
     # Lends memory for big batches.
     lease: Lease = field(default_factory=lambda: SlotPool().lease)
     # Entered while plain code works on a task, to seed the generators.
-    around: Callable[[BatchTask], AbstractContextManager[None]] = nothing_around
+    around: Callable[[BatchTask], AbstractContextManager[Any]] = nullcontext
     # Seeds the generators again for a task whose user code restored them.
     reseed: Callable[[BatchTask], None] | None = None
     # Called before each read and transform of a sample that has its own seed, with the
@@ -214,7 +208,7 @@ class BatchMaker(Recipe):
 
     def leave_generators(self) -> None:
         """Do not seed the generators: the user's code does."""
-        self.around, self.reseed = nothing_around, None
+        self.around, self.reseed = nullcontext, None
         self.seed = self.at = None
 
     def make(
@@ -238,11 +232,18 @@ class BatchMaker(Recipe):
         outer = UNDER_WAY.get()
         try:
             UNDER_WAY.set(self)
-            if seeded and self.around is not nothing_around:
-                with self.around(task):
-                    result = self._made(task, read, enter)
-            else:
-                result = self._made(task, read, enter)
+            with self.around(task) if seeded else _NOTHING:
+                if read is not None:
+                    read(task)
+                result = task.result
+                if result is None:
+                    if enter is not None:
+                        enter("transform")
+                    if self.transform is not None and not self.transforms_async:
+                        self.apply(task)
+                    if enter is not None:
+                        enter("collate")
+                    result = self.collate(task)
             if clocks is not None:
                 task.spent = spent(clocks)
             self.took = task.collated - (task.began or task.transformed)
@@ -252,24 +253,6 @@ class BatchMaker(Recipe):
             UNDER_WAY.set(outer)
             task.samples = []
         return result
-
-    def _made(
-        self,
-        task: BatchTask,
-        read: Callable[[BatchTask], object] | None,
-        enter: Callable[[str], object] | None,
-    ) -> BatchResult:
-        if read is not None:
-            read(task)
-        if task.result is not None:
-            return task.result
-        if enter is not None:
-            enter("transform")
-        if self.transform is not None and not self.transforms_async:
-            self.apply(task)
-        if enter is not None:
-            enter("collate")
-        return self.collate(task)
 
     def fetch(
         self, task: BatchTask, read: Callable[[BatchTask], object]

@@ -170,8 +170,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         self._lock = fork_safe(threading.RLock())
-        # The tasks of a loop get batches in the order in which they ask: the loop,
-        # the turn, and an item for each task that waits for it or has it.
+        # Tasks get batches in the order in which they ask. The loop that runs them, the
+        # lock that is their turn, and an item per task that holds it or waits for it.
         self._turns: tuple[object, asyncio.Lock, list[None]]
         self._turns = (None, asyncio.Lock(), [])
 

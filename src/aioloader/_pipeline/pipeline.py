@@ -438,9 +438,8 @@ class Pipeline:
     def _arrive(self) -> None:
         """Start what has arrived: only the first batch while it has a head start."""
         self._is_called = False
-        if self._async_stream is not None:
-            while self._arriving:
-                self._to_pull.append(self._arriving.popleft())
+        while self._arriving and self._async_stream is not None:
+            self._to_pull.append(self._arriving.popleft())
             self._has_pulls.set()
         while self._arriving and self._timer is None:
             if self._lanes is None or self.is_closing:
@@ -525,7 +524,6 @@ class Pipeline:
                 task = taken.popleft()
             else:
                 task = self._to_pull.popleft()
-                self._announce_soon()
                 await self._pull(stream, task, len(self._to_pull))
             if is_plain or task.result is not None:
                 self._go_on(task, task.result, wakes=False)
@@ -541,17 +539,14 @@ class Pipeline:
         self.note_pace(time.perf_counter() - began, count)
         self.ready.announce()
 
-    def _announce_soon(self) -> None:
-        """Announce the batches that are there as soon as the reader waits."""
-        if not self._will_announce:
-            self._will_announce = True
-            asyncio.get_running_loop().call_soon(self._announce)
-
     def _announce(self) -> None:
         self._will_announce = False
         self.ready.announce()
 
     async def _pull(self, stream: Stream, task: BatchTask, waiting: int) -> None:
+        if not self._will_announce:  # what is there, as soon as the reader waits
+            self._will_announce = True
+            asyncio.get_running_loop().call_soon(self._announce)
         try:
             await stream.pull_async(task, waiting)
         except BaseException as error:  # handed to the consumer

@@ -106,12 +106,13 @@ class Position:
         to_skip: Samples that must be read and dropped first.
         again: Where samples are repeated, if they were.
         has_ended: Whether the stream had ended where it is resumed.
+        is_own: Whether the dataset is one of aioloader's streams.
         owes: Samples of the epoch before, if this one resumes at its start.
     """
 
     def __init__(self, dataset: Any, resume: StreamState | None, loads: Loads) -> None:
         self._dataset = dataset
-        self._is_own = isinstance(dataset, OwnStream)
+        self.is_own = isinstance(dataset, OwnStream)
         self._loads = loads
         resume = resume or {}
         is_next = self._is_next = "is_over" in resume
@@ -135,20 +136,20 @@ class Position:
     def load_dataset(self) -> bool:
         """Load the dataset's state before it is iterated; return whether it did."""
         loads, dataset = self._loads, self._dataset
-        if not self._is_own and is_stateful(dataset):
+        if not self.is_own and is_stateful(dataset):
             loads.begin(dataset)
         is_loaded = "is_first" in self._resume
         if self._is_next and loads.is_early:
             is_loaded, loads.is_early = True, False
         if "dataset" not in self._resume or is_loaded:
             return False
-        load = dataset.load_position if self._is_own else partial(loads.load, dataset)
+        load = dataset.load_position if self.is_own else partial(loads.load, dataset)
         load(usable(self._resume["dataset"]))
         return True
 
     def load_iterator(self, iterator: Any) -> None:
         """Load the iterator's state; note which objects have one."""
-        if self._is_own and isinstance(iterator, BlockIterator):
+        if self.is_own and isinstance(iterator, BlockIterator):
             # The dataset loads its state, and the next iterator starts there.
             self._stateful = {"dataset": iterator}
             if self.read:
@@ -192,7 +193,7 @@ class Position:
         """
         latest: StreamState = {}
         for name, part in self._stateful.items():
-            if self._is_own:
+            if self.is_own:
                 latest[name] = part.position()
                 continue
             latest[name] = saved_state(part)
@@ -201,7 +202,7 @@ class Position:
         if latest:
             self._latest, self._at = latest, self.read
         state = {"read": self.read, "skip": self.read - self._at, **self._latest}
-        if has_ended and not self._is_own:  # our streams record it in their state
+        if has_ended and not self.is_own:  # our streams record it in their state
             state["ended"] = True
         return state
 

@@ -80,7 +80,7 @@ class Stream:
         """Take the tasks whose samples were read with an earlier batch's; add these."""
         began, source = perf_counter(), self._usual_source(tasks[0])
         taken = deque[BatchTask]()
-        if source is not None:
+        if source is not None and self._position.is_own:
             size = len(tasks[0].indices)
             for block, position in source.take(size, len(tasks)):
                 task = tasks.popleft()
@@ -236,7 +236,7 @@ class Stream:
         source = _Source(
             iterator, len(task.indices), position.again, is_async=self._is_async
         )
-        source.is_bare = not position.has_parts()
+        source.is_bare = not (source.is_own or position.has_parts())
         self._stack.push_async_callback(source.aclose)
         if kept is not None:
             torch.set_rng_state(kept)
@@ -416,8 +416,8 @@ class _Source:
         # What was read but not used yet, and whether the stream has ended with it.
         self.rest: tuple[Block, bool] | None = None
         self._same_errors = SameErrors()
-        self._is_own = isinstance(iterator, BlockIterator)
-        if self._is_own:
+        self.is_own = isinstance(iterator, BlockIterator)
+        if self.is_own:
             self.fills, self.leaves_out = iterator.fills, iterator.leaves_out
             self.refills, self.real = iterator.refills, iterator.real
         self._repeated: BlockIterator | None = None
@@ -425,8 +425,8 @@ class _Source:
         self._has_repeated = repeated is not None  # since its latest beginning
 
     def take(self, size: int, most: int) -> Iterable[tuple[Block, StreamState]]:
-        """Do as one of aioloader's ``BlockIterator``s."""
-        is_there = self._is_own and self.rest is None
+        """Take blocks as ``BlockIterator.take`` does; none of a user's iterator."""
+        is_there = self.is_own and self.rest is None
         return self._iterator.take(size, most) if is_there else ()
 
     async def take_async(self, count: int) -> Block | None:
@@ -455,7 +455,7 @@ class _Source:
         limit = min(limit, self._most)
         block, has_ended = self.rest or await self._pull(limit, more)
         self.rest = None
-        if self._is_own and isinstance(block, list) and Bad in set(map(type, block)):
+        if self.is_own and isinstance(block, list) and Bad in set(map(type, block)):
             stop = 1 + next(k for k, one in enumerate(block) if type(one) is Bad)
             if stop < len(block):
                 self.rest, has_ended = (block[stop:], has_ended), False
@@ -464,7 +464,7 @@ class _Source:
         return block, limit if is_whole else len(block), has_ended
 
     async def _pull(self, limit: int, more: int) -> tuple[Block, bool]:
-        if not self._is_own:
+        if not self.is_own:
             if self._is_async:
                 block, has_ended = await read_block_async(self._iterator, limit)
             else:

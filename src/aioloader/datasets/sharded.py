@@ -28,7 +28,7 @@ from typing import (
 
 from aioloader._base.outlast import in_thread
 from aioloader._base.records import COUNTERS
-from aioloader._order.permutation import ShuffledIndices, is_quick, keyed_order, paced
+from aioloader._order.permutation import MOMENT, ShuffledIndices, keyed_order, paced
 from aioloader.datasets._checks import check_at_least, check_is, names_options
 from aioloader.datasets._stores.addresses import (
     Address,
@@ -238,7 +238,7 @@ class ShardedStream(Stream[Sample_co]):
             if self._shuffle:
                 order = keyed_order(count, self._seed, reading.epoch, 0)
             args = order, sizes, reading.share.readers
-            found = await in_thread(_dealt, *args, is_quick=is_quick(count))
+            found = await in_thread(_dealt, *args, is_quick=count <= MOMENT)
             deals[reading.epoch] = found
             while len(deals) > _DEALS:
                 del deals[next(iter(deals))]

@@ -502,7 +502,7 @@ class _Archive:
         return None if self._bad else field
 
     def _end_sample(self) -> None:
-        """Log a sample with other fields than an earlier one of the same key."""
+        """Add the sample to those that are ready; log it if its key came before."""
         key, fields = self._key, self._fields
         if key is None:
             return

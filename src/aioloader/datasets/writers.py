@@ -334,12 +334,12 @@ class ShardWriter(abc.ABC):
     async def _finish(self) -> None:
         """Name the shard in the manifest, then make it visible to readers."""
         await self._send(is_end=True)
-        shard, index, begun = self._manifest.next_shard, self._index(), self._manifest
-        shards = (*begun.shards, _Entry(shard, self._count, self._sent_bytes))
-        manifest = replace(begun, shards=shards, schema=self._schema())
+        before, index, size = self._manifest, self._index(), self._sent_bytes
+        shards = (*before.shards, _Entry(before.next_shard, self._count, size))
+        manifest = replace(before, shards=shards, schema=self._schema())
         await self._save(manifest)
         if index is not None:  # only once no other writer is possible
-            await self._sink.put(f"{shard}.idx", index)
+            await self._sink.put(f"{before.next_shard}.idx", index)
         await self._sink.complete()
         self._manifest = manifest
         self._begin()

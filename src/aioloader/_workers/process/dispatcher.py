@@ -191,10 +191,9 @@ class Dispatcher:
         return is_sent
 
     def forget(self, pipeline: Pipeline) -> None:
-        kept = {
-            k: one for k, one in self.tickets.items() if one.pipeline is not pipeline
-        }
-        self.tickets = kept
+        for name, ticket in list(self.tickets.items()):
+            if ticket.pipeline is pipeline:
+                del self.tickets[name]
         if self.replicas is not None:
             self.replicas.forget(pipeline)
             for queue in self.queues:

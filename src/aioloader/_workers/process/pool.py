@@ -40,8 +40,6 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aioloader._workers.process.fork_server import ServedLauncher
 
 _LOG = logging.getLogger("aioloader")
@@ -132,8 +130,8 @@ class ProcessPool(LastingPool):
     def descriptors(self) -> list[int]:
         ends = self._small, self._results, self._launcher.control
         with contextlib.suppress(ValueError):  # another thread closes them
-            found = [end.fileno() for end in ends if end is not None]
-            return [one for one in found if one >= 0]
+            numbers = [end.fileno() for end in ends if end is not None]
+            return [number for number in numbers if number >= 0]
         return []
 
     def collect(self) -> None:
@@ -159,7 +157,7 @@ class ProcessPool(LastingPool):
     def _collect_results(self) -> None:
         with contextlib.suppress(EOFError):
             while not self._is_over:
-                frames: Sequence[Any]  # all that are small, or else another
+                frames: Any  # all small ones that are there, or else another
                 frames, self._rest = read_small(self._small, self._rest)
                 frames = frames or (self._results.receive_frame() or ())[:1]
                 if not frames:
@@ -281,8 +279,12 @@ class ProcessPool(LastingPool):
         """Return the stacks that workers write within ``seconds``, or in a crash."""
         if self._is_over:
             return ""
-        connection.wait([self._stacks.fileno()], seconds)
-        return (self._stacks.read(1 << 16) or b"").decode(errors="replace")
+        stacks = b""  # written line by line
+        with contextlib.suppress(OSError, ValueError):  # another thread closes it
+            connection.wait([self._stacks.fileno()], seconds)
+            while part := self._stacks.read(1 << 16):
+                stacks += part
+        return stacks.decode(errors="replace")
 
     def is_open(self) -> bool:
         """Tell whether it takes tasks; notices deaths of idle workers."""

@@ -312,9 +312,9 @@ class Wanted:
         read = list(names)
         if self.filters is not None:
             # With the types in ``schema=`` where it has them.
-            known = {one.name: one for one in given or ()}
-            found = {one.name: one.with_type(without_view(one.type)) for one in first}
-            among = pa.schema([*(known | found | known).values()])
+            named = {field.name: field for field in given or ()}
+            plain = {f.name: f.with_type(without_view(f.type)) for f in first}
+            among = pa.schema([*(named | plain | named).values()])
             read += [name for name in self.filters.names(among) if name not in names]
         for name in [] if given else self._nulls:
             _field_of(first, name, location)

@@ -169,10 +169,10 @@ class Cursor:
 
     def take_blocks(self, size: int, most: int) -> list[Block]:
         """Return up to so many blocks of ``size`` samples, up to one that failed."""
-        stop, blocks = len(self._block), list[Block]()
-        start = stop - self.ready
-        for at in range(start, min(stop - size + 1, start + size * most), size):
-            block = self._block[at : at + size]
+        blocks, start = list[Block](), len(self._block) - self.ready
+        for number in range(min(self.ready // size, most)):
+            first = start + number * size
+            block = self._block[first : first + size]
             if isinstance(block, list) and Bad in set(map(type, block)):
                 break
             blocks.append(block)

@@ -395,9 +395,9 @@ class StreamIterator(BlockIterator, Generic[Sample_co]):
             {**mark, "position": position + (before + size * k) * step}
             for k in range(1, 1 + len(blocks))
         ]
-        if self._is_mixed or not readers.has_more():
+        if blocks and (self._is_mixed or not readers.has_more()):  # exact again
             self._mark, self._since = None, 0
-            positions[-1:] = [self._now()][: len(blocks)]
+            positions[-1] = self._now()
         return list(zip(blocks, positions, strict=True))
 
     async def pull(self, limit: int | None, more: int = 0) -> Block:

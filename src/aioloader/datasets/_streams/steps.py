@@ -14,8 +14,8 @@ from aioloader._base.outlast import cancel, in_thread, outlast
 from aioloader._base.raising import ends_task
 from aioloader._order.epoch import under_way
 from aioloader._order.permutation import (
+    MOMENT,
     ShuffledIndices,
-    is_quick,
     keyed_order,
     paced,
     pause,
@@ -450,7 +450,7 @@ class Shuffled(Windowed):
 
     async def _arranged(self, parts: list[Block], good: int) -> Block:
         # If in a thread, then while the previous window is passed on.
-        return await in_thread(self._permuted, parts, good, is_quick=is_quick(good))
+        return await in_thread(self._permuted, parts, good, is_quick=good <= MOMENT)
 
     def _permuted(self, parts: list[Block], length: int) -> Block:
         order = paced(self._order(length))
