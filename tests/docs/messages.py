@@ -184,6 +184,7 @@ INTERNAL = {
     "_workers/process/messages.py:": "the batch is pickled instead",
     "_workers/process/launcher.py:Launcher": "caught by the pool",
     "_workers/process/worker_main.py:_Server": "in a worker whose loader has ended",
+    "_workers/process/portable_worker.py": "in a worker whose loader has ended",
     "datasets/_arrow/ipc.py:_blocks": "a reason in 'has a footer that cannot be read'",
     "datasets/_arrow/ipc.py:_streamed": "a reason in 'is not an Arrow stream'",
     "datasets/_arrow/wanted.py:_check_filled": "a reason in 'does not fit'",

@@ -54,12 +54,16 @@ def undisturbed(n: int = 24, **options: Any) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", [None, "spawn"])
 @pytest.mark.parametrize("act", ENDS)
-def test_a_batch_is_made_again_after_any_end(act: Any, tmp_path: Path) -> None:
+def test_a_batch_is_made_again_after_any_end(
+    act: Any, start: Any, tmp_path: Path
+) -> None:
     """Once each: order and augmentations are those of a run without deaths."""
     dataset = Faulty(24, (5, 14), act, tmp_path)
     torch.manual_seed(0)
-    found = list(DataLoader(dataset, 4, num_workers=2))
+    options: Any = {"num_workers": 2, "multiprocessing_context": start}
+    found = list(DataLoader(dataset, 4, **options))
     assert same(found, undisturbed())
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -117,9 +121,13 @@ def test_a_poison_batch_is_named_and_the_rest_comes(make: Any, consume: Any) -> 
         (exit_politely, 9, "exit status 9"),
     ],
 )
-def test_the_error_tells_how_it_ended(act: Any, exitcode: int, word: str) -> None:
+@pytest.mark.parametrize("start", [None, "spawn"])
+def test_the_error_tells_how_it_ended(
+    act: Any, exitcode: int, word: str, start: Any
+) -> None:
     """Exit status or signal; of a crash, the Python stack."""
-    found = outcomes(DataLoader(Faulty(8, (5,), act), 4, num_workers=1))
+    options: Any = {"num_workers": 1, "multiprocessing_context": start}
+    found = outcomes(DataLoader(Faulty(8, (5,), act), 4, **options))
     error = found[1]
     assert isinstance(error, WorkerDiedError)
     assert error.exitcode == exitcode

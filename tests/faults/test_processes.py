@@ -174,7 +174,7 @@ def test_workers_end_with_their_parent(way: str | None, tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"stuck\n"
-    assert len(session(process.pid)) >= 4
+    assert len(session(process.pid)) >= 3  # a spawned worker may not have a name yet
     process.kill()
     process.wait()
     process.stdout.close()

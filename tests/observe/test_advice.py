@@ -117,19 +117,14 @@ def test_what_the_loader_chooses() -> None:
     assert plain._live.setting().window == 7
 
 
-def test_workers_that_cannot_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it runs on the loop; or this system refuses them."""
+def test_workers_that_cannot_help() -> None:
+    """All of it runs on the loop."""
     loader: DataLoader[Any] = DataLoader(AsyncStream(8), 4, collate_fn=waiting)
     assert "num_workers" not in offered(set_up(loader))
     assert "num_workers" in offered(set_up(DataLoader(AsyncStream(8), 4)))
     # Threads limit how many files are read, whatever ``concurrency`` is.
     files = DataLoader(FileDataset([os.__file__] * 8), 4)
     assert {*offered(set_up(files))} == {"prefetch_factor", "num_workers"}
-    monkeypatch.delattr(os, "memfd_create")
-    loader = DataLoader(SyncMap(8), 4)
-    assert {*offered(set_up(loader))} == {"prefetch_factor", "dataset"}
-    threads = DataLoader(SyncMap(8), 4, num_workers=2, workers="thread")
-    assert {*offered(set_up(threads))} == {"prefetch_factor", "num_workers", "dataset"}
 
 
 def test_a_transform_without_a_device() -> None:

@@ -1,4 +1,4 @@
-"""Where macOS and Windows lack what Linux has: everything without processes works."""
+"""Where macOS and Windows lack what Linux has, in loader and workers."""
 
 import os
 import socket
@@ -38,8 +38,8 @@ BLOCKED = {
     "windows": ["fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "uvloop"],
 }
 # In another file than the one that is run: `__main__` is sent by value.
-SCRIPT = """
-import asyncio, importlib, sys
+REMOVAL = """
+import asyncio, importlib, sys, tempfile
 import numpy.random, torch.utils.data, torch.multiprocessing
 import anyio._backends._asyncio, cloudpickle, concurrent.futures.thread
 
@@ -55,11 +55,13 @@ for line in {gone!r}.split("\\n"):
     module, _, names = line.partition(":")
     for name in names.split():
         vars(importlib.import_module(module)).pop(name, None)
+tempfile._O_TMPFILE_WORKS = False  # as found when it is imported
 import socket
 if {windows}:
     for name in ("recvmsg", "sendmsg", "recvmsg_into"):
         setattr(socket.socket, name, property())  # slots of C stay
-
+"""
+SCRIPT = """
 import aioloader, aioloader.datasets, aioloader.testing
 
 for module in (aioloader, aioloader.datasets, aioloader.testing):
@@ -108,15 +110,6 @@ big = torch.arange(1 << 18).view(64, -1)
 batch = next(iter(aioloader.DataLoader(Rows(big), batch_size=32)))  # memory of a slot
 assert torch.equal(batch, big[:32])
 
-for context in (None, "spawn"):
-    try:
-        aioloader.DataLoader(
-            Rows(range(8)), num_workers=2, multiprocessing_context=context
-        )
-    except ValueError as error:
-        assert "workers='thread'" in str(error), error
-    else:
-        raise AssertionError("processes need Linux")
 print("works")
 """
 
@@ -124,12 +117,76 @@ print("works")
 @pytest.mark.slow
 @pytest.mark.parametrize("system", GONE)
 def test_without_what_only_linux_has(system: str) -> None:
-    """It imports, reads with coroutines and threads, and says what it needs."""
-    script = SCRIPT.format(
+    """It imports, and reads with coroutines and threads."""
+    result = python("-W", "error", "-c", removal(system) + SCRIPT)
+    assert result.stdout == "works\n", result.stderr
+
+
+def removal(system: str) -> str:
+    """Return the text of a module that removes what a system does not have."""
+    return REMOVAL.format(
         blocked=BLOCKED[system], gone=GONE[system], windows=system == "windows"
     )
-    result = python("-W", "error", "-c", script)
-    assert result.stdout == "works\n", result.stderr
+
+
+WORKERS = """
+import asyncio, os, sys
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+class Rows:
+    def __len__(self): return 9
+    def __getitem__(self, index): return torch.rand(3000) + index
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, 9, info.num_workers))
+
+class Coroutines(Rows):
+    async def __getitem__(self, index): return super().__getitem__(index)
+
+async def collect(loader):
+    async with loader:
+        return [batch.sum().item() async for batch in loader]
+
+options = dict(batch_size=2, num_workers=2)
+if sys.argv[1] == "torch":
+    if __name__ == "__main__":
+        for kind in Rows, Stream:
+            torch.manual_seed(7)
+            loader = torch.utils.data.DataLoader(
+                kind(), multiprocessing_context="spawn", **options
+            )
+            print([batch.sum().item() for batch in loader])
+else:
+    from aioloader import DataLoader
+    for kind in Rows, Stream, Coroutines:
+        for is_async in False, True:
+            torch.manual_seed(7)
+            loader = DataLoader(kind(), rng="worker", **options)
+            if is_async:
+                print(asyncio.run(collect(loader)))
+            else:
+                print([batch.sum().item() for batch in loader])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", GONE)
+def test_worker_processes_without_what_only_linux_has(
+    system: str, tmp_path: Path
+) -> None:
+    """The same batches as torch's spawned workers, without a ``__main__`` guard."""
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS, encoding="utf-8")
+    rows, stream = python(script, "torch", check=True).stdout.splitlines()
+    (tmp_path / "sitecustomize.py").write_text(removal(system), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = python(script, "ours", env=environment)
+    assert result.stdout.splitlines() == [rows] * 2 + [stream] * 2 + [rows] * 2, (
+        result.stderr
+    )
 
 
 # Gone from loader and workers alike, as from a Python that was built long ago, or by a
@@ -143,7 +200,7 @@ def refused(*_args, **_options):
 vars(os).update(dict.fromkeys({names}, refused))
 """,
 }
-WITHOUT_PIDFDS = """
+KILLED = """
 import asyncio, os, signal, sys, time
 import multiprocessing
 from aioloader import DataLoader
@@ -168,7 +225,7 @@ class AsyncRows(Rows):
     async def __getitem__(self, index): return super().__getitem__(index)
 
 def main():
-    for method in ("fork", "forkserver", "spawn"):
+    for method in (None, "fork"):
         for kind in (Rows, AsyncRows):
             loader = DataLoader(
                 kind(f"{sys.argv[1]}-{method}-{kind.__name__}"), 2, num_workers=2,
@@ -194,58 +251,17 @@ def without(names: str, how: str, folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OLD)
-def test_workers_need_no_pidfds(how: str, tmp_path: Path) -> None:
-    """Deaths are noticed, of workers and of the loader's process; nothing is left."""
+@pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
+def test_where_workers_cannot_be_forked(name: str, how: str, tmp_path: Path) -> None:
+    """One warning; deaths of workers and of the loader are noticed."""
     script = tmp_path / "script.py"
-    script.write_text(WITHOUT_PIDFDS, encoding="utf-8")
-    environment = without("pidfd_open", how, tmp_path)
+    script.write_text(KILLED, encoding="utf-8")
     # It returns when no process has this one's output open.
+    environment = without(name, how, tmp_path)
     result = python(script, tmp_path / "mark", "killed", env=environment)
-    assert result.stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n1\n" * 6, result.stderr
+    assert result.stdout == "[0, 1, 2, 3, 4, 5, 6, 7]\n1\n" * 4, result.stderr
+    assert result.stderr.count(f"those of Linux need os.{name}") == 1
     assert result.returncode == -9
-
-
-WITHOUT_MEMORY_FILES = """
-import asyncio
-from aioloader import DataLoader
-
-class Rows:
-    def __len__(self): return 2
-    def __getitem__(self, index): return index
-
-class AsyncRows(Rows):
-    async def __getitem__(self, index): return index
-
-for kind in Rows, AsyncRows:
-    try:
-        DataLoader(kind(), num_workers=1)
-    except ValueError as error:
-        print(error)
-    for options in {}, {"workers": "thread"}:
-        loader = DataLoader(kind(), None, num_workers="auto", **options)
-        print([*map(int, loader)], loader.num_workers, end=" ")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("attribute", "glibc older than 2.27"), ("kernel", "Function not implemented")],
-)
-def test_without_memory_files(how: str, words: str, tmp_path: Path) -> None:
-    """The error says what is missing and what works; ``"auto"`` chooses that."""
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT_MEMORY_FILES, encoding="utf-8")
-    environment = without("memfd_create", how, tmp_path)
-    result = python("-W", "error", script, env=environment)
-    assert result.returncode == 0, result.stderr
-    errors = [line for line in result.stdout.splitlines() if words in line]
-    assert len(errors) == 2
-    assert all(
-        "use num_workers=0, 'auto', or workers='thread'" in one for one in errors
-    )
-    assert result.stdout.count("[0, 1] auto(") == 4
-    assert result.stdout.count("auto(0)") >= 3  # of three with processes, or coroutines
 
 
 def test_a_default_timeout_of_the_process_does_not_count() -> None:

@@ -5,12 +5,10 @@ An open file has one position, which a child would share with its parent and sib
 A lock that another thread holds at a fork stays locked in the child, where that thread
 does not exist. A child's copy of a socket would keep a worker from noticing that the
 loader has ended. This code sends nothing and takes no lock. The garbage collector is
-turned off here too, because a child inherits that. And how a process learns of the end
-of another: by a pidfd or, without those, by a pipe that closes with the process.
+turned off here too, because a child inherits that.
 """
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -132,64 +130,3 @@ def reopen_files() -> None:
                 os.lseek(again, position, os.SEEK_SET)
                 os.dup2(again, number, inheritable=os.get_inheritable(number))
                 os.close(again)
-
-
-@functools.cache
-def has_pidfds() -> bool:
-    """Tell whether this kernel, and this Python, have pidfds."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # RHEL 8, gVisor, an old glibc
-        return False
-    return True
-
-
-class Life:
-    """The life of a child that is forked, as a pipe; made before the fork."""
-
-    def __init__(self) -> None:
-        self._ends = os.pipe()
-
-    def watch(self) -> int:
-        """Return the descriptor, now the caller's, in the parent."""
-        os.close(self._ends[1])
-        return self._ends[0]
-
-    def live(self) -> None:
-        """Hold the other end in the child; its own children do not."""
-        os.close(self._ends[0])
-        _held.append(self)
-        close_in_children(self._leave)
-
-    def _leave(self) -> None:
-        os.close(self._ends[1])
-        _held.remove(self)
-
-
-_held: list[Life] = []
-
-
-class _Own:
-    """The life of this process, for others."""
-
-    ends: tuple[int, ...] = ()
-
-    def close(self) -> None:
-        """Close it in a forked child, which makes another."""
-        for end in self.ends:
-            os.close(end)
-        self.ends = ()
-
-
-_OWN, _LOCK = _Own(), fork_safe(threading.Lock())
-
-
-def watch_this() -> int:
-    """Return a new descriptor that becomes readable when this process ends."""
-    if has_pidfds():
-        return os.pidfd_open(os.getpid())
-    with _LOCK:
-        if not _OWN.ends:
-            _OWN.ends = os.pipe()
-            close_in_children(_OWN.close)
-        return os.dup(_OWN.ends[0])

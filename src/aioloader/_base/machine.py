@@ -4,6 +4,7 @@ The kernel serves these reads from memory, so they never wait for a disk.
 """
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -33,22 +34,16 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
-def lack_of_processes() -> str:
-    """Return what worker processes need and is not here, or an empty text."""
+@functools.cache
+def lack_of_linux() -> str:
+    """Return what the workers of Linux need and is not here, or an empty text."""
     if not sys.platform.startswith("linux"):
         return "Linux"
-    try:
-        os.close(os.memfd_create("aioloader-check"))
-    except AttributeError:
-        return (
-            "memory files, and this Python, which was built with "
-            "a glibc older than 2.27, has no os.memfd_create"
-        )
-    except OSError as error:
-        return (
-            "memory files, and this kernel or container refuses "
-            f"os.memfd_create ({error.strerror})"
-        )
+    for name, argument in (("memfd_create", "aioloader"), ("pidfd_open", os.getpid())):
+        try:
+            os.close(getattr(os, name)(argument))
+        except (AttributeError, OSError) as error:  # an old glibc; gVisor, RHEL 8
+            return f"os.{name} ({error})"
     return ""
 
 

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from aioloader._base.failures import parts_of
-from aioloader._base.machine import lack_of_processes
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
 from aioloader._loader.auto import check_auto
@@ -274,14 +273,9 @@ def _check_workers(options: Options) -> None:
     if options.persistent_workers and num_workers == 0:
         raise ValueError("persistent_workers option needs num_workers > 0")
     if options.has_processes:
-        if lack := lack_of_processes():
-            if isinstance(num_workers, Chosen):  # it will be 0
-                return
-            raise ValueError(
-                f"worker processes need {lack}; use num_workers=0, 'auto', or "
-                "workers='thread'"
-            )
-        available = len(os.sched_getaffinity(0))
+        available = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            available = len(os.sched_getaffinity(0))
         if num_workers > available:  # in torch's words
             warn(
                 f"This DataLoader will create {num_workers} worker processes in total. "

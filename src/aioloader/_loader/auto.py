@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from aioloader._base.machine import cores, lack_of_processes
+from aioloader._base.machine import cores
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
 from aioloader.protocols import Kind, is_async_function
@@ -64,8 +64,6 @@ def _first_workers(options: Options) -> int:
     )
     is_in_memory = type(options.dataset) is TensorDataset
     if not asks and not is_plain_code and (options.reads_async or is_in_memory):
-        return 0
-    if options.workers == "process" and lack_of_processes():
         return 0
     return min(cores(), _FIRST_WORKERS)
 

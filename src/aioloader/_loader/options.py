@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from aioloader._base.failures import OnError, Skip, parts_of
+from aioloader._base.machine import lack_of_linux
 from aioloader._base.retry import Retry
 from aioloader._base.warnings import warn
 from aioloader._collate.collate import (
@@ -211,8 +212,13 @@ class Options(Added):
 
     @property
     def start_method(self) -> str:
-        """How worker processes start; the default may change at any time."""
+        """How worker processes start; the default may change at any time.
+
+        By "spawn" where they cannot be forked as here.
+        """
         context = self.multiprocessing_context
+        if lack_of_linux():
+            return "spawn"
         if context is not None:
             return str(context.get_start_method())
         method = multiprocessing.get_start_method(allow_none=True)

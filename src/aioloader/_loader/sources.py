@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from aioloader._base.failures import FailurePolicy
-from aioloader._base.machine import lack_of_processes
 from aioloader._base.records import Pace, Setting
 from aioloader._base.waiting import running_loop
 from aioloader._loader.options import FIRST, Chosen, Options
@@ -257,8 +256,6 @@ def _fixed_arguments(options: Options) -> tuple[str, ...]:
         names.append("num_workers")  # everything runs on the loop
     if hasattr(options.dataset, "num_threads"):  # these limit it, and not coroutines
         names.append("concurrency")
-    if lack_of_processes():
-        names.append("num_workers" if options.workers == "process" else "workers")
     return tuple(names)
 
 
@@ -401,12 +398,18 @@ def _pool(options: Options, epoch: Epoch, maker: BatchMaker, live: Kept) -> Pool
 
         start = partial(RayPool, workers, spec)
     else:
-        from aioloader._workers.process.pool import ProcessPool
-
         method, locker = options.start_method, live.slots.locker
-        start = partial(ProcessPool, spec, method, pools.servers, locker)
+        if method == "fork":
+            from aioloader._workers.process.pool import ProcessPool
+
+            start = partial(ProcessPool, spec, method, pools.servers, locker)
+        else:
+            from aioloader._workers.process.portable import start_unforked
+
+            start = partial(start_unforked, spec, method, pools.servers, locker)
     begin = partial(pools.kept, start) if keep else start
-    return Lease(begin, reads=reads, keep=keep, pumps=workers == "process")
+    has_copies = reads and workers == "process"
+    return Lease(begin, reads=reads, keep=keep, has_copies=has_copies)
 
 
 def _spec(

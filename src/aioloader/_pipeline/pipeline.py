@@ -62,6 +62,7 @@ class Pool(abc.ABC):
 
     reads: bool  # whether workers read the samples too
     pumps: bool = False  # whether the consumer itself collects results while it waits
+    has_copies: bool = False  # whether workers have datasets with states of their own
 
     def open(self, pipeline: "Pipeline") -> None:  # noqa: B027  (a default)
         """Start for ``pipeline``, or fail it; may take long. Idempotent."""
@@ -123,9 +124,8 @@ class Pipeline:
         self.ended: Latch = Latch()
         self.exit_error: BaseException | None = None
         self.reads_here: bool = maker.reads and not (pool is not None and pool.reads)
-        # Worker processes have copies of the dataset, with their own states.
-        is_here = pool is None or not (pool.reads and pool.pumps)
-        self._keeps_state = maker.keeps_state and is_here
+        has_copies = pool is not None and pool.has_copies
+        self._keeps_state = maker.keeps_state and not has_copies
         if self.tuner is not None:
             self.tuner.ready = self.ready
         # How many batches are made in one turn, if they come quickly.

@@ -40,7 +40,7 @@ class Lease(Pool):
     _: KW_ONLY
     reads: bool
     keep: bool  # whether the workers outlive the iteration and serve the next ones
-    pumps: bool = False
+    has_copies: bool = False
 
     def __post_init__(self) -> None:
         self._pool: LastingPool | None = None
@@ -63,6 +63,7 @@ class Lease(Pool):
             self.submit = pool.submit  # type: ignore[method-assign]
             self.restart = pool.restart  # type: ignore[method-assign]
             self.explain = pool.explain  # type: ignore[method-assign]
+            self.pumps = pool.pumps
             if self.pumps and not self._is_over:
                 pipeline.ready.pump = pool
             if not self.keep:

@@ -29,8 +29,8 @@ from aioloader.errors import BatchTooLargeError
 
 # The first page: a state per slot, then the table of batches in the making.
 _PAGE = mmap.PAGESIZE
-PLACES, _FIELDS = 32, 3
-_MOST_SLOTS = _PAGE - PLACES * _FIELDS * 8
+PLACES, FIELDS = 32, 3
+_MOST_SLOTS = _PAGE - PLACES * FIELDS * 8
 # Free, with pages that may be returned; taken; free and locked; locked and given up.
 _FREE, _TAKEN, _LOCKED, _RETIRED = range(4)
 # Free slots not needed for this many batches return their pages.
@@ -74,7 +74,34 @@ class _Slot:
             self.is_empty = True
 
 
-class _Side:
+class Table:
+    """The batches that a worker is making; in memory that outlives it."""
+
+    _cells: memoryview  # of a page
+
+    def begin(self, place: int, ticket: int) -> None:
+        cell = place * FIELDS
+        self._cells[cell + 1] = 0
+        self._cells[cell + 2] = time.monotonic_ns()
+        self._cells[cell] = ticket + 1  # last: it makes the place valid
+
+    def enter(self, place: int, stage: int) -> None:
+        self._cells[place * FIELDS + 1] = stage
+
+    def clear(self, place: int) -> None:
+        self._cells[place * FIELDS] = 0
+
+    def in_flight(self) -> list[InFlight]:
+        """Return the tickets that the worker has, the oldest first."""
+        cells, now = self._cells, time.monotonic_ns()
+        return sorted(
+            InFlight(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
+            for at in range(0, len(cells), FIELDS)
+            if cells[at]
+        )
+
+
+class _Side(Table):
     """Either side: it owns its descriptor of the memory file, and has the first page.
 
     Without a descriptor it makes the file. Mappings, and views of them, stay valid when
@@ -145,18 +172,6 @@ class ArenaWriter(_Side):
             view = Slot((slot.ref.size,), np.uint8, slot.memory, slot.offset)
             slot.view = weakref.ref(view)
             return slot.ref, view
-
-    def begin(self, place: int, ticket: int) -> None:
-        cell = place * _FIELDS
-        self._cells[cell + 1] = 0
-        self._cells[cell + 2] = time.monotonic_ns()
-        self._cells[cell] = ticket + 1  # last: it makes the place valid
-
-    def enter(self, place: int, stage: int) -> None:
-        self._cells[place * _FIELDS + 1] = stage
-
-    def clear(self, place: int) -> None:
-        self._cells[place * _FIELDS] = 0
 
     def _is_free(self, slot: _Slot) -> bool:
         state = self._states[slot.ref.number]
@@ -233,15 +248,6 @@ class ArenaReader(_Side):
         self.lent += 1
         weakref.finalize(view, self._return, ref).atexit = False
         return view
-
-    def in_flight(self) -> list[InFlight]:
-        """Return the tickets that the writer has, the oldest first."""
-        cells, now = self._cells, time.monotonic_ns()
-        return sorted(
-            InFlight(cells[at] - 1, cells[at + 1], (now - cells[at + 2]) / 1e9)
-            for at in range(0, len(cells), _FIELDS)
-            if cells[at]
-        )
 
     def _unlock_retired(self) -> None:
         for number, ref in list(self._locked.items()):

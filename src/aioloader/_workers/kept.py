@@ -47,7 +47,7 @@ def wait_or_kill(
         if supervisor:
             os.kill(supervisor, signal.SIGKILL)
     except EOFError:
-        with contextlib.suppress(AttributeError, OSError):  # it has ended, or no pidfd
+        with contextlib.suppress(OSError):  # it has ended
             ending = os.pidfd_open(supervisor)
             connection.wait([ending], seconds)
             os.close(ending)

@@ -9,9 +9,10 @@ import contextlib
 import functools
 import logging
 import mmap
-import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ from aioloader._transport.codec import (
     decode,
     encode_by_value,
 )
+from aioloader._transport.segments import unnamed_file
 from aioloader._workers.info import WorkerInfo, be_worker_process, call_init
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng, seed_worker, states
@@ -109,6 +111,26 @@ class WorkerSpec(Recipe):
 QUIET = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+def new_python(call: str) -> tuple[str, list[str], dict[str, str]]:
+    """Return how to start an interpreter that calls a function of ``process``.
+
+    It never runs the script: what workers need is pickled by value.
+    """
+    executable = os.fsdecode(multiprocessing.spawn.get_executable())
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
+    path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
+    code = (
+        "import os, sys\n"
+        "try: os.getcwd()\n"
+        # In a directory that was deleted, torch's libraries cannot be loaded.
+        "except FileNotFoundError: os.chdir('/')\n"
+        f"sys.path[:] = {path!r}\n"
+        f"from aioloader._workers.process import {call.partition('.')[0]}\n"
+        f"{call}"
+    )
+    return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
+
+
 def _logging_levels() -> dict[str, int]:
     """Return the levels of loggers; the root logger has an empty name."""
     root = logging.getLogger()
@@ -138,7 +160,9 @@ class Surroundings:
     )
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    affinity: set[int] = field(default_factory=lambda: os.sched_getaffinity(0))
+    affinity: set[int] = field(
+        default_factory=lambda: getattr(os, "sched_getaffinity", lambda _: set())(0)
+    )
     filters: list[bytes] = field(
         default_factory=lambda: _each(pickle.dumps, warnings.filters)
     )
@@ -160,7 +184,8 @@ class Surroundings:
         sys.argv[:] = self.argv
         os.chdir(self.directory)
         with contextlib.suppress(OSError):  # of processors that went offline
-            os.sched_setaffinity(0, self.affinity)
+            if self.affinity:
+                os.sched_setaffinity(0, self.affinity)
         filters = _each(decode, self.filters)
         warnings.filters[:] = filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (clears caches)
@@ -271,7 +296,7 @@ def _written(header: bytes, buffers: Buffers) -> int:
     """Return a memory file of a pickle."""
     parts = [memoryview(header), *(buffer.raw() for buffer in buffers)]
     sizes = np.array([len(parts), *(part.nbytes for part in parts)], "<q").tobytes()
-    file, at, small = os.memfd_create("aioloader-dataset"), 0, bytearray()
+    file, at, small = unnamed_file(), 0, bytearray()
     try:
         for part in (memoryview(sizes), *parts):
             small += bytes(_gap(at + len(small), part.nbytes))
@@ -295,7 +320,7 @@ def receive(file: int) -> WorkerSpec:
     Raises:
         WorkerStartError: If it refers to something by a name that is unknown here.
     """
-    memory = memoryview(mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE))
+    memory = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
     count = int(np.frombuffer(memory, "<q", 1)[0])
     at, parts = (count + 1) * 8, []
     for nbytes in np.frombuffer(memory, "<q", count, 8).tolist():
@@ -316,7 +341,7 @@ def receive(file: int) -> WorkerSpec:
 def _write(file: int, data: memoryview, at: int) -> int:
     """Write all of ``data``, of which the kernel takes 2 GB at once; return the end."""
     while len(data):
-        written = os.pwrite(file, data[: 1 << 30], at)
+        written = os.write(file, data[: 1 << 30])
         data, at = data[written:], at + written
     return at
 

@@ -5,12 +5,13 @@ until a worker takes it, and is removed when its result arrives. Synchronous; us
 the pool's lock. The dispatcher owns the descriptors for requests and batches.
 """
 
+import abc
 import contextlib
 import itertools
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +19,13 @@ from typing import Any
 from aioloader._base.failures import Failure
 from aioloader._pipeline.batch_task import BatchResult, BatchTask
 from aioloader._pipeline.pipeline import HOP, Pipeline
-from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
+from aioloader._transport.arena import ArenaWriter, SlotRef
 from aioloader._transport.channel import NO_WAIT, Channel
 from aioloader._transport.codec import encode, encode_for_others
-from aioloader._transport.slots import Locker
 from aioloader._workers.process.messages import (
     BATCH,
+    FATAL,
+    READY,
     RESULT_HEAD,
     WAITING_BYTES,
     Packer,
@@ -42,13 +44,46 @@ _INLINE_BYTES = 1 << 15
 _HELD = 4
 
 
-@dataclass(eq=False, repr=False)
-class Queue:
+class Queue(abc.ABC):
     """A queue of requests, for any free worker or for a certain one."""
 
-    near: Channel
-    far: Channel  # the end that is passed to workers, and used to take requests back
-    waiting: deque[Request] = field(default_factory=deque)  # the kernel had no room
+    waiting: deque[Request]  # for room
+
+    @abc.abstractmethod
+    def send(self, ticket: int, frame: bytes) -> bool:
+        """Send the request of a ticket; return whether there was room."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close it: workers then see the end of requests."""
+
+    def taken(self) -> set[int]:
+        """Return the tickets that only live workers can have."""
+        return set()
+
+    def take_back(self) -> Iterator[bytes | memoryview]:
+        """Remove and yield what no worker has taken."""
+        yield from ()
+
+
+@dataclass(eq=False, repr=False)
+class KernelQueue(Queue):
+    """A queue in the kernel, from which each worker takes what it makes."""
+
+    # The far end is passed to workers, and used to take requests back.
+    ends: tuple[Channel, Channel] = field(default_factory=Channel.pair)
+    waiting: deque[Request] = field(default_factory=deque)
+
+    def send(self, ticket: int, frame: bytes) -> bool:  # noqa: ARG002
+        return self.ends[0].send_frame(frame)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+    def take_back(self) -> Iterator[bytes | memoryview]:
+        while received := self.ends[1].receive_frame(NO_WAIT):
+            yield received[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -56,8 +91,8 @@ class Worker:
     """The loader's view of a worker; the process may change, the number stays."""
 
     number: int
-    queue: Queue  # its requests: for it alone, if batches are assigned to workers
-    arena: ArenaReader
+    queue: Any  # its requests: for it alone, if batches are assigned to workers
+    arena: Any  # the memory of its batches, and its table of those in flight
     pid: int | None = None  # its process, once known
     is_ready: bool = False  # whether the process takes requests
     starts: int = 0  # processes started since the last one that took a batch
@@ -89,20 +124,26 @@ _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)
 
 
 class Dispatcher:
-    """Tickets, queues and workers of one pool; ``stack`` closes what it opens."""
+    """Tickets, queues and workers of one pool; ``stack`` closes what it opens.
+
+    ``make_queue`` and ``make_arena`` make what the pool's processes use; where
+    ``has_memory``, samples that the loader has read go through memory too.
+    """
 
     def __init__(
         self,
         spec: WorkerSpec,
         stack: contextlib.ExitStack,
-        locker: Locker | None = None,
+        make_queue: Callable[[], Queue],
+        make_arena: Callable[[], Any],
         *,
         are_forks: bool = True,
+        has_memory: bool = True,
     ) -> None:
         self.spec = spec
         # Forks of this process have all of its modules.
         self._dumps = _dumps if are_forks else _dumps_for_others
-        self._locker = locker
+        self._make_arena = make_arena
         self.tickets: dict[int, Ticket] = {}
         self._names = itertools.count()
         self._has_copies = spec.keeps_state
@@ -114,21 +155,19 @@ class Dispatcher:
         # Who may read a slot of samples: any worker with this ticket, or the worker
         # that has answered it.
         self._readers: dict[SlotRef, int | Worker] = {}
-        if not spec.reads:
+        if has_memory and not spec.reads:
             self.samples = ArenaWriter()
             stack.callback(self.samples.close)
             to_header = encode if are_forks else encode_for_others
             self._packer = Packer(self.samples, _INLINE_BYTES, to_header)
         self.queues: list[Queue] = []
         for _ in range(spec.num_workers if spec.is_addressed else 1):
-            queue = Queue(*Channel.pair())
-            self.queues.append(queue)
-            stack.callback(queue.far.close)
-            stack.callback(queue.near.close)  # workers then see the end of requests
+            self.queues.append(make_queue())
+            stack.callback(self.queues[-1].close)
         self.workers: list[Worker] = []
         for number in range(spec.num_workers):
             queue = self.queues[number % len(self.queues)]
-            worker = Worker(number, queue, ArenaReader(locker=locker))
+            worker = Worker(number, queue, make_arena())
             stack.callback(lambda own: own.arena.close(), worker)
             self.workers.append(worker)
 
@@ -183,7 +222,7 @@ class Dispatcher:
             result = BatchResult(error=error.with_traceback(None))
             ticket.pipeline.receive(ticket.task, result)
             return True
-        is_sent = queue.near.send_frame(frame)
+        is_sent = queue.send(request.ticket, frame)
         if slot is not None and ticket is not None:
             ticket.slot, self._readers[slot] = slot, request.ticket
             if not is_sent:
@@ -200,18 +239,24 @@ class Dispatcher:
                 queue.waiting.append(Request(-1, id(pipeline)))
                 self.flush(queue)
 
-    def accept(
-        self, worker: Worker, head: tuple[Any, ...], frame: bytes | memoryview
-    ) -> None:
-        """Deliver the result of a request that a worker has answered."""
-        kind, number, name, *made = head
+    def accept(self, frame: bytes | memoryview) -> BaseException | None:
+        """Deliver the result of a request; return the error of a worker's start."""
+        kind, number, name, *made = RESULT_HEAD.unpack_from(frame)
+        worker = self.workers[number]
+        if kind == READY:
+            worker.is_ready = True
+            return None
+        if kind == FATAL:
+            error: BaseException
+            error = unpack(frame, RESULT_HEAD.size, worker.arena).raisable()
+            return error
         worker.starts = 0
         slot = slot_of(frame, RESULT_HEAD.size)
         ticket = self.tickets.pop(name, None)
         if ticket is None:  # its iteration has ended, or the batch was made twice
             if slot is not None:
                 worker.arena.free(slot)
-            return
+            return None
         task, failures = ticket.task, list[Failure]()
         try:
             most = self.spec.in_flight + _HELD
@@ -233,6 +278,7 @@ class Dispatcher:
             share = HOP * (len(frame) / WAITING_BYTES if slot is None else 1)
             ticket.pipeline.note_pace(max(share, made[4] - made[0]), 1)
         ticket.pipeline.receive(task, result, failures)
+        return None
 
     def _note(self, worker: Worker, ticket: Ticket, result: BatchResult) -> BatchResult:
         """Note what a worker has read; return its result as the consumer sees it."""
@@ -254,7 +300,7 @@ class Dispatcher:
         the dead worker would have read are freed.
         """
         dead.arena.close()
-        dead.arena = ArenaReader(locker=self._locker)
+        dead.arena = self._make_arena()
         dead.pid, dead.is_ready, dead.is_stuck = None, False, False
         if self._has_copies:
             dead.has_new_copy = True
@@ -268,8 +314,8 @@ class Dispatcher:
 
     def take_back(self, queue: Queue) -> None:
         """Empty a queue, in the kernel and here; keep the tickets."""
-        while received := queue.far.receive_frame(NO_WAIT):
-            slot = slot_of(received[0], 0) if self.samples is not None else None
+        for frame in queue.take_back():
+            slot = slot_of(frame, 0) if self.samples is not None else None
             if slot in self._readers:
                 self._free_unread(slot)
         queue.waiting.clear()

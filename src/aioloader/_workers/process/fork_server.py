@@ -8,24 +8,21 @@ keeps its supervisor between epochs (``ServedLauncher``).
 
 import contextlib
 import gc
-import multiprocessing.spawn
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import NoReturn
 
-from aioloader._base.forks import close_in_children, fork_safe, watch_this
+from aioloader._base.forks import close_in_children, fork_safe
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
-from aioloader._workers.process.supervisor import Supervisor, number_of_threads
+from aioloader._workers.process.supervisor import Supervisor, names_of_threads
 from aioloader._workers.rng import seed_worker
-from aioloader._workers.worker_spec import QUIET, Surroundings, WorkerSpec, ship
+from aioloader._workers.worker_spec import Surroundings, WorkerSpec, new_python, ship
 from aioloader.errors import WorkerStartError
 
 _PATIENCE = 60.0
@@ -41,7 +38,7 @@ class ForkServer:
             os.set_inheritable(theirs.fileno(), True)  # noqa: FBT003  (its only argument)
             # Ctrl-C is for the loader's process, also while this one imports.
             blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.SIGINT}
-            command = _command(f"serve({theirs.fileno()})")
+            command = new_python(f"fork_server.serve({theirs.fileno()})")
             self.pid = os.posix_spawn(*command, setsigmask=blocked)
         except OSError as error:
             raise WorkerStartError(
@@ -58,26 +55,30 @@ class ForkServer:
             return False
         return not ended
 
-    def wait(self) -> None:
-        """Wait until it has imported its modules: its only frame stays unread."""
+    def wait(self) -> str:
+        """Wait until it has imported its modules: its only frame stays unread.
+
+        Return the names of its other threads: with any it must not be forked.
+        """
         connection.wait([self.channel], _PATIENCE)
         try:
-            is_ready = self.channel.receive_frame(socket.MSG_PEEK) is not None
+            received = self.channel.receive_frame(socket.MSG_PEEK)
         except EOFError:
-            is_ready = False
+            received = None
             with contextlib.suppress(ChildProcessError):  # reaped by other code
                 os.waitpid(self.pid, 0)  # it is ending
-        if not is_ready:
+        if received is None:
             raise WorkerStartError(
                 "the fork server of the worker processes has ended, or has not started "
                 f"within {_PATIENCE:g} s: mend the error that it printed, or use "
                 "multiprocessing_context='fork'"
             )
+        return bytes(received[0]).decode()
 
     def fork(self) -> Channel:
         """Return the channel to a new supervisor; ``OSError``: the server is gone."""
         ours, theirs = Channel.pair()
-        loader = watch_this()
+        loader = os.pidfd_open(os.getpid())
         try:
             self.channel.send_frame(b"", [theirs.fileno(), loader])
         finally:
@@ -123,20 +124,18 @@ def warm_up() -> None:
 class ServedLauncher(Launcher):
     """Start workers through a supervisor of the fork server.
 
-    With the method "spawn" each worker unpickles the dataset itself, as a new
-    interpreter would; with "forkserver" the supervisor does so once, for all of them.
-    ``stack`` closes the file of the dataset, and the descriptors of what it shares.
+    The supervisor unpickles the dataset once, for all of them, unless that starts
+    threads. ``stack`` closes the file of the dataset, and the descriptors of what it
+    shares.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        method: str,
         servers: Servers,
         ends: Sequence[int],
         stack: contextlib.ExitStack,
     ) -> None:
-        self._method = method
         self._servers = servers
         self._surroundings = Surroundings()
         file, *self._shared = ship(spec)
@@ -145,8 +144,7 @@ class ServedLauncher(Launcher):
         self._descriptors = file, *ends
 
     def open(self) -> None:
-        is_shared = self._servers.is_shared and self._method != "spawn"
-        order = self._surroundings, self._method, is_shared
+        order = self._surroundings, self._servers.is_shared
         while True:
             idle = self._servers.take()
             self.control = idle.control if idle else _new_supervisor()
@@ -182,21 +180,6 @@ def _new_supervisor() -> Channel:
         return warm_fork_server().fork()
 
 
-def _command(call: str) -> tuple[str, list[str], dict[str, str]]:
-    executable = os.fsdecode(multiprocessing.spawn.get_executable())
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  (as multiprocessing does)
-    path = [os.fspath(entry) for entry in sys.path if isinstance(entry, str)]
-    code = (
-        "import os, sys\n"
-        "try: os.getcwd()\n"
-        # In a directory that was deleted, torch's libraries cannot be loaded.
-        "except FileNotFoundError: os.chdir('/')\n"
-        f"sys.path[:] = {path!r}\n"
-        f"from aioloader._workers.process import fork_server; fork_server.{call}"
-    )
-    return executable, [executable, *flags, "-c", code], {**os.environ, **QUIET}
-
-
 def serve(descriptor: int) -> None:
     """Run the fork server: fork a supervisor per request, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -211,7 +194,7 @@ def serve(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
     channel = Channel.adopt(descriptor)
     with contextlib.suppress(EOFError, OSError):
-        channel.send_frame(b"ready")
+        channel.send_frame(names_of_threads().encode())
         while received := channel.receive_frame():
             _fork(channel, *received[1])
     os._exit(0)
@@ -219,25 +202,14 @@ def serve(descriptor: int) -> None:
 
 def _fork(channel: Channel, control: int, loader: int) -> None:
     user = os.getppid()
-    if number_of_threads() > 1:  # an agent's, or of an import: a fork may hang
-        for descriptor in (control, loader):
-            os.set_inheritable(descriptor, True)  # noqa: FBT003  (its only argument)
-        os.posix_spawn(*_command(f"supervise({control}, {loader}, {user})"))
-    elif os.fork() == 0:
+    if os.fork() == 0:
         channel.close()
         gc.disable()
-        supervise(control, loader, user)
+        try:
+            Supervisor(Channel.adopt(control), loader, user).serve()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(0)
     os.close(control)
     os.close(loader)
-
-
-def supervise(control: int, loader: int, user: int) -> NoReturn:
-    """Be a supervisor, in a process of its own."""
-    try:
-        for descriptor in (control, loader):
-            os.set_inheritable(descriptor, False)  # noqa: FBT003  (its only argument)
-        Supervisor(Channel.adopt(control), loader, user).serve()
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)

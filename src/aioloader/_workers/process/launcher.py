@@ -20,7 +20,7 @@ from multiprocessing import connection
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from typing import Any
 
-from aioloader._base.forks import has_pidfds, watch_this, without_collector
+from aioloader._base.forks import without_collector
 from aioloader._transport.channel import Channel
 from aioloader._workers.kept import Servers, wait_or_kill
 from aioloader._workers.process.supervisor import (
@@ -199,7 +199,7 @@ class ForkLauncher(Launcher):
             for end in self._ends:
                 copies.append(os.dup(end))
                 stack.callback(os.close, copies[-1])
-            loader = watch_this()
+            loader = os.pidfd_open(os.getpid())
             stack.callback(os.close, loader)
             with _quiet_fork() as collects:
                 process: Any = multiprocessing.get_context("fork").Process(
@@ -215,10 +215,9 @@ class ForkLauncher(Launcher):
                 # open until it is reaped, and every process forked meanwhile would
                 # inherit one.
                 popen = process._popen  # noqa: SLF001  (there is no public way)
-                if has_pidfds():
-                    popen.finalizer()
-                    popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
-                    popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
+                popen.finalizer()
+                popen.sentinel = process._sentinel = os.pidfd_open(process.pid)  # noqa: SLF001
+                popen.finalizer = Finalize(popen, close_fds, (popen.sentinel,))
 
     def reopen(self) -> None:
         """Raise: this process is not forked again in mid-epoch."""

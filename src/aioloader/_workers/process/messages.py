@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from aioloader._transport.arena import ArenaReader, ArenaWriter, SlotRef
+from aioloader._transport.arena import ArenaWriter, SlotRef
 from aioloader._transport.codec import (
     ALIGN,
     LEAST_BYTES,
@@ -218,7 +218,7 @@ _described = functools.lru_cache(_MOST_HEADS)(decode)
 
 
 def unpack(
-    frame: bytes | memoryview, at: int, arena: ArenaReader, *, copy: bool = False
+    frame: bytes | memoryview, at: int, arena: Any, *, copy: bool = False
 ) -> Any:
     """Return the batch that is packed in ``frame`` from byte ``at`` on.
 
@@ -267,6 +267,12 @@ def slot_of(frame: bytes | memoryview, at: int) -> SlotRef | None:
     if _PLAIN_HEAD.unpack_from(frame, at)[0] < 0:
         return None
     return SlotRef(*_HEAD.unpack_from(frame, at)[:3])
+
+
+def used_of(frame: bytes | memoryview, at: int) -> int:
+    """Return how many bytes of its slot a packed batch has."""
+    used: int = _HEAD.unpack_from(frame, at)[3]
+    return used
 
 
 def _form_of(

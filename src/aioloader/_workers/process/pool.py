@@ -5,32 +5,30 @@ requests that there is room for, and handles deaths. Meanwhile workers continue 
 themselves, because they take requests from a queue in the kernel.
 """
 
+import abc
 import contextlib
-import functools
 import io
 import logging
 import os
 import sys
 import threading
+from functools import partial
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from aioloader._base.cpu_threads import refuse_gevent
 from aioloader._base.forks import close_in_children, fork_safe
-from aioloader._base.warnings import warn
 from aioloader._pipeline.batch_task import BatchTask
 from aioloader._pipeline.pipeline import Pipeline
 from aioloader._pipeline.roles import LastingPool
-from aioloader._transport.arena import InFlight
+from aioloader._transport.arena import ArenaReader, InFlight
 from aioloader._transport.channel import Channel, read_small
 from aioloader._transport.slots import Locker
 from aioloader._workers.kept import Servers
-from aioloader._workers.process.dispatcher import Dispatcher, Worker
+from aioloader._workers.process.dispatcher import Dispatcher, KernelQueue, Worker
 from aioloader._workers.process.launcher import PATIENCE, ForkLauncher
 from aioloader._workers.process.messages import (
-    FATAL,
     LEFT,
-    READY,
     RESULT_HEAD,
     STAGES,
     unpack,
@@ -49,40 +47,144 @@ _LOG = logging.getLogger("aioloader")
 _STARTS, _STARTS_IN_ALL = 3, 10
 
 
-@functools.cache
-def _warn_of_threads(names: str) -> None:
-    warn(
-        f"every Python process here starts threads ({names}), an agent's or an "
-        "import's, and cannot be forked: each worker process is a new interpreter, "
-        "which takes seconds to start; keep the agent out of workers, or let them "
-        "inherit your process with multiprocessing_context='fork'"
-    )
+class WorkerPool(LastingPool):
+    """Worker processes for one loader; used from any thread."""
+
+    _dispatcher: Dispatcher
+
+    def __init__(self, servers: Servers) -> None:
+        if "gevent.monkey" in sys.modules:
+            refuse_gevent()
+        self._servers = servers
+        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        self._is_over = self._is_ended = False
+        self._error: BaseException | None = None  # ended the pool, not yet raised
+
+    @abc.abstractmethod
+    def _start(self, worker: Worker) -> None:
+        """Start a process; ``_replace`` is called when it dies."""
+
+    @abc.abstractmethod
+    def _kill(self, worker: Worker) -> None:
+        """Kill a process, or raise ``OSError``."""
+
+    @abc.abstractmethod
+    def _stack_of(self, worker: Worker) -> str:
+        """Return where a process is, as text; takes about a second at most."""
+
+    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
+        with self._lock:
+            if self._is_over:
+                over = LoaderClosedError(
+                    "the worker processes have ended; iterate again"
+                )
+                error, self._error = self._error or over, None
+                pipeline.fail(error)
+            elif not pipeline.is_closing:  # else it is forgotten
+                self._dispatcher.submit(pipeline, task)
+
+    def forget(self, pipeline: Pipeline) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._dispatcher.forget(pipeline)
+
+    def _replace(self, worker: Worker, exitcode: int, stack: str) -> None:
+        """Replace a dead process and recover its batches.
+
+        It wrote its ``stack`` if it crashed.
+        """
+        from aioloader._workers.process.recovery import Death, recover
+
+        death = Death(worker, exitcode, stack)
+        self._servers.deaths += 1
+        if death.taken:
+            worker.starts = 0  # it had taken a batch, whose ticket counts deaths
+        died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
+        has_been_ready = worker.is_ready
+        recover(self._dispatcher, death)
+        if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
+            _LOG.warning("%s; it is not replaced again", died)
+            reason = (
+                f"; {worker.starts} processes in a row have died without making a "
+                "batch; see what they printed"
+            )
+            self._fail(death.error(reason))
+            return
+        _LOG.warning("%s; it is replaced, and its batches are made again", died)
+        self._servers.restarts += 1
+        self._start(worker)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all iterations: no worker can make their batches."""
+        pipelines = {one.pipeline for one in self._dispatcher.tickets.values()}
+        for pipeline in pipelines:
+            pipeline.fail(error)
+        self._error = None if pipelines else error  # for the next pipeline that submits
+        self.end()
+
+    def explain(self, task: BatchTask) -> str:
+        """Say which workers have ``task``, since when, and where they are stuck."""
+        holders = self._holders(task)
+        if not holders:
+            return "waits for a worker process that is free"
+        parts = []
+        for worker, held in holders:
+            parts.append(
+                f"has been in stage {STAGES[held.stage]!r} of worker {worker.number} "
+                f"(pid {worker.pid}) for {held.seconds:.2f} s"
+            )
+            if worker.pid is not None:
+                parts.append(self._stack_of(worker))
+        return "\n".join(parts)
+
+    def restart(self, task: BatchTask) -> bool:
+        holders = self._holders(task)
+        with self._lock:
+            for worker, _ in holders:
+                if not self._is_over:
+                    with contextlib.suppress(OSError):
+                        self._kill(worker)
+                        worker.is_stuck = True
+        return bool(holders)
+
+    def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
+        tickets = self._dispatcher.tickets
+        return [
+            (worker, one)
+            for worker in self._dispatcher.workers
+            for one in worker.arena.in_flight()
+            if one.ticket in tickets and tickets[one.ticket].task is task
+        ]
+
+    def is_open(self) -> bool:
+        """Tell whether it takes tasks; notices deaths of idle workers."""
+        self.collect()
+        return not self._is_over
 
 
-class ProcessPool(LastingPool):
-    """Worker processes for one loader; used from any thread.
+class ProcessPool(WorkerPool):
+    """Worker processes that Linux's own calls connect; without a thread.
 
     They start by a ``method`` of ``multiprocessing``; ``locker`` page-locks the memory
     that they write batches to.
     """
 
+    pumps = True
     _launcher: "ForkLauncher | ServedLauncher"
 
     def __init__(
         self, spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
     ) -> None:
-        if "gevent.monkey" in sys.modules:
-            refuse_gevent()
-        self._servers = servers
-        self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
+        super().__init__(servers)
         self._joining = fork_safe(threading.Lock())
-        self._is_over = self._is_ended = False
-        self._error: BaseException | None = None  # ended the pool, not yet raised
         self._rest = b""  # the beginning of a small result
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
             self._stack = stack
             are_forks = method == "fork"
-            self._dispatcher = Dispatcher(spec, stack, locker, are_forks=are_forks)
+            make_arena = partial(ArenaReader, locker=locker)
+            self._dispatcher = Dispatcher(
+                spec, stack, KernelQueue, make_arena, are_forks=are_forks
+            )
             self._results, far_results = Channel.pair()
             starting.callback(self._results.close)  # later, ``join`` still reads it
             stack.callback(far_results.close)
@@ -102,7 +204,7 @@ class ProcessPool(LastingPool):
             else:
                 from aioloader._workers.process.fork_server import ServedLauncher
 
-                self._launcher = ServedLauncher(spec, method, servers, shared, stack)
+                self._launcher = ServedLauncher(spec, servers, shared, stack)
             starting.callback(self._launcher.close)
             close_in_children(self._abandon)  # before workers are forked from here
             self._launcher.open()
@@ -110,22 +212,6 @@ class ProcessPool(LastingPool):
                 self._start(worker)
             starting.pop_all()
             self._stack = stack.pop_all()
-
-    def submit(self, pipeline: Pipeline, task: BatchTask) -> None:
-        with self._lock:
-            if self._is_over:
-                over = LoaderClosedError(
-                    "the worker processes have ended; iterate again"
-                )
-                error, self._error = self._error or over, None
-                pipeline.fail(error)
-            elif not pipeline.is_closing:  # else it is forgotten
-                self._dispatcher.submit(pipeline, task)
-
-    def forget(self, pipeline: Pipeline) -> None:
-        with self._lock:
-            if not self._is_over:
-                self._dispatcher.forget(pipeline)
 
     def descriptors(self) -> list[int]:
         ends = self._small, self._results, self._launcher.control
@@ -163,22 +249,25 @@ class ProcessPool(LastingPool):
                 if not frames:
                     break
                 for frame in frames:
-                    head = RESULT_HEAD.unpack_from(frame)
-                    worker = self._dispatcher.workers[head[1]]
-                    if head[0] == READY:
-                        worker.is_ready = True
-                    elif head[0] == FATAL:
-                        error = unpack(frame, RESULT_HEAD.size, worker.arena)
-                        self._fail(error.raisable())
-                    else:
-                        self._dispatcher.accept(worker, head, frame)
+                    if error := self._dispatcher.accept(frame):
+                        self._fail(error)
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
-        ends = [worker.arena.descriptor, worker.queue.far.fileno()]
+        ends = [worker.arena.descriptor, worker.queue.ends[1].fileno()]
         # If the supervisor has died, ``notes`` says so.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._launcher.instruct("start", worker.number, ends)
+
+    def _kill(self, worker: Worker) -> None:
+        self._launcher.instruct("kill", worker.number)
+
+    def _stack_of(self, worker: Worker) -> str:
+        from aioloader._workers.process.recovery import stack_of
+
+        assert worker.pid is not None
+        text = stack_of(worker.pid, self.stack)
+        return "\n".join(filter(None, [text, self._launcher.advice()]))
 
     def _handle(self, note: Note) -> None:
         if note.word == "failed":
@@ -187,9 +276,7 @@ class ProcessPool(LastingPool):
         elif note.word == "born":
             self._dispatcher.workers[note.worker].pid = note.number
         elif note.word == "died":
-            self._replace(self._dispatcher.workers[note.worker], note.number)
-        elif note.word == "spawns":
-            _warn_of_threads(note.threads)
+            self._died(self._dispatcher.workers[note.worker], note.number)
         elif note.word == "threads":
             self._servers.is_shared = False  # each worker unpickles
             self._launcher.reopen()
@@ -203,77 +290,12 @@ class ProcessPool(LastingPool):
                 await_orphan(worker.pid)
             self._launcher.reopen()
             for worker in self._dispatcher.workers:
-                self._replace(worker, UNKNOWN)
+                self._died(worker, UNKNOWN)
 
-    def _replace(self, worker: Worker, exitcode: int) -> None:
-        """Replace a dead process and recover its batches."""
+    def _died(self, worker: Worker, exitcode: int) -> None:
         self._collect_results()  # sent before it died
-        if self._is_over:  # a result reported that no worker can start
-            return
-        from aioloader._workers.process.recovery import Death, recover
-
-        death = Death(worker, exitcode, self.stack())
-        self._servers.deaths += 1
-        if death.taken:
-            worker.starts = 0  # it had taken a batch, whose ticket counts deaths
-        died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
-        has_been_ready = worker.is_ready
-        recover(self._dispatcher, death)
-        if worker.starts >= (_STARTS_IN_ALL if has_been_ready else _STARTS):
-            _LOG.warning("%s; it is not replaced again", died)
-            reason = (
-                f"; {worker.starts} processes in a row have died without making a "
-                "batch; see what they printed"
-            )
-            self._fail(death.error(reason))
-            return
-        _LOG.warning("%s; it is replaced, and its batches are made again", died)
-        self._servers.restarts += 1
-        self._start(worker)
-
-    def _fail(self, error: BaseException) -> None:
-        """End all iterations: no worker can make their batches."""
-        pipelines = {one.pipeline for one in self._dispatcher.tickets.values()}
-        for pipeline in pipelines:
-            pipeline.fail(error)
-        self._error = None if pipelines else error  # for the next pipeline that submits
-        self.end()
-
-    def explain(self, task: BatchTask) -> str:
-        """Say which workers have ``task``, since when, and where they are stuck."""
-        holders = self._holders(task)
-        if not holders:
-            return "waits for a worker process that is free"
-        from aioloader._workers.process.recovery import stack_of
-
-        parts = []
-        for worker, held in holders:
-            parts.append(
-                f"has been in stage {STAGES[held.stage]!r} of worker {worker.number} "
-                f"(pid {worker.pid}) for {held.seconds:.2f} s"
-            )
-            if worker.pid is not None:
-                parts.append(stack_of(worker.pid, self.stack))
-        return "\n".join(filter(None, [*parts, self._launcher.advice()]))
-
-    def restart(self, task: BatchTask) -> bool:
-        holders = self._holders(task)
-        with self._lock:
-            for worker, _ in holders:
-                if not self._is_over:
-                    with contextlib.suppress(OSError):
-                        self._launcher.instruct("kill", worker.number)
-                        worker.is_stuck = True
-        return bool(holders)
-
-    def _holders(self, task: BatchTask) -> list[tuple[Worker, InFlight]]:
-        tickets = self._dispatcher.tickets
-        return [
-            (worker, one)
-            for worker in self._dispatcher.workers
-            for one in worker.arena.in_flight()
-            if one.ticket in tickets and tickets[one.ticket].task is task
-        ]
+        if not self._is_over:  # else one reported that no worker can start
+            self._replace(worker, exitcode, self.stack())
 
     def stack(self, seconds: float = 0) -> str:
         """Return the stacks that workers write within ``seconds``, or in a crash."""
@@ -285,11 +307,6 @@ class ProcessPool(LastingPool):
             while part := self._stacks.read(1 << 16):
                 stacks += part
         return stacks.decode(errors="replace")
-
-    def is_open(self) -> bool:
-        """Tell whether it takes tasks; notices deaths of idle workers."""
-        self.collect()
-        return not self._is_over
 
     def end(self) -> None:
         if self._is_ended:

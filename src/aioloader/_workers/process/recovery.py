@@ -9,12 +9,10 @@ of workers that have died or are stuck.
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-from aioloader._base.forks import has_pidfds
 from aioloader._pipeline.batch_task import BatchResult, shorten
 from aioloader._workers.process.dispatcher import Dispatcher, Worker
 from aioloader._workers.process.messages import STAGES
@@ -25,9 +23,8 @@ from aioloader.errors import WorkerDiedError
 
 # A batch with which this many workers have died is not retried.
 _MOST_DEATHS = 2
-# Seconds for the kernel to kill the workers of a supervisor that has died; and between
-# looks at one without pidfds.
-_ORPHANED, _PAUSE = 1.0, 0.001
+# Seconds for the kernel to kill the workers of a supervisor that has died.
+_ORPHANED = 1.0
 # Seconds to wait for a worker's stack, and then for more of it.
 _FIRST, _MORE = 1.0, 0.05
 
@@ -88,6 +85,7 @@ def recover(dispatcher: Dispatcher, death: Death) -> None:
     # made twice, with equal results, and the later one is dropped.
     workers = dispatcher.workers
     taken = {one.ticket for worker in workers for one in worker.arena.in_flight()}
+    taken |= dead.queue.taken()
     dispatcher.take_back(dead.queue)
     for name, ticket in sorted(tickets.items()):
         if name not in taken and ticket.worker.queue is dead.queue:
@@ -129,17 +127,12 @@ def await_orphan(pid: int | None) -> None:
     that it has started end with it.
     """
     if pid is not None:
-        if has_pidfds():
-            with contextlib.suppress(ProcessLookupError):
-                process = os.pidfd_open(pid)
-                try:
-                    connection.wait([process], _ORPHANED)
-                finally:
-                    os.close(process)
-        else:  # there is no notice of a process that is not a child
-            until = time.monotonic() + _ORPHANED
-            while _state(pid) not in {"", "Z"} and time.monotonic() < until:
-                connection.wait([], _PAUSE)
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                connection.wait([process], _ORPHANED)
+            finally:
+                os.close(process)
         kill_group(pid)
 
 

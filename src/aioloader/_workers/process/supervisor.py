@@ -22,14 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, reduction
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from aioloader._base.forks import Life, has_pidfds, reopen_files
+from aioloader._base.forks import reopen_files
 from aioloader._transport.channel import Channel
 from aioloader._transport.codec import decode
 from aioloader._workers import sharing
@@ -51,14 +51,12 @@ class Note(NamedTuple):
 
     # ``"alive"`` (it runs), ``"up"`` (it can fork; its pid), ``"born"`` (worker, pid),
     # ``"died"`` (worker, exit status), ``"ended"`` (all workers), ``"threads"`` (it
-    # cannot fork: unpickling has started threads), ``"spawns"`` (all Pythons have the
-    # threads that it names) or ``"failed"`` (error); the loader adds ``"orphaned"``: it
-    # has died.
+    # cannot fork: unpickling has started threads) or ``"failed"`` (error); the loader
+    # adds ``"orphaned"``: it has died.
     word: str
     worker: int = -1
     number: int = 0
     error: RemoteError | None = None
-    threads: str = ""
 
 
 @dataclass(eq=False, repr=False)
@@ -76,11 +74,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._is_served = self.spec is None
-        # It cannot fork if it has other threads from its start: workers are spawned.
-        self._spawns = self._is_served and number_of_threads() > 1
         self._file = -1
         self._surroundings: Surroundings | None = None
-        self._start_method = ""
         # By what watches each process: the worker, the process.
         self._workers: dict[int, tuple[int, Any]] = {}
         # ``multiprocessing.parent_process()`` in a worker: the user's process.
@@ -129,7 +124,6 @@ class Supervisor:
     def _begin(
         self,
         surroundings: Surroundings,
-        method: str,
         is_shared: bool,  # noqa: FBT001  (from a message)
         *,
         descriptors: list[int],
@@ -139,21 +133,19 @@ class Supervisor:
         If not, this process ends: its workers would take requests and lose them.
         """
         self._file, *self.ends = descriptors
-        self._surroundings, self._start_method = surroundings, method
+        self._surroundings = surroundings
         self.tell(Note("up", number=os.getpid()))
         try:
             surroundings.enter()
             # If user code is stuck, this process would not see the loader's end.
             worker_main.die_with(os.getppid())
-            if is_shared and not self._spawns:
+            if is_shared:
                 self.spec = receive(self._file)
             worker_main.die_with(None)
         except BaseException as error:
             self.tell(Note("failed", error=RemoteError.of(error, 0)))
             return False
-        if self._spawns:
-            self.tell(Note("spawns", threads=_names_of_threads()))
-        elif number_of_threads() > 1:
+        if names_of_threads():
             self.tell(Note("threads"))
             return False
         return True
@@ -178,47 +170,23 @@ class Supervisor:
 
     def _start(self, worker: int, descriptors: list[int]) -> None:
         ends = worker_main.Ends(*descriptors, *self.ends)
-        life = None if has_pidfds() or self._spawns else Life()
-        args = worker, ends, life
         process: Any = multiprocessing.get_context("fork").Process(
-            target=self._be_worker, args=args, name=f"aioloader-{worker}"
+            target=self._be_worker, args=(worker, ends), name=f"aioloader-{worker}"
         )
-        if self._spawns:
-            process = self._spawned(worker, ends)
         # A SystemExit during a fork is printed, by this process or by the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             process.start()
             assert process.pid is not None
-            if has_pidfds():
-                watched = os.pidfd_open(process.pid)
-            else:
-                watched = life.watch() if life else os.dup(process.sentinel)
-            self._workers[watched] = worker, process
+            self._workers[os.pidfd_open(process.pid)] = worker, process
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for descriptor in descriptors:
             os.close(descriptor)
         self.tell(Note("born", worker, process.pid))
 
-    def _spawned(self, worker: int, ends: worker_main.Ends) -> Any:
-        """Return the process of a worker that is a new interpreter."""
-        shared = [Descriptor(one) for one in sharing.received]
-        known = [one for one in ends if one >= 0]
-        own = [Descriptor(one) for one in (self._file, self.loader, *known)]
-        rest = self._surroundings, self._start_method, os.getpid(), self.user
-        return multiprocessing.get_context("spawn").Process(
-            target=_be_spawned,
-            args=(worker, own, shared, *rest),
-            name=f"aioloader-{worker}",
-        )
-
-    def _be_worker(
-        self, worker: int, ends: worker_main.Ends, life: Life | None
-    ) -> None:
+    def _be_worker(self, worker: int, ends: worker_main.Ends) -> None:
         supervisor = os.getppid()
-        if life is not None:
-            life.live()
         gc.freeze()  # a collection would touch, and so copy, every page
         own: Any = multiprocessing.process
         own._parent_process = self._parent  # noqa: SLF001  (the user's process)
@@ -229,9 +197,9 @@ class Supervisor:
             signal.signal(number, handler)
         worker_main.settle(worker, ends, supervisor)
         if self._surroundings is not None:
-            multiprocessing.set_start_method(self._start_method, force=True)
+            multiprocessing.set_start_method("forkserver", force=True)
             self._surroundings.enter_environment()
-        worker_main.run(worker, ends, self._spec_of_worker)
+        worker_main.run(worker_main.KernelEndpoint(worker, ends), self._spec_of_worker)
 
     def _spec_of_worker(self) -> WorkerSpec:
         spec = receive(self._file) if self.spec is None else self.spec
@@ -287,40 +255,6 @@ def be_forked(
     supervisor.serve()
 
 
-class Descriptor(int):
-    """A descriptor that a spawned process inherits."""
-
-    def __reduce__(self) -> Any:
-        return _inherited, (reduction.DupFd(int(self)),)
-
-
-def _inherited(descriptor: Any) -> int:
-    number: int = descriptor.detach()
-    os.set_inheritable(number, False)  # noqa: FBT003  (its only argument)
-    return number
-
-
-def _be_spawned(
-    worker: int,
-    own: list[int],
-    shared: list[int],
-    surroundings: Surroundings,
-    *rest: Any,
-) -> None:
-    """Be a worker in a new interpreter, as ``Supervisor._be_worker`` in a fork."""
-    file, loader, *descriptors = own
-    method, supervisor, user = rest
-    process: Any = multiprocessing.process
-    process._parent_process = _parent_by(user, loader)  # noqa: SLF001  (the user's process)
-    ends = worker_main.Ends(*descriptors)
-    worker_main.settle(worker, ends, supervisor)
-    surroundings.enter()
-    surroundings.enter_environment()
-    multiprocessing.set_start_method(method, force=True)
-    sharing.received[:] = shared
-    worker_main.run(worker, ends, lambda: receive(file))
-
-
 def _try_locks() -> None:
     """Take every lock that workers need; hang if another thread held one at the fork.
 
@@ -372,13 +306,11 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _names_of_threads() -> str:
-    """Return the names of all threads but the main one; of C's if Python has none."""
+def names_of_threads() -> str:
+    """Return the names of all threads but the main one."""
+    tasks = [*Path("/proc/self/task").glob("*/comm")]
+    if len(tasks) < 2:
+        return ""
     main = threading.main_thread()
     names = [one.name for one in threading.enumerate() if one is not main]
-    tasks = Path("/proc/self/task").glob("*/comm")
     return ", ".join(names or [task.read_text().strip() for task in tasks][1:])
-
-
-def number_of_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))

@@ -7,6 +7,7 @@ reads many samples at once, across batch boundaries; another thread runs the pla
 and exit; the supervisor ends one that hangs.
 """
 
+import abc
 import contextlib
 import ctypes
 import faulthandler
@@ -54,9 +55,12 @@ from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.errors import WorkerDiedError
 from aioloader.protocols import Kind
 
-_MOST_INLINE = (1 << 16) - 1024
+MOST_INLINE = (1 << 16) - 1024
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
-STACK_SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 7
+# Of Linux, or of macOS, where it is ignored by default; 0: there is none.
+STACK_SIGNAL = int(getattr(signal, "SIGINFO", 0))
+if hasattr(signal, "SIGRTMIN"):
+    STACK_SIGNAL = int(signal.SIGRTMIN) + 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _MAPPED_BYTES = 1 << 26, 1 << 25
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -73,27 +77,20 @@ class Ends(NamedTuple):
     samples: int = -1  # the memory of samples that the loader has read, if it reads
 
 
-class Endpoint:
+class Endpoint(abc.ABC):
     """The worker's side of its pool, for sync and async serving."""
 
     spec: WorkerSpec  # with what follows, after ``prepare``
-    requests: Channel
     maker: BatchMaker
 
-    def __init__(self, worker: int, ends: Ends) -> None:
+    def __init__(self, worker: int, arena: Any) -> None:
         self.id = worker
-        self._ends = ends
-        self._arena = ArenaWriter(ends.arena)
-        self._results = Channel.adopt(ends.results)
-        self._packer = Packer(self._arena, _MOST_INLINE)
-        self._samples: ArenaReader | None = None
+        self._arena = arena  # the memory for its batches, and the table of them
+        self._packer = Packer(arena, MOST_INLINE)
 
     def prepare(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        self.requests = Channel.adopt(self._ends.requests)
-        if not spec.reads:
-            self._samples = ArenaReader(self._ends.samples)
-        inline = min(_MOST_INLINE, WAITING_BYTES // spec.in_flight)
+        inline = min(MOST_INLINE, WAITING_BYTES // spec.in_flight)
         self._packer = Packer(self._arena, inline)
         self.maker = maker_of(spec, lease=self._packer.lease, **SEEDS)
         self._is_restored = not self.maker.keeps_state
@@ -125,12 +122,17 @@ class Endpoint:
             except OSError:
                 sys.excepthook(type(error), error, error.__traceback__)
 
+    @abc.abstractmethod
     def receive(self) -> Request:
-        received = self.requests.receive_frame()
-        assert received is not None
-        if self._samples is None:
-            return Request._make(decode(received[0]))
-        return Request._make(unpack(received[0], 0, self._samples))
+        """Return the next request; ``EOFError``: the loader is gone."""
+
+    @abc.abstractmethod
+    def pause(self, seconds: float | None) -> None:
+        """Sleep; None: forever. ``EOFError``: the loader is gone."""
+
+    @abc.abstractmethod
+    def send_frame(self, kind: int, frame: bytes) -> None:
+        """Send a result."""
 
     def take(self, request: Request, place: int) -> BatchTask:
         self._arena.begin(place, request.ticket)
@@ -184,7 +186,35 @@ class Endpoint:
         self, kind: int, ticket: int = -1, value: Any = None, made: Made = NOT_MADE
     ) -> None:
         head = RESULT_HEAD.pack(kind, self.id, ticket, *made)
-        frame = b"".join((head, *self._packer.pack(value)))
+        self.send_frame(kind, b"".join((head, *self._packer.pack(value))))
+
+
+class KernelEndpoint(Endpoint):
+    """Requests from a queue in the kernel, results to a channel and a pipe."""
+
+    def __init__(self, worker: int, ends: Ends) -> None:
+        super().__init__(worker, ArenaWriter(ends.arena))
+        self._ends = ends
+        self._results = Channel.adopt(ends.results)
+        self._samples: ArenaReader | None = None
+
+    def prepare(self, spec: WorkerSpec) -> None:
+        super().prepare(spec)
+        self._requests = Channel.adopt(self._ends.requests)
+        if not spec.reads:
+            self._samples = ArenaReader(self._ends.samples)
+
+    def receive(self) -> Request:
+        received = self._requests.receive_frame()
+        assert received is not None
+        if self._samples is None:
+            return Request._make(decode(received[0]))
+        return Request._make(unpack(received[0], 0, self._samples))
+
+    def pause(self, seconds: float | None) -> None:
+        self._requests.pause(seconds)
+
+    def send_frame(self, kind: int, frame: bytes) -> None:
         # Only batches: what else a worker says must stay in order.
         if kind != BATCH or not write_small(self._ends.small, frame):
             self._results.send_frame(frame)
@@ -211,22 +241,34 @@ def settle(worker: int, ends: Ends, supervisor: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):
-        libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
-        libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
-        # The memory of freed samples is kept for the next batch. By default large
-        # blocks return to the kernel, and every batch has page faults.
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    name_and_tune(worker)
     die_with(supervisor)
     os.set_blocking(ends.stacks, False)
-    faulthandler.enable(ends.stacks)
-    signal.signal(STACK_SIGNAL, partial(_write_last_error, ends.stacks))
-    faulthandler.register(STACK_SIGNAL, ends.stacks, chain=True)
+    write_stacks(ends.stacks)
     torch.set_num_threads(1)
 
 
-def _write_last_error(stacks: int, *_: object) -> None:
+def name_and_tune(worker: int) -> None:
+    """Name this process, and keep the memory of freed samples for the next batch.
+
+    By default large blocks return to the kernel, and every batch has page faults.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only Linux has all
+        libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
+        libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def write_stacks(stacks: int) -> None:
+    """Write the stacks to a file in a crash, and where the signal comes."""
+    faulthandler.enable(stacks)
+    if STACK_SIGNAL:
+        signal.signal(STACK_SIGNAL, partial(write_last_error, stacks))
+        faulthandler.register(STACK_SIGNAL, stacks, chain=True)
+
+
+def write_last_error(stacks: int, *_: object) -> None:
     """Add to the stack, for a timeout, what reads are being retried after."""
     with contextlib.suppress(OSError):
         os.write(stacks, last_error().encode())
@@ -244,17 +286,16 @@ def die_with(parent: int | None) -> None:
         os._exit(0)
 
 
-def run(worker: int, ends: Ends, load: Callable[[], WorkerSpec]) -> None:
+def run(endpoint: Endpoint, load: Callable[[], WorkerSpec]) -> None:
     """Serve requests until the loader is gone.
 
     The loader raises an error before the first batch, which ends the epoch.
     """
-    endpoint = Endpoint(worker, ends)
     try:
         spec = load()
-        spec.begin(worker)
+        spec.begin(endpoint.id)
         endpoint.prepare(spec)
-        spec.initialise(worker, endpoint.maker)
+        spec.initialise(endpoint.id, endpoint.maker)
     except BaseException as error:  # raised by the loader
         endpoint.give_up(error)
     try:
@@ -273,7 +314,7 @@ def _serve_sync(endpoint: Endpoint) -> None:
     maker, enter, streams = endpoint.maker, endpoint.enter, dict[int, Stream]()
     read: Callable[[BatchTask], object] | None = None
     if maker.reads:
-        read = partial(maker.read, pause=endpoint.requests.pause)
+        read = partial(maker.read, pause=endpoint.pause)
     reads_stream = maker.reads and maker.kind is Kind.ITERABLE
     lifespan = Lifespan(maker.dataset, endpoint.spec.lifespan)
     try:
@@ -366,7 +407,7 @@ class _Server:
     def _watch(self) -> None:
         """Notice the end of requests even while no place is free."""
         with contextlib.suppress(EOFError):
-            self._endpoint.requests.pause(None)
+            self._endpoint.pause(None)
         self._free.put(_OVER)
 
     def close(self) -> None:

@@ -1,0 +1,236 @@
+"""Memory that a loader lends to a worker, without Linux's own calls.
+
+A segment has no name once it is made, but a descriptor that is sent; on Windows it has
+a name as long as a process maps it. So none is left, however the processes end. The
+loader makes them, lends one with a request, and gets it back when the last view of the
+batch is dropped. A batch for which there is none, or no room, travels by pipe; the next
+ones are then larger.
+"""
+
+import collections
+import contextlib
+import itertools
+import mmap
+import os
+import socket
+import sys
+import tempfile
+import threading
+import weakref
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from aioloader._base.forks import fork_safe
+from aioloader._base.machine import memory_left
+from aioloader._transport.arena import FIELDS, PLACES, SlotRef, Table
+from aioloader._transport.slots import LockableMap, Locker, Slot, rounded
+
+# How another process finds a segment: by a descriptor, or by a name on Windows.
+Handle: TypeAlias = int | str
+# Numbers of "slots" that are not in a segment: their bytes follow the frame.
+PIPED = 1 << 40
+# Sizes grow by this factor at least, so that those which are too small are few.
+_GROWTH = 1.5
+_NAMES = itertools.count()
+_CAN_SEND = sys.platform == "win32" or hasattr(socket, "CMSG_LEN")
+
+
+def new_segment(nbytes: int) -> tuple[LockableMap, Handle]:
+    """Return a mapping, and its handle; a descriptor is the caller's.
+
+    Raises:
+        OSError: If there is no room, or no descriptor.
+    """
+    if sys.platform == "win32":
+        name = f"aioloader-{os.getpid()}-{next(_NAMES)}"
+        return LockableMap(-1, nbytes, tagname=name), name
+    descriptor = _memory()
+    try:
+        os.ftruncate(descriptor, nbytes)
+        if hasattr(os, "posix_fallocate"):  # else a write to a full disk is fatal
+            os.posix_fallocate(descriptor, 0, nbytes)
+        return LockableMap(descriptor, nbytes), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def attach(handle: Handle, nbytes: int) -> mmap.mmap:
+    """Map a segment of another process; a descriptor is closed."""
+    if isinstance(handle, str):
+        return mmap.mmap(-1, nbytes, tagname=handle)  # type: ignore[call-arg,unused-ignore]
+    try:
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def unnamed_file() -> int:
+    """Return the descriptor of a file without a name, in memory if possible."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create("aioloader-file")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def table_in(descriptor: int) -> memoryview:
+    """Return the cells of a ``Table`` in a file."""
+    memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+    return memoryview(memory)[: PLACES * FIELDS * 8].cast("q")
+
+
+def _memory() -> int:
+    """Return the descriptor of memory without a name."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create("aioloader-segment")
+    import _posixshmem  # type: ignore[import-not-found]
+
+    name = f"/aioloader-{os.getpid()}-{next(_NAMES)}"
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR
+    descriptor: int = _posixshmem.shm_open(name, flags, mode=0o600)
+    _posixshmem.shm_unlink(name)
+    return descriptor
+
+
+class Lender(Table):
+    """The loader's side: lends segments to one process, and reads batches in place.
+
+    ``locker`` page-locks them. ``lend`` is for one thread, ``arrive`` and ``lease`` for
+    another one at a time; slots are returned by any.
+    """
+
+    def __init__(self, locker: Locker | None = None) -> None:
+        self.descriptor = unnamed_file()  # of the table
+        os.write(self.descriptor, bytes(mmap.PAGESIZE))
+        self._cells = table_in(self.descriptor)
+        self._locker = locker
+        self._lock = fork_safe(threading.Lock())
+        self._segments: dict[int, LockableMap] = {}
+        self._free: collections.deque[int] = collections.deque()
+        self._there: set[int] = set()  # those that the process may use
+        self._numbers = itertools.count()
+        self._wanted = 0  # bytes of the largest batch that did not fit into a frame
+        self._piped = memoryview(b"")
+        self._pid = os.getpid()
+        self.lent = 0  # views of the consumer
+
+    def lend(self, most: int) -> tuple[int, int, Handle | None] | None:
+        """Return the number and size of a segment for the process, if it needs one.
+
+        With a handle if it is a new one, now the caller's. The process needs no more
+        than ``most``.
+        """
+        with self._lock:
+            wanted = self._wanted
+            there = [k for k in self._there if len(self._segments[k]) >= wanted]
+            if not wanted or len(there) >= most:
+                return None
+            while self._free:
+                number = self._free.popleft()
+                if len(self._segments[number]) >= wanted:
+                    self._there.add(number)
+                    return number, len(self._segments[number]), None
+                del self._segments[number]  # unmapped with its last view
+        size = rounded(wanted)
+        if size > memory_left() or not _CAN_SEND:
+            return None
+        try:
+            memory, handle = new_segment(size)
+            if self._locker is not None:
+                memory.lock(self._locker, 0, size)
+        except OSError:  # no room, no descriptor: by pipe
+            return None
+        with self._lock:
+            number = next(self._numbers)
+            self._segments[number] = memory
+            self._there.add(number)
+        return number, size, handle
+
+    def arrive(self, ref: SlotRef, used: int, frame: memoryview) -> None:
+        """Note that a batch of so many bytes has come in a slot, or with its frame."""
+        with self._lock:
+            if ref.number < PIPED:
+                self._there.discard(ref.number)
+            else:
+                self._piped = frame[-used:]
+                if used > self._wanted:
+                    self._wanted = max(used, int(_GROWTH * self._wanted))
+
+    def lease(self, ref: SlotRef, nbytes: int) -> Slot:
+        """Return the first ``nbytes`` of a slot, as ``ArenaReader.lease`` does."""
+        if ref.number >= PIPED:
+            return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))
+        view = Slot((nbytes,), np.uint8, self._segments[ref.number])
+        self.lent += 1
+        weakref.finalize(view, self._return, ref).atexit = False
+        return view
+
+    def free(self, ref: SlotRef) -> None:
+        """Free the slot of a batch that nobody reads."""
+        if ref.number < PIPED:
+            self._free.append(ref.number)
+
+    def close(self) -> None:
+        """Close the table's file. Mappings, and views, stay valid. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _return(self, ref: SlotRef) -> None:
+        if os.getpid() == self._pid:  # not for a forked child's copy of a view
+            self.lent -= 1
+            self.free(ref)
+
+
+class Borrower(Table):
+    """The worker's side: fills segments that the loader lends; for any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._cells = table_in(descriptor)
+        os.close(descriptor)
+        self._lock = threading.Lock()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._views: dict[int, Any] = {}  # weak, of those that were sent
+        self._free: list[int] = []
+        self._numbers = itertools.count(PIPED)
+        self._piped: dict[int, Slot] = {}
+
+    def add(self, number: int, size: int, handle: Handle | None) -> None:
+        """Take a segment that the loader has lent."""
+        with self._lock:
+            if handle is not None:
+                self._maps[number] = attach(handle, size)
+            self._free.append(number)
+
+    def take(self, nbytes: int) -> tuple[SlotRef, Slot]:
+        """Take a segment of at least ``nbytes``, or private memory."""
+        with self._lock:
+            for number in self._free:
+                memory, view = self._maps[number], self._views.get(number)
+                # User code may have kept an earlier batch.
+                if len(memory) >= nbytes and (view is None or view() is None):
+                    self._free.remove(number)
+                    slot = Slot((len(memory),), np.uint8, memory)
+                    self._views[number] = weakref.ref(slot)
+                    return SlotRef(number, 0, len(memory)), slot
+            size = max(1, nbytes)
+            ref = SlotRef(next(self._numbers), 0, size)
+            self._piped[ref.number] = Slot((size,), np.uint8)
+            return ref, self._piped[ref.number]
+
+    def free(self, ref: SlotRef) -> None:
+        """Free a slot whose batch is not sent."""
+        with self._lock:
+            if ref.number < PIPED:
+                self._free.append(ref.number)
+            else:
+                del self._piped[ref.number]
+
+    def piped(self, ref: SlotRef, used: int) -> memoryview:
+        """Return, once, what must follow the frame of a batch."""
+        if ref.number < PIPED:
+            return memoryview(b"")
+        with self._lock:
+            slot: Any = self._piped.pop(ref.number)
+            return memoryview(slot)[:used]

@@ -1,0 +1,383 @@
+"""Worker processes of the standard library alone, for every platform that torch has.
+
+Each is a new interpreter, with a pipe for requests and one for results. Threads of the
+loader do what must not block a consumer: one sends, and one per process reads results
+and sees its end. A process gets a request more than it can begin, so that it never
+waits; the others wait here.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import connection, reduction
+from typing import Any
+
+from aioloader._base.cpu_threads import CpuThread, start_thread
+from aioloader._base.forks import close_in_children, fork_safe
+from aioloader._base.machine import lack_of_linux
+from aioloader._base.warnings import warn
+from aioloader._transport.segments import Lender
+from aioloader._transport.slots import Locker
+from aioloader._workers.kept import Servers
+from aioloader._workers.process.dispatcher import Dispatcher, Queue, Worker
+from aioloader._workers.process.messages import (
+    LEFT,
+    RESULT_HEAD,
+    slot_of,
+    unpack,
+    used_of,
+)
+from aioloader._workers.process.pool import WorkerPool
+from aioloader._workers.process.recovery import stack_of
+from aioloader._workers.process.supervisor import ASKED, TERMINATED, kill_group
+from aioloader._workers.process.worker_main import STACK_SIGNAL
+from aioloader._workers.worker_spec import Surroundings, WorkerSpec, new_python, ship
+from aioloader.errors import WorkerStartError
+
+# Before a request: whether it is one (else its process must write its stack); number
+# and size of the segment that is lent with it (-1: none); whether its handle follows.
+LENT = struct.Struct("<?qq?")
+# Seconds between looks at a process whose pipe is silent; for a stack, and between
+# looks at its file.
+_LOOK, _STACK, _PAUSE = 1.0, 1.0, 0.01
+# Seconds for all threads of a pool to end.
+_PATIENCE = ASKED + 2 * TERMINATED + 2.0
+
+
+class Link:
+    """One process of a worker: its pipes, its end, and the requests that it has."""
+
+    def __init__(self, worker: Worker, shared: list[int], surroundings: bytes) -> None:
+        self.worker = worker
+        self.arena: Lender = worker.arena
+        self.pending: set[int] = set()  # tickets sent and not answered
+        self.until: float | None = None  # when it must have ended
+        self._is_terminated = False
+        self._sender = CpuThread(f"aioloader-requests-{worker.number}")
+        with contextlib.ExitStack() as stack:
+            self.stacks = stack.enter_context(tempfile.TemporaryFile())
+            self._requests, theirs = map(stack.enter_context, connection.Pipe())
+            self.results, far_results = map(
+                stack.enter_context, connection.Pipe(duplex=False)
+            )
+            files = [self.stacks.fileno(), self.arena.descriptor, *shared]
+            ends, options = _inherited([theirs.fileno(), far_results.fileno()], files)
+            call = f"portable_worker.main({worker.number}, {os.getpid()}, *{ends})"
+            executable, command, environment = new_python(call)
+            self.process = subprocess.Popen(  # noqa: S603  (this Python)
+                command,
+                executable=executable,
+                env=environment,
+                stdin=subprocess.PIPE,  # closed at the end of this process
+                **options,
+            )
+            stack.pop_all()
+        theirs.close()
+        far_results.close()
+        worker.pid = self.process.pid
+        close_in_children(self.abandon)
+        self.post(self._requests.send_bytes, surroundings)
+
+    def post(self, write: Callable[..., object], *args: Any) -> None:
+        """Write to the process: it may be stopped, with a full pipe, or have ended."""
+
+        def job() -> None:
+            with contextlib.suppress(OSError):
+                write(*args)
+
+        self._sender.post(job)
+
+    def send(self, frame: bytes | None, most: int = 0) -> None:
+        """Send a request with the memory for its batch; None: ask for the stack."""
+        lent = None if frame is None else self.arena.lend(most)
+        number, size, handle = lent or (-1, 0, None)
+        head = LENT.pack(frame is not None, number, size, handle is not None)
+        try:
+            self._requests.send_bytes(head + (frame or b""))
+            if isinstance(handle, str):
+                self._requests.send_bytes(handle.encode())
+            elif handle is not None:
+                reduction.send_handle(self._requests, handle, self.process.pid)
+        finally:
+            if isinstance(handle, int):
+                os.close(handle)
+
+    def hang_up(self) -> None:
+        """Let the process end: it sees no more requests."""
+        self._sender.post(self._requests.close)
+        self._sender.stop(bool)
+
+    def look(self) -> bool:
+        """End a process that is late; return whether it is still there."""
+        if self.process.poll() is not None:
+            return False
+        if self.until is not None and time.monotonic() > self.until:
+            if self._is_terminated:
+                self.process.kill()
+            else:
+                self.process.terminate()
+                self._is_terminated = True
+                self.until += TERMINATED
+        return True
+
+    def reap(self) -> int:
+        """Wait for the end of the process and of those that it has started."""
+        while self.process.poll() is None:  # its pipe is closed, so it is ending
+            self.until = self.until or time.monotonic() + ASKED
+            self.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_LOOK / 10)
+        if hasattr(os, "killpg"):
+            kill_group(self.process.pid)
+        self.results.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return int(self.process.returncode)
+
+    def stack(self, seconds: float = 0.0) -> str:
+        """Return, once, what the process writes about itself within ``seconds``."""
+        until, text = time.monotonic() + seconds, b""
+        with contextlib.suppress(ValueError):  # another thread has closed it
+            while True:
+                self.stacks.seek(0)
+                text = self.stacks.read()
+                self.stacks.seek(0)  # also where the process writes
+                self.stacks.truncate()
+                if text or time.monotonic() > until:
+                    break
+                time.sleep(_PAUSE)
+        return text.decode(errors="replace")
+
+    def abandon(self) -> None:
+        """Close a forked child's copies."""
+        for end in (self._requests, self.results, self.stacks, self.process.stdin):
+            with contextlib.suppress(OSError):
+                end.close()  # type: ignore[union-attr]
+        self.process.returncode = 0  # it is not the child's to wait for
+
+
+def _inherited(pipes: list[int], files: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return what a process inherits, and the options for that; it has a session."""
+    if sys.platform != "win32":
+        both = pipes + files
+        return both, {"pass_fds": both, "start_new_session": True}
+    import msvcrt
+
+    handles = pipes + list(map(msvcrt.get_osfhandle, files))
+    for handle in handles:
+        os.set_handle_inheritable(handle, True)  # noqa: FBT003  (its only argument)
+    startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": handles})
+    flags = subprocess.CREATE_NEW_PROCESS_GROUP
+    return handles, {"startupinfo": startup, "creationflags": flags}
+
+
+class Desk(Queue):
+    """Requests for any of some processes, or for one: each gets some at a time."""
+
+    def __init__(self, depth: int) -> None:
+        self.waiting = deque()
+        self.links: list[Link] = []
+        self._depth = depth
+
+    def send(self, ticket: int, frame: bytes) -> bool:
+        if ticket < 0:  # for all: it is no request for a batch
+            for link in self.links:
+                link.post(link.send, frame)
+            return True
+        if not any(len(link.pending) < self._depth for link in self.links):
+            return False
+        link = min(self.links, key=lambda one: len(one.pending))
+        link.pending.add(ticket)
+        link.post(link.send, frame, len(link.pending))
+        return True
+
+    def taken(self) -> set[int]:
+        return {ticket for link in self.links for ticket in link.pending}
+
+    def close(self) -> None:
+        for link in self.links:
+            link.hang_up()
+
+
+class PortablePool(WorkerPool):
+    """Worker processes that the standard library connects; threads read results."""
+
+    def __init__(
+        self, spec: WorkerSpec, servers: Servers, locker: Locker | None
+    ) -> None:
+        super().__init__(servers)
+        self._links: dict[int, Link] = {}  # by worker
+        self._all: set[Link] = set()  # until they are reaped
+        self._gone = fork_safe(threading.Condition(fork_safe(threading.RLock())))
+        self._left: BaseException | None = None  # raised by leaving a lifespan
+        make_queue = partial(Desk, 2 if spec.is_plain else spec.window + 1)
+        self._surroundings = pickle.dumps(
+            (Surroundings(), multiprocessing.current_process().name), 5
+        )
+        with contextlib.ExitStack() as stack:
+            self._shared = ship(spec)  # the file, and what the dataset shares
+            for descriptor in self._shared:
+                stack.callback(os.close, descriptor)
+            self._dispatcher = Dispatcher(
+                *(spec, stack, make_queue, partial(Lender, locker)),
+                are_forks=False,
+                has_memory=False,
+            )
+            starting = stack.enter_context(contextlib.ExitStack())
+            starting.callback(self._hang_up)
+            close_in_children(self._abandon)
+            for worker in self._dispatcher.workers:
+                self._start(worker)
+            starting.pop_all()
+            self._stack = stack.pop_all()
+
+    def _start(self, worker: Worker) -> None:
+        worker.starts += 1
+        try:
+            link = Link(worker, self._shared, self._surroundings)
+        except OSError as error:
+            raise WorkerStartError(
+                f"worker process {worker.number} could not be started: {error}"
+            ) from error
+        self._links[worker.number] = link
+        self._all.add(link)
+        worker.queue.links.append(link)
+        run, name = partial(self._listen, link), f"aioloader-worker-{worker.number}"
+        start_thread(threading.Thread(target=run, name=name, daemon=True))
+        self._flush()
+
+    def _listen(self, link: Link) -> None:
+        """Take the results of a process; when it has ended, replace it."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if link.results.poll(_LOOK if link.until is None else _LOOK / 10):
+                    self._accept(link, link.results.recv_bytes())
+                elif not link.look():
+                    break
+        link.hang_up()
+        code = link.reap()
+        with self._lock:
+            link.worker.queue.links.remove(link)
+            if not self._is_over:
+                try:
+                    self._replace(link.worker, code, link.stack())
+                except Exception as error:  # every iteration must learn of it
+                    self._fail(error)
+            link.stacks.close()
+        with self._gone:
+            self._all.remove(link)
+            self._gone.notify_all()
+
+    def _accept(self, link: Link, frame: bytes) -> None:
+        kind, _, ticket, *_ = RESULT_HEAD.unpack_from(frame)
+        with self._lock:
+            slot = slot_of(frame, RESULT_HEAD.size)
+            if slot is not None:
+                used = used_of(frame, RESULT_HEAD.size)
+                link.arena.arrive(slot, used, memoryview(frame))
+            link.pending.discard(ticket)
+            if kind == LEFT and self._left is None:
+                sent = unpack(frame, RESULT_HEAD.size, link.arena)
+                self._left = sent.raisable()
+            elif not self._is_over:
+                try:
+                    if error := self._dispatcher.accept(frame):
+                        self._fail(error)
+                    else:
+                        self._flush()
+                except Exception as error:  # every iteration must learn of it
+                    self._fail(error)
+
+    def _flush(self) -> None:
+        for queue in self._dispatcher.queues:
+            self._dispatcher.flush(queue)
+
+    def _kill(self, worker: Worker) -> None:
+        self._links[worker.number].process.kill()
+
+    def _stack_of(self, worker: Worker) -> str:
+        link = self._links[worker.number]
+        if STACK_SIGNAL:
+            return stack_of(link.process.pid, link.stack)
+        link.stack()  # an old one
+        link.post(link.send, None)
+        text = link.stack(_STACK)
+        return f"its Python stack:\n{text}" if text else "it does not answer"
+
+    def end(self) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            self._dispatcher.close()
+        self._hang_up()
+        self._stack.close()
+        self._servers.wait_later(self._wait)
+
+    def _hang_up(self) -> None:
+        """End the processes: at first they are asked to."""
+        self._is_over = True
+        for link in list(self._all):
+            link.hang_up()
+            link.until = time.monotonic() + ASKED
+
+    def join(self) -> bool:
+        """Wait, bounded, until the workers have ended; return whether they have.
+
+        Raises what the dataset's lifespan has raised when one left it.
+        """
+        is_gone = self._wait()
+        left, self._left = self._left, None
+        if left is not None:
+            raise left
+        return is_gone
+
+    def _wait(self) -> bool:
+        with self._gone:
+            is_gone = self._gone.wait_for(lambda: not self._all, _PATIENCE)
+        for link in list(self._all):  # it was stopped as it wrote a result
+            link.process.kill()
+        return is_gone
+
+    def _abandon(self) -> None:
+        """Forget, in a forked child, what belongs to the loader's process."""
+        self._is_over = self._is_ended = True
+        self._all.clear()
+
+
+@functools.cache
+def _warn_of_start(why: str) -> None:
+    warn(f"each worker process is a new interpreter, which takes seconds: {why}")
+
+
+def start_unforked(
+    spec: WorkerSpec, method: str, servers: Servers, locker: Locker | None
+) -> WorkerPool:
+    """Start workers without forking this process: by a fork server, or as above."""
+    lack = lack_of_linux()
+    if method == "forkserver":
+        from aioloader._workers.process.fork_server import warm_fork_server
+        from aioloader._workers.process.pool import ProcessPool
+
+        threads = warm_fork_server().wait()
+        if not threads:
+            return ProcessPool(spec, method, servers, locker)
+        _warn_of_start(
+            f"every Python process here starts threads ({threads}), an agent's or an "
+            "import's, and cannot be forked; keep the agent out of workers, or let "
+            "them inherit your process with multiprocessing_context='fork'"
+        )
+    elif lack and lack != "Linux":
+        _warn_of_start(f"those of Linux need {lack}")
+    return PortablePool(spec, servers, locker)

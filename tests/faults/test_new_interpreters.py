@@ -1,0 +1,86 @@
+"""Workers that are new interpreters: what they survive, and that nothing is left."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioloader import DataLoader
+from aioloader._transport import segments
+from faulty import Faulty, sleep_forever
+from python_process import python
+
+pytestmark = pytest.mark.slow
+SPAWNED: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn"}
+
+
+class Large:
+    """Samples of 200 KB."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((50_000,), index)
+
+
+def test_one_that_is_stuck_is_replaced(tmp_path: Path) -> None:
+    data = Faulty(24, (5,), sleep_forever, tmp_path)
+    loader = DataLoader(data, 4, timeout=10, on_timeout="restart", **SPAWNED)
+    assert [i for batch in loader for i in batch[-1].tolist()] == [*range(24)]
+    assert loader.stats().worker_restarts == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+def test_where_there_is_no_memory_to_lend(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room, or a descriptor, batches come by pipe, and are writable."""
+
+    def refused(_nbytes: int) -> Any:
+        raise OSError(number, "nothing left")
+
+    monkeypatch.setattr(segments, "new_segment", refused)
+    batches = list(DataLoader(Large(), 4, **SPAWNED))
+    assert [batch[:, 0].tolist() for batch in batches] == [
+        [*range(first, first + 4)] for first in range(0, 24, 4)
+    ]
+    batches[0] += 1
+
+
+SCRIPT = """
+import _thread, os, signal, sys, threading
+from aioloader import DataLoader
+data, mode = list(range(64)), sys.argv[1]
+loader = DataLoader(
+    data, 2, num_workers=2, multiprocessing_context="spawn", persistent_workers=True
+)
+if mode == "interrupted":
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        list(loader)
+        list(loader)
+        threading.Event().wait(5)
+    except KeyboardInterrupt:
+        print("interrupted")
+    loader.close()
+else:
+    print(len(list(loader)))
+    iterator = iter(loader)
+    next(iterator)  # and both are open at the exit
+    del iterator
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "shown"), [("open", "32"), ("interrupted", "interrupted")]
+)
+def test_scripts_end_without_a_word(mode: str, shown: str, tmp_path: Path) -> None:
+    """Nor does a resource tracker say one; no process has its output open."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    result = python("-W", "error", script, shown)
+    assert (result.stdout, result.stderr) == (f"{shown}\n", "")
+    assert result.returncode == 0
