@@ -14,7 +14,7 @@ TESTS := -n 3 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 test test-all fuzz lowest compat: export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all compat check lint mypy pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
+.PHONY: demo test test-all compat check lint mypy platforms pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -28,7 +28,7 @@ test-all: check
 
 # two at a time, for two cores
 check: $(VENV)/.dev
-	$(MAKE) --jobs 2 --output-sync mypy pyright lint imports
+	$(MAKE) --jobs 2 --output-sync mypy pyright lint imports platforms
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -37,6 +37,10 @@ lint: $(VENV)/.dev
 
 mypy: $(VENV)/.dev
 	$(BIN)/mypy
+
+# the types as they are on macOS and Windows
+platforms: $(VENV)/.dev
+	$(BIN)/python tools/platforms.py
 
 pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python

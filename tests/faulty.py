@@ -260,13 +260,13 @@ def await_ready(pool: Any) -> None:
         poll = select.poll()
         for descriptor in pool.descriptors():
             poll.register(descriptor, select.POLLIN)
-        poll.poll(100)  # threads may collect
+        poll.poll()
         pool.collect()
 
 
 def start_workers(loader: DataLoader[Any]) -> None:
     """Start workers that persist, and wait for them: ``timeout`` counts that too."""
-    iterator = iter(loader)  # sends no requests yet
+    iterator = aiter(loader)  # sends no requests yet
     await_ready(pools_of(iterator))
     iterator.close()
 

@@ -9,7 +9,8 @@ import torch
 
 from aioloader import DataLoader
 from aioloader._transport import segments
-from faulty import Faulty, sleep_forever
+from aioloader.errors import BatchTimeoutError
+from faulty import Faulty, sleep_forever, spin_in_c, stop_itself
 from python_process import python
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,19 @@ class Large:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((50_000,), index)
+
+
+@pytest.mark.parametrize("act", [sleep_forever, spin_in_c, stop_itself])
+def test_one_that_is_stuck_is_named(act: Any) -> None:
+    """With its stack, also where it has the GIL, or is stopped."""
+    loader = DataLoader(Faulty(8, (5,), act), 4, timeout=8, **SPAWNED)
+    with pytest.raises(BatchTimeoutError) as caught:
+        list(loader)
+    text = str(caught.value)
+    assert "batch 1 has been in stage 'fetch' of worker " in text
+    assert f"in {act.__name__}" in text
+    assert ("it is stopped" in text) == (act is stop_itself)
+    loader.close()
 
 
 def test_one_that_is_stuck_is_replaced(tmp_path: Path) -> None:

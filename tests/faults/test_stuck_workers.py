@@ -43,12 +43,11 @@ def raised(loader: DataLoader[Any], consume: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize("act", STUCK)
-@pytest.mark.parametrize("start", [None, "spawn"])
-def test_the_stuck_worker_is_named(act: Any, start: Any, consume: Any) -> None:
+def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
     """Batch, worker, pid, stage, and its Python stack, even when it is stopped."""
-    options: Any = {"persistent_workers": True, "multiprocessing_context": start}
-    data = Faulty(8, (5,), act)
-    loader = DataLoader(data, 4, num_workers=1, timeout=TIMEOUT, **options)
+    loader = DataLoader(
+        Faulty(8, (5,), act), 4, num_workers=1, timeout=TIMEOUT, persistent_workers=True
+    )
     start_workers(loader)
     text = raised(loader, consume)
     assert f"timed out after {TIMEOUT} seconds: batch 1" in text
@@ -105,10 +104,15 @@ def test_async_code_that_is_stuck() -> None:
 )
 def test_restart(of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any) -> None:
     """Each sample comes once, also what else it had in hand; the log says why."""
-    options: Any = {"timeout": TIMEOUT, "on_timeout": "restart", "concurrency": 16}
-    found = consume(
-        DataLoader(of(48, (5,), act, tmp_path), 4, num_workers=2, **options)
+    loader = DataLoader(
+        of(48, (5,), act, tmp_path),
+        4,
+        num_workers=2,
+        timeout=TIMEOUT,
+        on_timeout="restart",
+        concurrency=16,
     )
+    found = consume(loader)
     assert [i for batch in found for i in batch[-1].tolist()] == list(range(48))
     assert "died, by SIGKILL, from on_timeout='restart'; it is" in caplog.text
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 
 from aioloader._base.forks import close_in_children, fork_safe
+from aioloader._base.machine import lack_of_linux
 from aioloader._transport.channel import MAX_DESCRIPTORS, Channel
 from aioloader._workers.kept import Servers
 from aioloader._workers.process.launcher import PATIENCE, Launcher
@@ -113,12 +114,14 @@ def warm_up() -> None:
 
     Loaders that need it (async datasets with workers, and
     ``multiprocessing_context="forkserver"``) start it in the background when they are
-    made; calling this earlier hides the second or two that importing torch takes.
+    made; calling this earlier hides the second or two that importing torch takes. It
+    does nothing where workers cannot be forked.
 
     Raises:
         WorkerStartError: If it cannot be started.
     """
-    warm_fork_server().wait()
+    if not lack_of_linux():
+        warm_fork_server().wait()
 
 
 class ServedLauncher(Launcher):

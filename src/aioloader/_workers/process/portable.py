@@ -49,10 +49,8 @@ from aioloader.errors import WorkerStartError
 # and size of the segment that is lent with it (-1: none); whether its handle follows.
 LENT = struct.Struct("<?qq?")
 # Seconds between looks at a process whose pipe is silent; for a stack, and between
-# looks at its file.
-_LOOK, _STACK, _PAUSE = 1.0, 1.0, 0.01
-# Seconds for all threads of a pool to end.
-_PATIENCE = ASKED + 2 * TERMINATED + 2.0
+# looks at its file; for all threads of a pool to end.
+_LOOK, _STACK, _PAUSE, _PATIENCE = 1.0, 1.0, 0.01, ASKED + 2 * TERMINATED + 2.0
 
 
 class Link:
@@ -247,9 +245,8 @@ class PortablePool(WorkerPool):
         try:
             link = Link(worker, self._shared, self._surroundings)
         except OSError as error:
-            raise WorkerStartError(
-                f"worker process {worker.number} could not be started: {error}"
-            ) from error
+            text = f"worker process {worker.number} could not be started: {error}"
+            raise WorkerStartError(text) from error
         self._links[worker.number] = link
         self._all.add(link)
         worker.queue.links.append(link)
