@@ -81,7 +81,10 @@ def extras() -> dict[str, Make]:
         "SPDL pool recycled 4": partial(spdl_subprocesses, recycled=True, slots=4),
         "SPDL pool recycled 16": partial(spdl_subprocesses, recycled=True, slots=16),
         "SPDL threads 3": partial(spdl_threads, concurrency=3),
-        "aioloader fork": partial(aioloader_batches, multiprocessing_context="fork"),
+        **{
+            f"aioloader {how}": partial(aioloader_batches, multiprocessing_context=how)
+            for how in ("fork", *STARTS)
+        },
         "aioloader ahead 4": partial(aioloader_batches, prefetch_factor=4),
     }
 

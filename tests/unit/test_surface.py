@@ -91,7 +91,7 @@ BOUNDS = {
     "src/aioloader/testing": 653,
     "tests": 52_215,
 }
-CLASSES = 396
+CLASSES = 403
 
 
 def test_it_only_gets_smaller() -> None:

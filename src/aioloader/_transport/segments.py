@@ -33,6 +33,8 @@ PIPED = 1 << 40
 # Sizes grow by this factor at least, so that those which are too small are few.
 _GROWTH = 1.5
 _NAMES = itertools.count()
+# Windows has no `pwrite`: what is written in order goes where the file is at.
+write_at: Any = getattr(os, "pwrite", lambda file, data, _at: os.write(file, data))
 _CAN_SEND = sys.platform == "win32" or hasattr(socket, "CMSG_LEN")
 
 
@@ -102,7 +104,7 @@ class Lender(Table):
 
     def __init__(self, locker: Locker | None = None) -> None:
         self.descriptor = unnamed_file()  # of the table
-        os.write(self.descriptor, bytes(mmap.PAGESIZE))
+        write_at(self.descriptor, bytes(mmap.PAGESIZE), 0)
         self._cells = table_in(self.descriptor)
         self._locker = locker
         self._lock = fork_safe(threading.Lock())

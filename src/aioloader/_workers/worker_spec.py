@@ -34,7 +34,7 @@ from aioloader._transport.codec import (
     decode,
     encode_by_value,
 )
-from aioloader._transport.segments import unnamed_file
+from aioloader._transport.segments import unnamed_file, write_at
 from aioloader._workers.info import WorkerInfo, be_worker_process, call_init
 from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.rng import Rng, seed_worker, states
@@ -341,7 +341,7 @@ def receive(file: int) -> WorkerSpec:
 def _write(file: int, data: memoryview, at: int) -> int:
     """Write all of ``data``, of which the kernel takes 2 GB at once; return the end."""
     while len(data):
-        written = os.write(file, data[: 1 << 30])
+        written: int = write_at(file, data[: 1 << 30], at)
         data, at = data[written:], at + written
     return at
 

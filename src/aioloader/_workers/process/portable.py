@@ -134,8 +134,7 @@ class Link:
         while self.process.poll() is None:  # its pipe is closed, so it is ending
             self.until = self.until or time.monotonic() + ASKED
             self.look()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_LOOK / 10)
+            time.sleep(_PAUSE)
         if hasattr(os, "killpg"):
             kill_group(self.process.pid)
         self.results.close()
