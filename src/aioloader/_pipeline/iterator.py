@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 from torch.autograd import profiler
 from typing_extensions import TypeVar
@@ -80,7 +80,8 @@ class BatchIterator(OneIteration, Generic[Batch]):
         return self
 
     def __aiter__(self) -> "BatchIterator[Batch]":
-        self._check_is_async()
+        if not self._is_async:
+            self._refuse_await()
         return self
 
     def __next__(self) -> Batch:
@@ -98,7 +99,8 @@ class BatchIterator(OneIteration, Generic[Batch]):
         return batch  # nothing is called here: an interrupt would lose it
 
     def __anext__(self) -> Coroutine[Any, Any, Batch]:
-        self._check_is_async()
+        if not self._is_async:
+            self._refuse_await()
         return self._steps.next_async(self)
 
     def close(self) -> None:
@@ -122,13 +124,12 @@ class BatchIterator(OneIteration, Generic[Batch]):
         if feed is not None:
             feed.dismiss()
 
-    def _check_is_async(self) -> None:
-        if not self._is_async:
-            raise TypeError(
-                "this iterator was made by iter(loader), for a plain `for`, and could "
-                "run user code on the event loop: iterate with `async for batch in "
-                "loader`, or make the iterator with aiter(loader)"
-            )
+    def _refuse_await(self) -> NoReturn:
+        raise TypeError(
+            "this iterator was made by iter(loader), for a plain `for`, and could run "
+            "user code on the event loop: iterate with `async for batch in loader`, or "
+            "make the iterator with aiter(loader)"
+        )
 
     def _shutdown_workers(self) -> None:  # torch's name
         self.close()

@@ -573,7 +573,7 @@ class Pipeline:
                 result.state = task.state
             if result.made is NOT_MADE:
                 result.made = task.made()
-            result.size = task.size
+            result.size = len(task.indices) - task.missing
             if self._keeps_state:
                 result = self.maker.leave(task, result)
             if self.sink is None:

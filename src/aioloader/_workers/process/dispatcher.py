@@ -74,7 +74,7 @@ class KernelQueue(Queue):
     ends: tuple[Channel, Channel] = field(default_factory=Channel.pair)
     waiting: deque[Request] = field(default_factory=deque)
 
-    def send(self, ticket: int, frame: bytes) -> bool:  # noqa: ARG002
+    def send(self, ticket: int, frame: bytes) -> bool:  # noqa: ARG002  (for others)
         return self.ends[0].send_frame(frame)
 
     def close(self) -> None:

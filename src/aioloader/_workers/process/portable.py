@@ -194,7 +194,7 @@ class Desk(Queue):
             return True
         if not any(len(link.pending) < self._depth for link in self.links):
             return False
-        link = min(self.links, key=lambda one: len(one.pending))
+        link = min(self.links, key=lambda link: len(link.pending))
         link.pending.add(ticket)
         link.post(link.send, frame, len(link.pending))
         return True
@@ -278,22 +278,21 @@ class PortablePool(WorkerPool):
     def _accept(self, link: Link, frame: bytes) -> None:
         kind, _, ticket, *_ = RESULT_HEAD.unpack_from(frame)
         with self._lock:
-            slot = slot_of(frame, RESULT_HEAD.size)
-            if slot is not None:
+            if (slot := slot_of(frame, RESULT_HEAD.size)) is not None:
                 used = used_of(frame, RESULT_HEAD.size)
                 link.arena.arrive(slot, used, memoryview(frame))
             link.pending.discard(ticket)
-            if kind == LEFT and self._left is None:
-                sent = unpack(frame, RESULT_HEAD.size, link.arena)
-                self._left = sent.raisable()
-            elif not self._is_over:
-                try:
+            try:
+                if kind == LEFT and self._left is None:
+                    sent = unpack(frame, RESULT_HEAD.size, link.arena)
+                    self._left = sent.raisable()
+                elif not self._is_over:
                     if error := self._dispatcher.accept(frame):
                         self._fail(error)
                     else:
                         self._flush()
-                except Exception as error:  # every iteration must learn of it
-                    self._fail(error)
+            except Exception as error:  # every iteration must learn of it
+                self._fail(error)
 
     def _flush(self) -> None:
         for queue in self._dispatcher.queues:
@@ -354,7 +353,7 @@ class PortablePool(WorkerPool):
 
 @functools.cache
 def _warn_of_start(why: str) -> None:
-    warn(f"each worker process is a new interpreter, which takes seconds: {why}")
+    warn(f"workers are new interpreters, which take seconds to start: {why}")
 
 
 def start_unforked(

@@ -87,7 +87,7 @@ class PipeEndpoint(worker_main.Endpoint):
         if self._is_gone.wait(seconds):
             raise EOFError("the loader is gone")
 
-    def send_frame(self, kind: int, frame: bytes) -> None:  # noqa: ARG002
+    def send_frame(self, kind: int, frame: bytes) -> None:  # noqa: ARG002  (one pipe)
         slot = slot_of(frame, RESULT_HEAD.size)
         if slot is not None:
             rest = self._arena.piped(slot, used_of(frame, RESULT_HEAD.size))
@@ -128,7 +128,7 @@ def main(worker: int, loader: int, *ends: int) -> None:
         args=(endpoint, surroundings, shared, stacks),
         name=f"aioloader-{worker}",
     )
-    process._parent_pid, process._parent_name = loader, parent  # noqa: SLF001
+    process._parent_pid, process._parent_name = loader, parent  # noqa: SLF001  (as below)
     code = process._bootstrap(parent_sentinel=life)  # noqa: SLF001  (as spawn_main)
     if os.name == "posix" and os.getppid() != loader:
         end_all()
