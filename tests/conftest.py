@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import multiprocessing
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ def warm() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_read(store))
     warm_up()  # what workers are forked from
+    multiprocessing.get_all_start_methods()  # 3.14 tries to write a temporary file
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +95,9 @@ def nothing_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
         # asyncpg looks for the small local file of passwords at each connection.
         stat = detector.functions["os.stat"]
         stat.can_block_in("asyncpg/connect_utils.py", "_read_password_file")
+        # tqdm's lock, where processes are not forked by default.
+        write = detector.functions["os.write"]
+        write.can_block_in("multiprocessing/resource_tracker.py", "_write")
         yield
 
 
@@ -100,6 +105,15 @@ def _returns_at_once(end: socket.socket, *arguments: Any) -> bool:
     """Tell whether a ``recvmsg`` does not wait."""
     flags = arguments[2] if len(arguments) > 2 else 0
     return end.gettimeout() == 0 or bool(flags & socket.MSG_DONTWAIT)
+
+
+@pytest.fixture
+def fork_is_default() -> Iterator[None]:
+    """Start workers by forks unless told otherwise, as Python did before 3.14."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture(autouse=True)

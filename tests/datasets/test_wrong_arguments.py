@@ -429,7 +429,8 @@ async def test_missing_zstandard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt.zst").touch()
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for module in ("zstandard", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r'pip install "aioloader\[zstd\] @ git'):
         await first(TextDataset(str(tmp_path / "a.txt.zst")))
 

@@ -36,7 +36,9 @@ _CODE = re.compile(r"(?ms)^ *```.*?^ *```$|(`+)(?!`).*?(?<!`)\1(?!`)")
 _MARKS = re.compile(r"^\w*[\"']+|[\"']+$|^#|\\n")
 _NAMES = re.compile(r"(?m)^\w*([\"']+)\w+\1$|^ +\w+:(?=\s)")
 _VALUES = re.compile(r"\{[^{}]*\}")
-_TEXT = {token.STRING, token.COMMENT, getattr(token, "FSTRING_MIDDLE", token.STRING)}
+_TEXT = {token.STRING, token.COMMENT}
+# Since Python 3.12 an f-string is several tokens, between these.
+_BEGIN, _END = getattr(token, "FSTRING_START", -1), getattr(token, "FSTRING_END", -1)
 
 
 class Word(NamedTuple):
@@ -87,9 +89,12 @@ def prose(source: str) -> str:
     """Return a Python file with its code masked, so that offsets stay as they are."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     masked = list(re.sub(r"\S", "|", source))
+    begins = []
     for found in tokenize.generate_tokens(io.StringIO(source).readline):
-        if found.type in _TEXT:
-            begin = starts[found.start[0] - 1] + found.start[1]
+        if found.type in {*_TEXT, _BEGIN}:
+            begins.append(starts[found.start[0] - 1] + found.start[1])
+        if found.type in {*_TEXT, _END}:
+            begin = begins.pop()
             end = starts[found.end[0] - 1] + found.end[1]
             text = _NAMES.sub(_blanks, source[begin:end])
             if re.match("r?f", text, re.IGNORECASE):

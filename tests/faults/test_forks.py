@@ -46,6 +46,7 @@ def test_the_process_stays_no_daemon() -> None:
     assert multiprocessing.current_process().daemon is False
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_an_interrupt_as_signals_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C just before a fork is raised there, and later ones still come."""
     change = signal.pthread_sigmask
@@ -64,6 +65,7 @@ def test_an_interrupt_as_signals_are_blocked(monkeypatch: pytest.MonkeyPatch) ->
     assert gc.isenabled()
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_joining_all_children_is_bounded() -> None:
     """A supervisor is among ``active_children()``: who waits for it waits as told."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))
@@ -74,6 +76,7 @@ def test_joining_all_children_is_bounded() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_a_stopped_supervisor_is_continued_to_end() -> None:
     """Its workers would not end else."""
     iterator = iter(DataLoader(Collecting(), None, num_workers=1))

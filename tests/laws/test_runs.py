@@ -122,6 +122,7 @@ def first(batch: Any) -> int:
     return int(number)
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_a_batch_that_waits_holds_no_other_back() -> None:
     """Quick ones before and after it come, from either worker."""
     dataset: Any = Gated(200)
@@ -132,6 +133,7 @@ def test_a_batch_that_waits_holds_no_other_back() -> None:
     assert sorted(found) == [*range(200), *range(201, 300)]
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_small_and_large_results_are_all_there() -> None:
     """Also those for which a pipe has no room while the consumer takes none."""
     dataset: Any = Gated(128)

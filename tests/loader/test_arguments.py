@@ -261,6 +261,7 @@ class Reporting(IterableDataset[int]):
         return "Reporting()"
 
 
+@pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_warning_of_a_length(num_workers: int) -> None:
     """In torch's words, for each batch too many; not before ``len`` was called."""
@@ -269,6 +270,7 @@ def test_the_warning_of_a_length(num_workers: int) -> None:
         loader = cls(Reporting(), num_workers=num_workers)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the fork
             list(loader)
             assert not caught
             len(loader)

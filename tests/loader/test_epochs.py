@@ -278,6 +278,7 @@ def test_a_generator_has_one_epoch(make: Any, taken: int) -> None:
     iterator.close()
 
 
+@pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.parametrize(
     "make",
     [lambda: (n for n in range(4)), lambda: map(int, "01")],

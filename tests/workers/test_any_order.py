@@ -126,6 +126,7 @@ class FailingCursor(GatedCursor):
     state_dict: Any = None  # it is read again from the front
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_an_error_that_was_raised_is_not_raised_again() -> None:
     """A batch that is made again, to get past it, has had its error."""
     dataset = Failing(8)

@@ -98,6 +98,7 @@ def seed_numpy(worker: int) -> None:
     random.seed(seed)
 
 
+@pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.slow
 @pytest.mark.parametrize("rng", [None, "batch", "sample"])
 @pytest.mark.parametrize("init", [seed_everything, seed_numpy])
@@ -138,6 +139,7 @@ def draw_in_one_of_two(worker: int) -> None:
         draw()
 
 
+@pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.slow
 @pytest.mark.parametrize("init", [seed_one_of_two, draw_in_one_of_two])
 @pytest.mark.parametrize("rng", ["batch", "sample", "worker"])
@@ -175,6 +177,7 @@ def test_an_init_function_that_does_not_seed_is_not() -> None:
     assert len({seed for *_, seed in found}) == 12
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_the_classic_way_to_shard() -> None:
     """An init function sets what part of a stream its worker reads."""
 

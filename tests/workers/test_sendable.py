@@ -248,6 +248,7 @@ class Handle:
         raise TypeError("a handle cannot be pickled")
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_what_is_registered_with_multiprocessing_is_sent() -> None:
     """``multiprocessing.reduction.register`` counts, as for torch's queues."""
     reducers = ForkingPickler._extra_reducers  # type: ignore[attr-defined]

@@ -51,6 +51,7 @@ class Opened:
         return begun, self.file.read(2)
 
 
+@pytest.mark.usefixtures("fork_is_default")
 def test_workers_have_positions_in_open_files(tmp_path: Path) -> None:
     """A seek of one moves no other; the file may have been removed."""
     path = tmp_path / "letters"
@@ -208,6 +209,7 @@ OF_A_CHILD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("fork_is_default")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_CHILD)
 def test_what_only_a_child_can_share(name: str) -> None:

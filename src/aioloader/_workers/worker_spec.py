@@ -163,8 +163,10 @@ class Surroundings:
     affinity: set[int] = field(
         default_factory=lambda: getattr(os, "sched_getaffinity", lambda _: set())(0)
     )
-    filters: list[bytes] = field(
-        default_factory=lambda: _each(pickle.dumps, warnings.filters)
+    filters: list[bytes] = field(  # since 3.14 a context may have its own
+        default_factory=lambda: _each(
+            pickle.dumps, getattr(warnings, "_get_filters", lambda: warnings.filters)()
+        )
     )
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     numpy_errors: Any = field(default_factory=np.geterr)

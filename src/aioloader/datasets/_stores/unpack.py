@@ -20,7 +20,7 @@ _PIECE = 1 << 19
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 # One way of packing: the module that unpacks; packed bytes for each call; most bytes
 # that a call may return, if it accepts a limit. zstandard does not: in the worst case
-# 128 KB for four bytes, so 32 MB here.
+# 128 KB for four bytes, so 32 MB here (Python's own, since 3.14, would).
 _Packing: TypeAlias = tuple[str, int, tuple[int, ...]]
 _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("gz", "tgz"), ("zlib", 1 << 16, (_PIECE,))),
@@ -134,6 +134,13 @@ def _maker_of(name: str) -> Callable[[int], Any]:
     By the memory that each may take. An ImportError if the module is missing.
     """
     if name == "zstandard":
+        with contextlib.suppress(ImportError):  # Python 3.14 has it
+            zstd: Any = importlib.import_module("compression.zstd")
+            key = zstd.DecompressionParameter.window_log_max
+            low, high = key.bounds()
+            return lambda most: zstd.ZstdDecompressor(
+                options={key: min(max(most.bit_length() - 1, low), high)}
+            )
         zstandard = imported(name, "zstd", "zstandard shards need zstandard")
         make = zstandard.ZstdDecompressor
         return lambda most: make(max_window_size=most).decompressobj()

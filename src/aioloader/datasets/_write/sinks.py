@@ -417,11 +417,11 @@ class FileSink:
                 self._clean()
                 self._growing.unlink(missing_ok=True)  # while it is locked
             self._is_empty = False
-        for file in (self._tokens, self._sizes):
-            if file is not None:
+        files, self._tokens, self._sizes = (self._tokens, self._sizes), None, None
+        with contextlib.ExitStack() as stack:  # one may have no room for its rest
+            for file in filter(None, files):
+                stack.callback(file.close)
                 lock(file, "LOCK_UN")  # a process forked meanwhile has it, too
-                file.close()
-        self._tokens = self._sizes = None
 
     def _clean(self) -> None:
         for path in (self._growing_sizes, self._journal):
