@@ -154,6 +154,20 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
+@pytest.mark.parametrize("has_gil", [True, False])
+def test_threads_where_they_run_at_once(
+    has_gil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a Python without the GIL, unless something else is asked for."""
+    monkeypatch.setattr("aioloader._loader.auto.has_gil", lambda: has_gil)
+    loader = DataLoader(SyncMap(), num_workers="auto")
+    assert loader.workers == ("process" if has_gil else "thread")
+    asked: list[dict[str, Any]] = [{"rng": "batch"}, {"fetch": "workers"}]
+    for options in (*asked, {"persistent_workers": True}):
+        loader = DataLoader(SyncMap(), num_workers="auto", **options)
+        assert loader.workers == "process"
+
+
 @pytest.mark.usefixtures("many_cores")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_workers_by_the_kind_of_dataset() -> None:

@@ -4,9 +4,16 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from aioloader._base.machine import cores
+from aioloader._base.machine import cores, has_gil
 from aioloader._collate.collate import default_collate, default_convert
-from aioloader._loader.options import FIRST, Chosen, Options, argument, placed
+from aioloader._loader.options import (
+    FIRST,
+    Chosen,
+    Options,
+    argument,
+    placed,
+    suits,
+)
 from aioloader.protocols import Kind, is_async_function
 
 # The concurrency of workers that read, which is fixed.
@@ -44,6 +51,8 @@ def begin(loader: Any, options: Options) -> None:
     if isinstance(workers, Chosen):
         workers = Chosen(_first_workers(options))
         loader._replace("num_workers", workers)
+        if workers and not has_gil() and _may_be_threads(options):
+            loader._replace("workers", "thread")
     if isinstance(options.prefetch_factor, Chosen) and not options.is_plain:
         loader._replace("prefetch_factor", Chosen(3))
     if isinstance(options.concurrency, Chosen) and workers and options.reads_in_workers:
@@ -66,6 +75,20 @@ def _first_workers(options: Options) -> int:
     if not asks and not is_plain_code and (options.reads_async or is_in_memory):
         return 0
     return min(cores(), _FIRST_WORKERS)
+
+
+def _may_be_threads(options: Options) -> bool:
+    """Tell whether threads can do all that is asked of workers."""
+    asks = (
+        options.workers != "process"
+        or options.persistent_workers
+        or options.multiprocessing_context is not None
+        or options.rng is not None
+        or options.fetch != "auto"
+        or options.on_timeout != "raise"
+    )
+    functions = options.transform, options.collate_fn
+    return not asks and suits("thread", options.dataset, *functions)
 
 
 def settle(loader: Any) -> None:

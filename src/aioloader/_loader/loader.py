@@ -93,8 +93,9 @@ class DataLoader(TorchLoader[Batch]):
         num_workers: Worker processes (or threads) that make batches. ``"auto"``: none
             for tensors in memory or if all code is async, otherwise one per core at
             first (at most 8); it changes between epochs as long as that helps, but not
-            with ``persistent_workers``. Refused where samples or
-            random numbers depend on it.
+            with ``persistent_workers``. Refused where samples or random numbers depend
+            on it. On a Python without the GIL it chooses threads for a plain map-style
+            dataset, which they share.
         collate_fn: Turns a list of samples into a batch; may be async.
         pin_memory: Copy batches into page-locked memory.
         drop_last: Drop a short last batch.

@@ -231,7 +231,7 @@ class ArenaReader(_Side):
         self._locked: dict[int, SlotRef] = {}
         self._segments: list[tuple[int, LockableMap]] = []  # first byte, and mapping
         self._pid = os.getpid()
-        self.lent = 0
+        self.lent: set[int] = set()  # slots; any thread may return one
 
     def lease(self, ref: SlotRef, nbytes: int) -> Slot:
         """Return the first ``nbytes`` of a slot that was sent.
@@ -245,7 +245,7 @@ class ArenaReader(_Side):
             if memory.lock(self._locker, ref.start - first, ref.size):
                 self._locked[ref.number] = ref
         view = Slot((nbytes,), np.uint8, memory, ref.start - first)
-        self.lent += 1
+        self.lent.add(ref.number)
         weakref.finalize(view, self._return, ref).atexit = False
         return view
 
@@ -269,7 +269,7 @@ class ArenaReader(_Side):
 
     def _return(self, ref: SlotRef) -> None:
         if os.getpid() == self._pid:  # not for a forked child's copy of a view
-            self.lent -= 1
+            self.lent.discard(ref.number)
             self.free(ref)
 
 

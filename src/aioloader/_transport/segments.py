@@ -115,7 +115,7 @@ class Lender(Table):
         self._wanted = 0  # bytes of the largest batch that did not fit into a frame
         self._piped = memoryview(b"")
         self._pid = os.getpid()
-        self.lent = 0  # views of the consumer
+        self.lent: set[int] = set()  # as in ``ArenaReader``
 
     def lend(self, most: int) -> tuple[int, int, Handle | None] | None:
         """Return the number and size of a segment for the process, if it needs one.
@@ -164,7 +164,7 @@ class Lender(Table):
         if ref.number >= PIPED:
             return Slot((nbytes,), np.uint8, bytearray(self._piped[:nbytes]))
         view = Slot((nbytes,), np.uint8, self._segments[ref.number])
-        self.lent += 1
+        self.lent.add(ref.number)
         weakref.finalize(view, self._return, ref).atexit = False
         return view
 
@@ -181,7 +181,7 @@ class Lender(Table):
 
     def _return(self, ref: SlotRef) -> None:
         if os.getpid() == self._pid:  # not for a forked child's copy of a view
-            self.lent -= 1
+            self.lent.discard(ref.number)
             self.free(ref)
 
 

@@ -65,6 +65,7 @@ class Servers:
     def __init__(self) -> None:
         # Processes that died unexpectedly, in all epochs, and that have replaced them.
         self.deaths = self.restarts = 0
+        self.counting = fork_safe(threading.Lock())
         # Whether to unpickle once for all workers: not if that starts threads.
         self.is_shared = True
         self._idle: list[Idle] = []
@@ -92,7 +93,11 @@ class Servers:
                 stack.callback(ended.release)
                 wait()
 
-        self._ending[:] = [*filter(_thread.LockType.locked, self._ending), ended]
+        self._ending.append(ended)
+        for one in self._ending[:]:
+            if not one.locked():
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self._ending.remove(one)
         try:
             # Not Thread: a finalizer may run while threading holds its own locks.
             _thread.start_new_thread(run, ())

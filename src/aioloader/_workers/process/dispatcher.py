@@ -260,7 +260,7 @@ class Dispatcher:
         task, failures = ticket.task, list[Failure]()
         try:
             most = self.spec.in_flight + _HELD
-            copy = slot is not None and sum(w.arena.lent for w in self.workers) >= most
+            copy = slot is not None and sum(len(w.arena.lent) for w in self.workers) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
             result = unopened(error, number)

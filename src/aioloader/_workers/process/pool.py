@@ -96,7 +96,8 @@ class WorkerPool(LastingPool):
         from aioloader._workers.process.recovery import Death, recover
 
         death = Death(worker, exitcode, stack)
-        self._servers.deaths += 1
+        with self._servers.counting:
+            self._servers.deaths += 1
         if death.taken:
             worker.starts = 0  # it had taken a batch, whose ticket counts deaths
         died = f"worker {worker.number} (pid {worker.pid}) died, {death.cause}"
@@ -111,7 +112,8 @@ class WorkerPool(LastingPool):
             self._fail(death.error(reason))
             return
         _LOG.warning("%s; it is replaced, and its batches are made again", died)
-        self._servers.restarts += 1
+        with self._servers.counting:
+            self._servers.restarts += 1
         self._start(worker)
 
     def _fail(self, error: BaseException) -> None:
