@@ -14,7 +14,7 @@ TESTS := -n 3 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 test test-all fuzz lowest compat: export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-all compat check lint mypy platforms pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
+.PHONY: demo test test-all portable compat check lint mypy platforms pyright imports fuzz lowest package pythons bench dlio gpu docs docs-serve format clean
 
 demo: $(VENV)/.dev
 	$(BIN)/python examples/train_digits.py
@@ -25,6 +25,12 @@ test: check
 
 test-all: check
 	$(BIN)/pytest $(TESTS) -m "not fuzz"
+	$(MAKE) portable
+
+# tests of workers once more, with those of other platforms, started by forks
+portable: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/pytest $(TESTS) -p portable_workers -m "not slow and not fuzz" \
+		$(addprefix tests/,faults laws loader stages workers)
 
 # two at a time, for two cores
 check: $(VENV)/.dev

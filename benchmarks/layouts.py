@@ -7,6 +7,7 @@ process makes its rows at the first access: no contender transfers them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,19 @@ class ImageRows(Ready):
     def _make(self, generator: torch.Generator) -> torch.Tensor:
         shape = (self.distinct, 3, 224, 224)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+class FloatRows(Ready):
+    """Rows of ``width`` numbers, ``float32``."""
+
+    distinct = 512
+
+    def __init__(self, width: int, length: int = ENDLESS) -> None:
+        super().__init__(length)
+        self._width = width
+
+    def _make(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(self.distinct, self._width, generator=generator)
 
 
 class PairRows(Ready):
@@ -109,7 +123,7 @@ class Case:
         return [view.numpy() for view in views]
 
 
-def fill_images(samples: list[torch.Tensor], views: Views) -> None:
+def fill_rows(samples: list[torch.Tensor], views: Views) -> None:
     torch.stack(samples, out=views[0])
 
 
@@ -124,7 +138,7 @@ def fill_dicts(samples: list[dict[str, torch.Tensor]], views: Views) -> None:
         torch.stack([sample[key] for sample in samples], out=view)
 
 
-IMAGES = Case("38 MB", ImageRows, 256, [((256, 3, 224, 224), torch.uint8)], fill_images)
+IMAGES = Case("38 MB", ImageRows, 256, [((256, 3, 224, 224), torch.uint8)], fill_rows)
 PAIRS = Case(
     "pairs",
     PairRows,
@@ -133,3 +147,9 @@ PAIRS = Case(
     fill_pairs,
 )
 DICTS = Case("dicts", DictRows, 64, [((64, 8), torch.float32)] * 20, fill_dicts)
+SMALL = Case(
+    "1 KB", partial(FloatRows, 4), 64, [((64, 4), torch.float32)], fill_rows
+)
+MIDDLE = Case(
+    "150 KB", partial(FloatRows, 600), 64, [((64, 600), torch.float32)], fill_rows
+)

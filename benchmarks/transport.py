@@ -4,11 +4,17 @@ Samples in memory: 38.5 MB of images per batch, with a consumer that reads nothi
 every byte; 64 pairs of a small tensor and an int; 64 dicts of 20 small tensors. Steady
 state, two
 workers: batches/s and the consumer's own CPU time.
+
+``--start spawn`` (or ``forkserver``) compares the loaders under that start method, with
+the first batch of a new loader, and a script of two epochs that start their workers.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +22,7 @@ import torch
 
 from bare import Collate, Copy, bare_batches
 from harness import Contender, Figures, Metric, Options, Question, Target, main
-from layouts import DICTS, IMAGES, PAIRS, Case
+from layouts import DICTS, IMAGES, MIDDLE, PAIRS, SMALL, Case
 from spdl_feeds import spdl_loader, spdl_subprocesses, spdl_threads
 from worker_feeds import aioloader_batches, steady, torch_batches
 
@@ -28,6 +34,7 @@ SECONDS = 3.0
 RIVAL = "torch fork"
 SHARED = f"{RIVAL} file_system"
 STARTS = ("spawn", "forkserver")
+EPOCH = 40  # batches of the script
 
 
 def read_every_byte(batch: Any) -> int:
@@ -131,6 +138,63 @@ def targets() -> list[Target]:
     ]
 
 
+def first(make: Make, case: Case, options: Options) -> Figures:  # noqa: ARG001
+    began = time.perf_counter()
+    next(iter(make(case)))
+    return of_batches(1, time.perf_counter() - began)
+
+
+def script(make: Make, case: Case, options: Options) -> Figures:  # noqa: ARG001
+    began, count = time.perf_counter(), 0
+    short = replace(case, dataset=partial(case.dataset, length=EPOCH * case.batch))
+    batches = make(short)
+    for _ in range(2):
+        count += sum(1 for _ in batches)
+    return of_batches(count, time.perf_counter() - began)
+
+
+def of_batches(count: int, wall: float) -> Figures:
+    used = time.process_time() / count * 1e3
+    return {"rate": count / wall, "batch_ms": wall / count * 1e3, "consumer_ms": used}
+
+
+def started(method: str) -> Question:
+    """Return the question of a start method; names of contenders begin with it."""
+    ways: dict[str, Make] = {
+        "aioloader": partial(aioloader_batches, multiprocessing_context=method),
+        "torch": partial(torch_batches, start=method),
+    }
+    anew: dict[str, Make] = {
+        "aioloader": partial(ways["aioloader"], persistent_workers=False),
+        "torch": partial(ways["torch"], persistent=False),
+    }
+    runs: dict[str, Callable[[str], Callable[[Options], Figures]]] = {
+        **{
+            case.name: lambda name, case=case: partial(run, ways[name], case, None)
+            for case in (SMALL, MIDDLE, IMAGES)
+        },
+        "first batch": lambda name: partial(first, ways[name], MIDDLE),
+        "script": lambda name: partial(script, anew[name], MIDDLE),
+    }
+    return Question(
+        name=f"transport-{method}",
+        text=f"What does a batch cost where workers are started by {method}?",
+        contenders={
+            f"{method} {what}: {name}": Contender(
+                make(name), against=f"{method} {what}: torch"
+            )
+            for what, make in runs.items()
+            for name in ways
+        },
+        metrics=QUESTION.metrics,
+        targets=[
+            Target(f"{method} {what}: aioloader", [f"{method} {what}: torch"], 1)
+            for what in runs
+        ],
+        rounds=5,
+    )
+
+
 QUESTION = Question(
     name="transport",
     text="What does a batch cost between worker and consumer? Ready samples, 2 workers",
@@ -149,4 +213,11 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    main(QUESTION)
+    asked = QUESTION
+    for method in STARTS:
+        if sys.argv[1:3] == ["--start", method]:
+            del sys.argv[1:3]
+            asked = started(method)
+        elif any(argument.startswith(f"{method} ") for argument in sys.argv):
+            asked = started(method)  # a contender of it
+    main(asked)

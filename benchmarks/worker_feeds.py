@@ -65,6 +65,7 @@ def torch_batches(
     start: str = "fork",
     sharing: str = "file_descriptor",
     arrays: bool = False,
+    persistent: bool = True,
 ) -> Iterable[Any]:
     """Build torch's loader: persistent workers, ``ahead`` batches each.
 
@@ -79,7 +80,7 @@ def torch_batches(
         case.batch,
         num_workers=workers,
         multiprocessing_context=start,
-        persistent_workers=True,
+        persistent_workers=persistent,
         prefetch_factor=ahead,
         collate_fn=case.arrays if arrays else None,
     )

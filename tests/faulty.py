@@ -21,6 +21,7 @@ import uvloop
 from torch.utils.data import IterableDataset
 
 from aioloader import DataLoader
+from aioloader._workers.process.portable import Link, PortablePool
 from samples import collect
 
 Act = Callable[[], object]
@@ -248,8 +249,13 @@ def pids_of(pool: Any) -> dict[int, int]:
 
 def await_news(loader: DataLoader[Any]) -> None:
     """Wait until who watches over the kept workers has something to say."""
-    poll = select.poll()
     pool: Any = loader._live.pools._kept[0]
+    if isinstance(pool, PortablePool):  # a thread, which has replaced the worker
+        with pool._gone:
+            are_there = pool._gone.wait_for(lambda: all(map(Link.look, pool._all)), 20)
+        assert are_there, "nobody told of a death"
+        return
+    poll = select.poll()
     poll.register(pool._launcher.control, select.POLLIN)
     assert poll.poll(20_000), "nobody told of a death"
 
@@ -258,6 +264,9 @@ def await_ready(pool: Any) -> None:
     """Wait until all workers of a pool take requests."""
     while not all(worker.is_ready for worker in pool._dispatcher.workers):
         poll = select.poll()
+        if isinstance(pool, PortablePool):  # its threads collect
+            poll.poll(10)
+            continue
         for descriptor in pool.descriptors():
             poll.register(descriptor, select.POLLIN)
         poll.poll()

@@ -186,6 +186,7 @@ os.waitpid(-1, os.WNOHANG)
 """
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_a_fork_server_that_ends_while_it_starts_is_reaped() -> None:
     """The error comes at once, and no zombie stays."""

@@ -146,6 +146,7 @@ def test_every_batch_is_poison() -> None:
 # -- who watches is gone, too ------------------------------------------------------
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 @pytest.mark.parametrize("consume", CONSUMERS)
 @pytest.mark.parametrize(("way", "end"), [(9, "SIGKILL"), (15, "status 143")])
@@ -166,6 +167,7 @@ def test_the_forked_supervisor_dies(
     assert len(consume(loader)) == 50
 
 
+@pytest.mark.linux
 def test_the_served_supervisor_dies() -> None:
     """Its workers die with it; others take over in a new one."""
     iterator = iter(DataLoader(Faulty(200), 4, num_workers=2, **SERVED))
@@ -175,6 +177,7 @@ def test_the_served_supervisor_dies() -> None:
     assert [i for batch in found for i in batch[2].tolist()] == list(range(200))
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_the_fork_server_dies(is_alone: bool) -> None:
@@ -215,6 +218,7 @@ def test_deaths_between_epochs(consume: Any) -> None:
         assert len(consume(loader)) == 6
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_supervisor_dies_between_epochs(method: str) -> None:
     """The next epoch has a new one."""

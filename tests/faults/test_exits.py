@@ -135,6 +135,7 @@ def test_left_open_at_the_interpreters_exit(name: str) -> None:
         assert noise not in done.stderr
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_a_supervisor_that_is_ended_amid_a_fork_prints_nothing() -> None:
     """As by ``multiprocessing``, if a program ends soon after ``iter()``."""

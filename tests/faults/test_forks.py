@@ -15,6 +15,9 @@ from faulty import await_gone, pools_of
 from working import Numbers
 
 
+pytestmark = pytest.mark.linux
+
+
 class Collecting(Numbers):
     """Tells whether the garbage collector is on where samples are read."""
 

@@ -219,6 +219,7 @@ def test_an_interrupt_that_does_not_wake_the_main_thread(
     assert await_gone(session(process.pid)) == []
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_an_interrupt_while_the_fork_server_starts() -> None:
     """A terminal sends it to all processes; the fork server is not ended by it."""

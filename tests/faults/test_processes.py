@@ -40,6 +40,7 @@ def killed(iterator: Any) -> list[Any]:
     return found + list(iterator)
 
 
+@pytest.mark.linux
 @pytest.mark.usefixtures("fork_is_default")
 def test_this_process_is_forked_once_per_epoch() -> None:
     """Workers, and their replacements, are children of the supervisor."""

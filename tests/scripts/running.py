@@ -55,7 +55,12 @@ class Ended:
 
 
 def begin(
-    case: str, line: str, folder: Path, run: tuple[str, ...], *arguments: str
+    case: str,
+    line: str,
+    folder: Path,
+    run: tuple[str, ...],
+    *arguments: str,
+    **environment: str,
 ) -> "subprocess.Popen[str]":
     """Start a script in a session of its own.
 
@@ -65,23 +70,24 @@ def begin(
         folder: Where it runs.
         run: The program that runs it.
         arguments: What it is given.
+        environment: Variables that it has besides.
     """
     source = (CASES / f"{case}.py").read_text(encoding="utf-8")
     assert source.count(THEIRS) == 1
     folder.mkdir()
     script = folder / f"{case}.py"
     script.write_text(source.replace(THEIRS, line), encoding="utf-8")
-    return start(script, run, *arguments)
+    return start(script, run, *arguments, **environment)
 
 
 def start(
-    script: Path, run: tuple[str, ...], *arguments: str
+    script: Path, run: tuple[str, ...], *arguments: str, **environment: str
 ) -> "subprocess.Popen[str]":
     """Start a file in its folder, in a session of its own."""
     return subprocess.Popen(
         [*run, str(script), *arguments],
         cwd=script.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

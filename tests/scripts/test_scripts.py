@@ -27,6 +27,7 @@ from scripts.running import (
     end,
     run_both,
 )
+from unit.test_platforms import removal
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +55,31 @@ def test_scripts(case: str, tmp_path: Path) -> None:
     """The same output, exit status, number of tracebacks, and nothing left."""
     theirs, ours = run_both(
         case, tmp_path, line_of(case), RUN.get(case, PYTHON), ARGUMENTS.get(case, ())
+    )
+    assert theirs.output, theirs.errors
+    assert ours.seen == theirs.seen, ours.errors
+
+
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [
+        *(("windows", case) for case in ("failing", "sampling", "seeding", "streams")),
+        *(("macos", case) for case in ("command_line", "curriculum", "mnist_like")),
+        *(("macos", case) for case in ("notebook", "tokens", "torchrun_ddp")),
+    ],
+)
+def test_scripts_where_worker_processes_are_not_forked(
+    system: str, case: str, tmp_path: Path
+) -> None:
+    """Ours without the names that a system lacks: as torch's with all of them."""
+    (tmp_path / "sitecustomize.py").write_text(removal(system), encoding="utf-8")
+    run, arguments = RUN.get(case, PYTHON), ARGUMENTS.get(case, ())
+    theirs, ours = (
+        end(begin(case, line, tmp_path / name, run, *arguments, **path), tmp_path)
+        for name, line, path in (
+            ("theirs", THEIRS, {}),
+            ("ours", line_of(case), {"PYTHONPATH": str(tmp_path)}),
+        )
     )
     assert theirs.output, theirs.errors
     assert ours.seen == theirs.seen, ours.errors

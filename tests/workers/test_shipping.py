@@ -159,6 +159,7 @@ print([batch.tolist() for batch in DataLoader(Dataset(), 2, num_workers=1)])
 """
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_the_fork_server_starts_in_a_directory_that_was_deleted() -> None:
     """Also for async datasets, which need it."""

@@ -35,6 +35,7 @@ from aioloader._workers.process.messages import (
 )
 from aioloader._workers.process.replicas import Replicas
 from aioloader._workers.remote_tasks import of_both, opened, unopened
+from aioloader._workers.reducers import REDUCERS
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import is_stateful
 
@@ -117,7 +118,7 @@ class Ticket:
 
 
 def _dumps_for_others(request: tuple[Any, ...]) -> bytes:
-    return encode_for_others(request, {}, sys.maxsize)[0]
+    return encode_for_others(request, REDUCERS, sys.maxsize)[0]
 
 
 _dumps: Callable[[tuple[Any, ...]], bytes] = partial(pickle.dumps, protocol=5)

@@ -1,0 +1,102 @@
+"""A plugin of pytest: all worker processes are the portable ones, started quickly.
+
+They are forks of the tests' process, and not new interpreters; all else is the same.
+``linux`` marks tests that are about the other ones, which it leaves out.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+from blockbuster import blockbuster as detection
+
+from aioloader._base import machine
+from aioloader._loader import options
+from aioloader._workers.process import portable, portable_worker
+
+_MOST_DESCRIPTORS = 4096
+
+
+class Forked:
+    """What ``Link`` uses of a ``subprocess.Popen``."""
+
+    def __init__(
+        self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: Any
+    ) -> None:
+        life, ours = os.pipe()
+        call = command[-1].rpartition("\n")[2]
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.setsid()
+                detection.asyncio = SimpleNamespace(get_running_loop=_no_loop)
+                os.dup2(life, 0)
+                _close_all_but({0, 1, 2, *pass_fds})
+                os.environ.clear()
+                os.environ.update(env)
+                eval(call, {"portable_worker": portable_worker})
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(life)
+        self.stdin: IO[bytes] = open(ours, "wb")  # noqa: SIM115  (its user closes it)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):  # a child's copy
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _no_loop() -> None:
+    """Tell blockbuster that no loop runs: what user code does in a worker is its own."""
+    raise RuntimeError
+
+
+def _close_all_but(kept: set[int]) -> None:
+    ends = sorted(kept)
+    for one, following in zip(ends, [*ends[1:], _MOST_DESCRIPTORS], strict=True):
+        if one + 1 < following:  # else all would be closed
+            os.closerange(one + 1, following)
+
+
+def pytest_configure() -> None:
+    machine.lack_of_linux.cache_clear()
+    options.lack_of_linux = lambda: "what Linux has"  # type: ignore[attr-defined]
+    portable.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[attr-defined]
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what is about the workers of Linux alone."""
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("linux")
+        or "fork_is_default" in getattr(item, "fixturenames", ())
+    ]
+    if left:
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
