@@ -147,9 +147,7 @@ PAIRS = Case(
     fill_pairs,
 )
 DICTS = Case("dicts", DictRows, 64, [((64, 8), torch.float32)] * 20, fill_dicts)
-SMALL = Case(
-    "1 KB", partial(FloatRows, 4), 64, [((64, 4), torch.float32)], fill_rows
-)
+SMALL = Case("1 KB", partial(FloatRows, 4), 64, [((64, 4), torch.float32)], fill_rows)
 MIDDLE = Case(
     "150 KB", partial(FloatRows, 600), 64, [((64, 600), torch.float32)], fill_rows
 )

@@ -57,7 +57,7 @@ def steady(
     }
 
 
-def torch_batches(
+def torch_batches(  # noqa: PLR0913  (settings)
     case: Case,
     *,
     workers: int = WORKERS,

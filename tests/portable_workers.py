@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from blockbuster import blockbuster as detection
@@ -37,18 +37,19 @@ class Forked:
         if not self.pid:
             try:
                 os.setsid()
-                detection.asyncio = SimpleNamespace(get_running_loop=_no_loop)
+                no_loop: Any = SimpleNamespace(get_running_loop=_no_loop)
+                vars(detection)["asyncio"] = no_loop
                 os.dup2(life, 0)
                 _close_all_but({0, 1, 2, *pass_fds})
                 os.environ.clear()
                 os.environ.update(env)
                 eval(call, {"portable_worker": portable_worker})
-            except BaseException:
+            except BaseException:  # noqa: BLE001  (printed)
                 traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(life)
-        self.stdin: IO[bytes] = open(ours, "wb")  # noqa: SIM115  (its user closes it)
+        self.stdin = os.fdopen(ours, "wb")
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -70,7 +71,7 @@ class Forked:
 
 
 def _no_loop() -> None:
-    """Tell blockbuster that no loop runs: what user code does in a worker is its own."""
+    """Tell blockbuster that no loop runs: user code in a worker may block it."""
     raise RuntimeError
 
 
@@ -83,8 +84,9 @@ def _close_all_but(kept: set[int]) -> None:
 
 def pytest_configure() -> None:
     machine.lack_of_linux.cache_clear()
-    options.lack_of_linux = lambda: "what Linux has"  # type: ignore[attr-defined]
-    portable.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[attr-defined]
+    vars(options)["lack_of_linux"] = lambda: "what Linux has"
+    started: Any = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
+    vars(portable)["subprocess"] = started
 
 
 def pytest_collection_modifyitems(

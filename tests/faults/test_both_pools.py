@@ -73,7 +73,7 @@ def test_without_descriptors(start: str) -> None:
 
 
 async def test_cancelled(start: str) -> None:
-    """A task that waits for a stuck worker ends at once, and closing ends the worker."""
+    """A task that waits for a stuck worker ends at once; closing ends the worker."""
     loader = loader_of(start, (5,), sleep_forever)
     iterator = aiter(loader)
     assert labels([await anext(iterator)]) == [*range(4)]

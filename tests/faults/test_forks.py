@@ -14,7 +14,6 @@ from aioloader import DataLoader
 from faulty import await_gone, pools_of
 from working import Numbers
 
-
 pytestmark = pytest.mark.linux
 
 

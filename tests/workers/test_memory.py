@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def test_a_batch_outlives_its_loader() -> None:
     assert arenas()
     del batch
     gc.collect()
+    until = time.monotonic() + 10  # the ends of the workers' threads are not awaited
+    while arenas() and time.monotonic() < until:
+        time.sleep(0.01)
     assert not arenas()
 
 

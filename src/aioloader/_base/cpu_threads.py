@@ -161,7 +161,8 @@ class SharedThread(CpuThread):
 
     def stop(self, then: Job) -> None:
         with self._lock:
-            is_running = self._is_used and not (self._is_stopped and self._is_idle())
+            is_idle = not (self._is_queued or self._waiting)
+            is_running = self._is_used and not (self._is_stopped and is_idle)
             self._is_stopped = True
             if is_running:
                 self._waiting.append(then)
@@ -176,9 +177,6 @@ class SharedThread(CpuThread):
     def ident(self) -> int | None:
         """Return the identifier of the thread that is running a job."""
         return self._ident
-
-    def _is_idle(self) -> bool:
-        return not (self._is_queued or self._waiting)
 
     def _queue(self) -> None:
         if not self._is_queued:

@@ -34,11 +34,6 @@ def cores(groups: Path = _GROUPS) -> int:
     return max(1, math.floor(found))
 
 
-def has_gil() -> bool:
-    """Tell whether threads of Python code run one at a time."""
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
-
-
 @functools.cache
 def lack_of_linux() -> str:
     """Return what the workers of Linux need and is not here, or an empty text."""

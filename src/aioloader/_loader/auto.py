@@ -1,10 +1,12 @@
 """Arguments that are ``"auto"``: where refused, and their first values."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import TensorDataset
 
-from aioloader._base.machine import cores, has_gil
+from aioloader._base.machine import cores
 from aioloader._collate.collate import default_collate, default_convert
 from aioloader._loader.options import (
     FIRST,
@@ -16,6 +18,8 @@ from aioloader._loader.options import (
 )
 from aioloader.protocols import Kind, is_async_function
 
+# Whether threads of Python code run one at a time; always so before Python 3.13.
+has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # The concurrency of workers that read, which is fixed.
 _IN_WORKERS = 64
 # Workers of the first epoch; later ones get more if that helps.
@@ -79,16 +83,11 @@ def _first_workers(options: Options) -> int:
 
 def _may_be_threads(options: Options) -> bool:
     """Tell whether threads can do all that is asked of workers."""
-    asks = (
-        options.workers != "process"
-        or options.persistent_workers
-        or options.multiprocessing_context is not None
-        or options.rng is not None
-        or options.fetch != "auto"
-        or options.on_timeout != "raise"
-    )
-    functions = options.transform, options.collate_fn
-    return not asks and suits("thread", options.dataset, *functions)
+    asked = options.workers, options.fetch, options.on_timeout, options.rng
+    if asked != ("process", "auto", "raise", None) or options.persistent_workers:
+        return False
+    is_plain = suits("thread", options.dataset, options.transform, options.collate_fn)
+    return is_plain and options.multiprocessing_context is None
 
 
 def settle(loader: Any) -> None:

@@ -77,6 +77,7 @@ class _Slot:
 class Table:
     """The batches that a worker is making; in memory that outlives it."""
 
+    descriptor: int  # of this memory
     _cells: memoryview  # of a page
 
     def begin(self, place: int, ticket: int) -> None:
@@ -100,13 +101,15 @@ class Table:
             if cells[at]
         )
 
+    def close(self) -> None:
+        """Close the file; mappings, and views, stay valid. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
 
 class _Side(Table):
-    """Either side: it owns its descriptor of the memory file, and has the first page.
-
-    Without a descriptor it makes the file. Mappings, and views of them, stay valid when
-    it is closed.
-    """
+    """Either side: it has the first page. Without a descriptor it makes the file."""
 
     _locked: Container[int]  # the slots that the reader has locked, as far as known
 
@@ -127,12 +130,6 @@ class _Side(Table):
     def free(self, ref: SlotRef) -> None:
         """Free a slot: of a batch that is not sent, or of a sent one."""
         self._states[ref.number] = _LOCKED if ref.number in self._locked else _FREE
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 class ArenaWriter(_Side):

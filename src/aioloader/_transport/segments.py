@@ -103,7 +103,7 @@ class Lender(Table):
     """
 
     def __init__(self, locker: Locker | None = None) -> None:
-        self.descriptor = unnamed_file()  # of the table
+        self.descriptor = unnamed_file()
         write_at(self.descriptor, bytes(mmap.PAGESIZE), 0)
         self._cells = table_in(self.descriptor)
         self._locker = locker
@@ -172,12 +172,6 @@ class Lender(Table):
         """Free the slot of a batch that nobody reads."""
         if ref.number < PIPED:
             self._free.append(ref.number)
-
-    def close(self) -> None:
-        """Close the table's file. Mappings, and views, stay valid. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
     def _return(self, ref: SlotRef) -> None:
         if os.getpid() == self._pid:  # not for a forked child's copy of a view

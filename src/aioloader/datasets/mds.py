@@ -103,10 +103,6 @@ def _text(make: Callable[[str], Any], data: bytes) -> Any:
     return make(str(data, "utf-8"))
 
 
-def _int(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
 def _array_decoder(config: str) -> Decode:
     """Return a decoder of arrays; both parts of ``dtype:shape`` are optional."""
     dtype, _, shape = config.partition(":")
@@ -171,7 +167,7 @@ _PICTURES: dict[str, tuple[str, int | None]] = {
 _PLAIN: dict[str, Decode] = {
     "bytes": bytes,
     "str": partial(_text, str),
-    "int": _int,
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": partial(_text, int),
     "str_float": partial(_text, float),
     "str_decimal": partial(_text, Decimal),

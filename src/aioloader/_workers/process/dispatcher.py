@@ -34,8 +34,8 @@ from aioloader._workers.process.messages import (
     unpack,
 )
 from aioloader._workers.process.replicas import Replicas
-from aioloader._workers.remote_tasks import of_both, opened, unopened
 from aioloader._workers.reducers import REDUCERS
+from aioloader._workers.remote_tasks import of_both, opened, unopened
 from aioloader._workers.worker_spec import WorkerSpec
 from aioloader.protocols import is_stateful
 
@@ -54,8 +54,7 @@ class Queue(abc.ABC):
     def send(self, ticket: int, frame: bytes) -> bool:
         """Send the request of a ticket; return whether there was room."""
 
-    @abc.abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (some end with their processes)
         """Close it: workers then see the end of requests."""
 
     def taken(self) -> set[int]:
@@ -200,10 +199,11 @@ class Dispatcher:
         if queue.waiting or not self._send(queue, request):
             queue.waiting.append(request)
 
-    def flush(self, queue: Queue) -> None:
+    def flush(self) -> None:
         """Send waiting requests while there is room."""
-        while queue.waiting and self._send(queue, queue.waiting[0]):
-            queue.waiting.popleft()
+        for queue in self.queues:
+            while queue.waiting and self._send(queue, queue.waiting[0]):
+                queue.waiting.popleft()
 
     def _send(self, queue: Queue, request: Request) -> bool:
         """Send a request if it is still wanted; return whether it need not wait."""
@@ -238,7 +238,7 @@ class Dispatcher:
             self.replicas.forget(pipeline)
             for queue in self.queues:
                 queue.waiting.append(Request(-1, id(pipeline)))
-                self.flush(queue)
+            self.flush()
 
     def accept(self, frame: bytes | memoryview) -> BaseException | None:
         """Deliver the result of a request; return the error of a worker's start."""
@@ -261,7 +261,8 @@ class Dispatcher:
         task, failures = ticket.task, list[Failure]()
         try:
             most = self.spec.in_flight + _HELD
-            copy = slot is not None and sum(len(w.arena.lent) for w in self.workers) >= most
+            lent = [worker.arena.lent for worker in self.workers] if slot else []
+            copy = slot is not None and sum(map(len, lent)) >= most
             value = unpack(frame, RESULT_HEAD.size, worker.arena, copy=copy)
         except Exception as error:  # of a user's class
             result = unopened(error, number)

@@ -58,11 +58,16 @@ class WorkerPool(LastingPool):
         self._servers = servers
         self._lock = fork_safe(threading.RLock())  # a finalizer may need it too
         self._is_over = self._is_ended = False
+        self._left: BaseException | None = None  # raised by leaving a lifespan
         self._error: BaseException | None = None  # ended the pool, not yet raised
 
     @abc.abstractmethod
     def _start(self, worker: Worker) -> None:
         """Start a process; ``_replace`` is called when it dies."""
+
+    @abc.abstractmethod
+    def _wait(self) -> bool:
+        """Wait until the workers have ended; return whether they have."""
 
     @abc.abstractmethod
     def _kill(self, worker: Worker) -> None:
@@ -123,6 +128,22 @@ class WorkerPool(LastingPool):
             pipeline.fail(error)
         self._error = None if pipelines else error  # for the next pipeline that submits
         self.end()
+
+    def _keep_left(self, frame: bytes | memoryview) -> None:
+        if self._left is None:
+            arena = self._dispatcher.workers[RESULT_HEAD.unpack_from(frame)[1]].arena
+            self._left = unpack(frame, RESULT_HEAD.size, arena).raisable()
+
+    def join(self) -> bool:
+        """Wait, bounded, until the workers have ended; return whether they have.
+
+        Raises what the dataset's lifespan has raised when one left it.
+        """
+        is_gone = self._wait()
+        left, self._left = self._left, None
+        if left is not None:
+            raise left
+        return is_gone
 
     def explain(self, task: BatchTask) -> str:
         """Say which workers have ``task``, since when, and where they are stuck."""
@@ -232,9 +253,7 @@ class ProcessPool(WorkerPool):
                 notes = self._launcher.notes()
                 while not self._is_over and (note := next(notes, None)):
                     self._handle(note)
-                for queue in self._dispatcher.queues:
-                    if queue.waiting:
-                        self._dispatcher.flush(queue)
+                self._dispatcher.flush()
             except Exception as error:  # every iteration must learn of it
                 self._fail(error)
             except BaseException:  # Ctrl-C: the frame that was just read is lost
@@ -324,25 +343,15 @@ class ProcessPool(WorkerPool):
             self._stack.close()
             self._is_ended = True  # last: an interrupt may come before
 
-    def join(self) -> bool:
-        """Wait, bounded, until the workers have ended; return whether they have.
-
-        Raises what the dataset's lifespan has raised when one left it.
-        """
-        first: BaseException | None = None
+    def _wait(self) -> bool:
         with self._joining:  # several threads may iterate and join together
             is_gone = self._launcher.join(PATIENCE)
             self._launcher.close()
             with contextlib.suppress(EOFError, OSError):
                 while received := self._results.receive_frame():
-                    kind, number, *_ = RESULT_HEAD.unpack_from(received[0])
-                    if kind == LEFT and first is None:
-                        arena = self._dispatcher.workers[number].arena
-                        sent = unpack(received[0], RESULT_HEAD.size, arena)
-                        first = sent.raisable()
+                    if RESULT_HEAD.unpack_from(received[0])[0] == LEFT:
+                        self._keep_left(received[0])
             self._results.close()
-        if first is not None:
-            raise first
         return is_gone
 
     def close(self) -> None:

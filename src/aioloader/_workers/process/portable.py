@@ -35,7 +35,6 @@ from aioloader._workers.process.messages import (
     LEFT,
     RESULT_HEAD,
     slot_of,
-    unpack,
     used_of,
 )
 from aioloader._workers.process.pool import WorkerPool
@@ -60,8 +59,7 @@ class Link:
         self.worker = worker
         self.arena: Lender = worker.arena
         self.pending: set[int] = set()  # tickets sent and not answered
-        self.until: float | None = None  # when it must have ended
-        self._is_terminated = False
+        self.late: list[tuple[float, Callable[[], None]]] = []  # when, how to end it
         self._sender = CpuThread(f"aioloader-requests-{worker.number}")
         with contextlib.ExitStack() as stack:
             self.stacks = stack.enter_context(tempfile.TemporaryFile())
@@ -77,10 +75,11 @@ class Link:
                 command,
                 executable=executable,
                 env=environment,
-                stdin=subprocess.PIPE,  # closed at the end of this process
+                stdin=subprocess.PIPE,
                 **options,
             )
             stack.pop_all()
+        self.life: Any = self.process.stdin  # closed at the end of this process
         theirs.close()
         far_results.close()
         worker.pid = self.process.pid
@@ -112,34 +111,29 @@ class Link:
                 os.close(handle)
 
     def hang_up(self) -> None:
-        """Let the process end: it sees no more requests."""
-        self._sender.post(self._requests.close)
-        self._sender.stop(bool)
+        """Let the process end: it sees no more requests. Later it is made to."""
+        late = time.monotonic() + ASKED
+        ends = (late, self.process.terminate), (late + TERMINATED, self.process.kill)
+        self.late = self.late or [*ends]
+        self._sender.stop(self._requests.close)
 
     def look(self) -> bool:
         """End a process that is late; return whether it is still there."""
         if self.process.poll() is not None:
             return False
-        if self.until is not None and time.monotonic() > self.until:
-            if self._is_terminated:
-                self.process.kill()
-            else:
-                self.process.terminate()
-                self._is_terminated = True
-                self.until += TERMINATED
+        if self.late and time.monotonic() > self.late[0][0]:
+            self.late.pop(0)[1]()
         return True
 
     def reap(self) -> int:
         """Wait for the end of the process and of those that it has started."""
-        while self.process.poll() is None:  # its pipe is closed, so it is ending
-            self.until = self.until or time.monotonic() + ASKED
-            self.look()
+        self.hang_up()
+        while self.look():
             time.sleep(_PAUSE)
         if hasattr(os, "killpg"):
             kill_group(self.process.pid)
         self.results.close()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.life.close()
         return int(self.process.returncode)
 
     def stack(self, seconds: float = 0.0) -> str:
@@ -158,9 +152,9 @@ class Link:
 
     def abandon(self) -> None:
         """Close a forked child's copies."""
-        for end in (self._requests, self.results, self.stacks, self.process.stdin):
+        for end in (self._requests, self.results, self.stacks, self.life):
             with contextlib.suppress(OSError):
-                end.close()  # type: ignore[union-attr]
+                end.close()
         self.process.returncode = 0  # it is not the child's to wait for
 
 
@@ -202,10 +196,6 @@ class Desk(Queue):
     def taken(self) -> set[int]:
         return {ticket for link in self.links for ticket in link.pending}
 
-    def close(self) -> None:
-        for link in self.links:
-            link.hang_up()
-
 
 class PortablePool(WorkerPool):
     """Worker processes that the standard library connects; threads read results."""
@@ -217,12 +207,12 @@ class PortablePool(WorkerPool):
         self._links: dict[int, Link] = {}  # by worker
         self._all: set[Link] = set()  # until they are reaped
         self._gone = fork_safe(threading.Condition(fork_safe(threading.RLock())))
-        self._left: BaseException | None = None  # raised by leaving a lifespan
         make_queue = partial(Desk, 2 if spec.is_plain else spec.window + 1)
         self._surroundings = pickle.dumps(
             (Surroundings(), multiprocessing.current_process().name), 5
         )
-        with contextlib.ExitStack() as stack:
+        # The first of them may fail before the last has started: that waits.
+        with contextlib.ExitStack() as stack, self._lock:
             self._shared = ship(spec)  # the file, and what the dataset shares
             for descriptor in self._shared:
                 stack.callback(os.close, descriptor)
@@ -251,24 +241,23 @@ class PortablePool(WorkerPool):
         worker.queue.links.append(link)
         run, name = partial(self._listen, link), f"aioloader-worker-{worker.number}"
         start_thread(threading.Thread(target=run, name=name, daemon=True))
-        self._flush()
+        self._dispatcher.flush()
 
     def _listen(self, link: Link) -> None:
         """Take the results of a process; when it has ended, replace it."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if link.results.poll(_LOOK if link.until is None else _LOOK / 10):
+                if link.results.poll(_LOOK / 10 if link.late else _LOOK):
                     self._accept(link, link.results.recv_bytes())
                 elif not link.look():
                     break
-        link.hang_up()
         code = link.reap()
         with self._lock:
             link.worker.queue.links.remove(link)
             if not self._is_over:
                 try:
                     self._replace(link.worker, code, link.stack())
-                except Exception as error:  # every iteration must learn of it
+                except BaseException as error:  # every iteration must learn of it
                     self._fail(error)
             link.stacks.close()
         with self._gone:
@@ -283,20 +272,15 @@ class PortablePool(WorkerPool):
                 link.arena.arrive(slot, used, memoryview(frame))
             link.pending.discard(ticket)
             try:
-                if kind == LEFT and self._left is None:
-                    sent = unpack(frame, RESULT_HEAD.size, link.arena)
-                    self._left = sent.raisable()
+                if kind == LEFT:
+                    self._keep_left(frame)
                 elif not self._is_over:
                     if error := self._dispatcher.accept(frame):
                         self._fail(error)
                     else:
-                        self._flush()
-            except Exception as error:  # every iteration must learn of it
+                        self._dispatcher.flush()
+            except BaseException as error:  # user code's, such as an exit
                 self._fail(error)
-
-    def _flush(self) -> None:
-        for queue in self._dispatcher.queues:
-            self._dispatcher.flush(queue)
 
     def _kill(self, worker: Worker) -> None:
         self._links[worker.number].process.kill()
@@ -314,9 +298,8 @@ class PortablePool(WorkerPool):
         with self._lock:
             if self._is_over:
                 return
-            self._is_over = True
+            self._hang_up()
             self._dispatcher.close()
-        self._hang_up()
         self._stack.close()
         self._servers.wait_later(self._wait)
 
@@ -325,18 +308,6 @@ class PortablePool(WorkerPool):
         self._is_over = True
         for link in list(self._all):
             link.hang_up()
-            link.until = time.monotonic() + ASKED
-
-    def join(self) -> bool:
-        """Wait, bounded, until the workers have ended; return whether they have.
-
-        Raises what the dataset's lifespan has raised when one left it.
-        """
-        is_gone = self._wait()
-        left, self._left = self._left, None
-        if left is not None:
-            raise left
-        return is_gone
 
     def _wait(self) -> bool:
         with self._gone:

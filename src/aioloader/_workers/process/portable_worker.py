@@ -10,13 +10,10 @@ import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 from multiprocessing import connection, reduction
 from typing import Any
-
-import torch
 
 from aioloader._transport.codec import decode
 from aioloader._transport.segments import Borrower, Handle
@@ -121,7 +118,10 @@ def main(worker: int, loader: int, *ends: int) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     requests, results = pipe(ends[0], writable=True), pipe(ends[1], readable=False)
-    surroundings, parent = pickle.loads(requests.recv_bytes())  # noqa: S301  (our own)
+    try:
+        surroundings, parent = pickle.loads(requests.recv_bytes())  # noqa: S301  (our own)
+    except EOFError:  # the loader has ended as it started this
+        os._exit(1)
     endpoint = PipeEndpoint(worker, loader, table, requests, results)
     process: Any = multiprocessing.get_context("spawn").Process(
         target=_serve,
@@ -138,10 +138,7 @@ def main(worker: int, loader: int, *ends: int) -> None:
 def _serve(
     endpoint: PipeEndpoint, surroundings: Any, shared: list[int], stacks: int
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker_main.name_and_tune(endpoint.id)
-    worker_main.write_stacks(stacks)
-    torch.set_num_threads(1)
+    worker_main.tune(endpoint.id, stacks)
     surroundings.enter()
     surroundings.enter_environment()
     multiprocessing.set_start_method("spawn", force=True)

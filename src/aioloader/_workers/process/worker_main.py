@@ -240,28 +240,24 @@ def settle(worker: int, ends: Ends, supervisor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name_and_tune(worker)
     die_with(supervisor)
     os.set_blocking(ends.stacks, False)
-    write_stacks(ends.stacks)
-    torch.set_num_threads(1)
+    tune(worker, ends.stacks)
 
 
-def name_and_tune(worker: int) -> None:
+def tune(worker: int, stacks: int) -> None:
     """Name this process, and keep the memory of freed samples for the next batch.
 
-    By default large blocks return to the kernel, and every batch has page faults.
+    By default large blocks return to the kernel, and every batch has page faults. In a
+    crash, and where the signal comes, the process writes its stacks to a file.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # only Linux has all
         libc, name = ctypes.CDLL(None), f"aioloader-{worker}".encode()
         libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-
-
-def write_stacks(stacks: int) -> None:
-    """Write the stacks to a file in a crash, and where the signal comes."""
     faulthandler.enable(stacks)
     if STACK_SIGNAL:
         signal.signal(STACK_SIGNAL, partial(write_last_error, stacks))

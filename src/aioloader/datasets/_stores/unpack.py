@@ -20,7 +20,7 @@ _PIECE = 1 << 19
 Unpacking: TypeAlias = Generator[bytes | None, Buffer | None, None]
 # One way of packing: the module that unpacks; packed bytes for each call; most bytes
 # that a call may return, if it accepts a limit. zstandard does not: in the worst case
-# 128 KB for four bytes, so 32 MB here (Python's own, since 3.14, would).
+# 128 KB for four bytes, so 32 MB here.
 _Packing: TypeAlias = tuple[str, int, tuple[int, ...]]
 _BY_ENDING: dict[str, _Packing] = {
     **dict.fromkeys(("gz", "tgz"), ("zlib", 1 << 16, (_PIECE,))),
@@ -137,9 +137,8 @@ def _maker_of(name: str) -> Callable[[int], Any]:
         with contextlib.suppress(ImportError):  # Python 3.14 has it
             zstd: Any = importlib.import_module("compression.zstd")
             key = zstd.DecompressionParameter.window_log_max
-            low, high = key.bounds()
             return lambda most: zstd.ZstdDecompressor(
-                options={key: min(max(most.bit_length() - 1, low), high)}
+                options={key: sorted((*key.bounds(), most.bit_length() - 1))[1]}
             )
         zstandard = imported(name, "zstd", "zstandard shards need zstandard")
         make = zstandard.ZstdDecompressor

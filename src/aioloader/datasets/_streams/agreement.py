@@ -3,12 +3,11 @@
 Operations of the store block, so they run in threads, on separate connections.
 """
 
+import itertools
 import json
 import queue
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from aioloader._base.cpu_threads import CpuThread
-from aioloader._base.forks import fork_safe
 from aioloader._base.outlast import in_thread
 from aioloader._base.rank_store import RankStore, digest, group, key_of
 from aioloader._order.shared_end import Counts, SharedEnd
@@ -115,8 +113,7 @@ def _shown(summary: Any) -> str:
 
 # How many iterations this process has begun, by what they read: each has separate keys,
 # equal in all processes if these iterate equally often.
-_BEGUN: Counter[tuple[str, int]] = Counter()
-_COUNTING = fork_safe(threading.Lock())
+_BEGUN: dict[tuple[str, int], Iterator[int]] = {}
 _LONG = timedelta(days=1)  # the consumer's wait is bounded
 _GRACE = 10.0  # seconds for the threads to end
 _LEFT = b"left"  # wakes the thread that listens
@@ -170,9 +167,8 @@ class StoreTalk:
             return
         self._end, self._wake = end, wake
         key = key_of(["end", self._ranks, self._what])
-        with _COUNTING:
-            _BEGUN[key, self._rank] += 1
-            self._key = f"{key}/{_BEGUN[key, self._rank]}"
+        begun = _BEGUN.setdefault((key, self._rank), itertools.count(1))
+        self._key = f"{key}/{next(begun)}"
         place = group()
         self._may_have_peers = place is not None and place[1] > self._ranks
         # Python's exit aborts the process if a thread is in a call of the store.
