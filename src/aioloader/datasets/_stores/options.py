@@ -90,7 +90,9 @@ class Flights:
             # Only the late ones: a variable for the others would keep references.
             late = (await asyncio.wait(self._open, timeout=seconds))[1]
             while late:
-                self._cancel(late.pop())
+                (future := late.pop()).cancel()
+                self._ended.append(ref(future))
+                del future
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _LET_GO_SECONDS
         # Rust drops its reference as its last act under the interpreter lock. A
@@ -98,10 +100,6 @@ class Flights:
         while self._is_held() and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         self._ended.clear()
-
-    def _cancel(self, future: "asyncio.Future[Any]") -> None:
-        future.cancel()
-        self._ended.append(ref(future))
 
     def _is_held(self) -> bool:
         if self._ended:
