@@ -155,6 +155,6 @@ _SHARING: Reducers = {
     torch.Tensor: _reduce_tensor,
     torch.storage.TypedStorage: reduce_typed_storage,
     torch.UntypedStorage: _reduce_storage,
-    heap.Arena: _reduce_arena,
+    **({heap.Arena: _reduce_arena} if hasattr(reduction, "DupFd") else {}),
     np.memmap: _reduce_memmap,
 }

@@ -301,13 +301,13 @@ class PortablePool(WorkerPool):
             self._hang_up()
             self._dispatcher.close()
         self._stack.close()
-        self._servers.wait_later(self._wait)
 
     def _hang_up(self) -> None:
         """End the processes: at first they are asked to."""
         self._is_over = True
         for link in list(self._all):
             link.hang_up()
+        self._servers.wait_later(self._wait)
 
     def _wait(self) -> bool:
         with self._gone:
