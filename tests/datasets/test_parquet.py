@@ -418,14 +418,6 @@ def test_a_state_is_bound_to_all_of_a_long_list() -> None:
     assert shown[0] == shown[1] == Filters([("s", "in", ["a", "b", "c"])]).describe()
 
 
-def test_wrong_filters_are_errors() -> None:
-    for filters in ([], "n > 1", [("n", ">")], [("n", "~", 1)]):
-        with pytest.raises(
-            ValueError, match="filters must be an expression of pyarrow"
-        ):
-            ParquetDataset("x", filters=filters)
-
-
 async def test_filters_that_do_not_suit(hundred: str) -> None:
     for filters in ([("z", ">", 1)], [("text", ">", 1)]):
         with pytest.raises(ValueError, match=r"filters=.* do not fit the columns n, t"):

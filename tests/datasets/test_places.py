@@ -27,7 +27,6 @@ from aioloader.datasets import (
     Requests,
     TarDataset,
     TextDataset,
-    from_iterable,
 )
 from aioloader.datasets._stores import bytes as stored_bytes
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -214,11 +213,6 @@ async def test_two_loops_at_once(tmp_path: Path) -> None:
         other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
         found = await asyncio.gather(names(stream), other)
     assert list(found) == [NAMES, NAMES]
-
-
-def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="reads no shards"):
-        from_iterable([1]).map(abs).cache(tmp_path)
 
 
 async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:

@@ -416,27 +416,6 @@ def test_two_deals(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "what"),
-    [
-        ({"rank": 3, "world_size": 3}, ValueError, r"in range\(3\), got 3"),
-        ({"rank": -1, "world_size": 3}, ValueError, r"in range\(3\), got -1"),
-        ({"rank": 1}, ValueError, "go together, got rank=1 and world_size=None"),
-        ({"world_size": 2}, ValueError, "go together, got rank=None"),
-        ({"rank": 0.5, "world_size": 2}, TypeError, "must be an integer or 'auto'"),
-        ({"rank": "auto", "world_size": 2}, ValueError, "excludes world_size"),
-        ({"rank": "env"}, ValueError, "'env' is now rank='auto'"),
-        ({"rank": "me", "world_size": 2}, TypeError, "got 'me' and 2"),
-        ({"tail": "head"}, ValueError, "tail must be .*, got 'head'"),
-    ],
-    ids=str,
-)
-def test_arguments(options: dict[str, Any], error: type[Exception], what: str) -> None:
-    """They are checked at once."""
-    with pytest.raises(error, match=what):
-        Loader(Numbers(9), 3, **options)
-
-
-@pytest.mark.parametrize(
     ("tail", "last", "other"), [("drop", (0, 2), (0, 3)), ("uneven", (0, 3), (2, 3))]
 )
 def test_a_rank_that_has_a_batch_less(tail: str, last: Any, other: Any) -> None:

@@ -380,11 +380,6 @@ def test_an_empty_sample_changes_no_dtype() -> None:
         assert (batch["mask"].dtype, batch["w"].dtype) == (torch.bool, torch.float32)
 
 
-def test_a_bad_multiple() -> None:
-    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
-        pad_collate(multiple=0)
-
-
 class Tokens(Numbers):
     def __getitem__(self, index: int) -> Any:
         return {"input_ids": np.full(LENGTHS[index], index)}
