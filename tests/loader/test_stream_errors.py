@@ -60,34 +60,6 @@ async def test_an_iterable_that_cannot_be_opened(
     assert len(found) == 1
 
 
-class WithUnsaved:
-    """Its iterator's state cannot be had."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> int:
-        return 1
-
-    def state_dict(self) -> Any:
-        raise self.error
-
-    def load_state_dict(self, state: Any) -> None:
-        raise self.error
-
-
-@pytest.mark.parametrize("error", CONTROL)
-async def test_a_state_that_cannot_be_had(error: type[BaseException]) -> None:
-    """It is no end either: who asks for it gets the error."""
-    loader = DataLoader[Any](WithUnsaved(error), batch_size=4)
-    next(iter(loader))
-    with loader, pytest.raises(RuntimeError, match=error.__name__):
-        loader.state_dict()
-
-
 # -- streams of ours -------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Any], Any]] = {

@@ -22,9 +22,8 @@ from aioloader._observe.costs import costs_of
 from aioloader.datasets import FileDataset, from_iterable
 from beside import beside
 from observe.clock import Clock, Ticks
+from observe.test_verdict import WAITING
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
-
-WAITING = Ticks((20,) * 4, collate=1, step=5)
 
 
 def set_up(loader: DataLoader[Any]) -> Setting:
