@@ -159,9 +159,7 @@ async def test_what_is_wrong_is_named(reader: Any, words: str) -> None:
         await check_shard_format(rows)
 
 
-async def test_a_summary_without_a_count_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_summary_without_a_count_is_named(monkeypatch: Any) -> None:
     """Lanes are dealt by it."""
     rows = Rows()
     monkeypatch.setattr(rows, "summary", lambda _shards: {})

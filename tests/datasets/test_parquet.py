@@ -95,9 +95,7 @@ async def test_wrong_columns_are_errors(numbered: str) -> None:
         ParquetFormat(numbered, Local(), columns="n")
     with pytest.raises(ValueError, match=r"nulls= names \['x'\], not in columns"):
         ParquetFormat(numbered, Local(), columns=["n"], nulls={"x": 0})
-    with pytest.raises(
-        DatasetError, match="has no column 'x'; its columns are 'n', 't"
-    ):
+    with pytest.raises(DatasetError, match="has no column 'x'; its columns are 'n', '"):
         await shards(ParquetFormat(numbered, Local(), nulls={"x": 0}))
     with pytest.raises(ValueError, match=r"nulls=\{'n': 'a'\} does not fit.*int64"):
         await shards(ParquetFormat(numbered, Local(), nulls={"n": "a"}))
@@ -221,9 +219,7 @@ async def length_of(made: ParquetFormat, shard: Any) -> int | str:
         return str(error)
 
 
-async def test_a_file_about_other_files_is_an_error(
-    numbered: str, tmp_path: Path
-) -> None:
+async def test_a_file_of_other_files_is_an_error(numbered: str, tmp_path: Path) -> None:
     """Such as ``_metadata``, which has no columns of its own."""
     metadata = pq.read_metadata(numbered)
     metadata.set_file_path("numbered.parquet")

@@ -78,14 +78,8 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
     policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
     with ObjectServer(objects, faults=faults) as server:
-        stream = TarDataset(
-            "{0..11}.tar",
-            store=server.url,
-            interleave=4,
-            max_bytes=1 << 20,
-            requests=policy,
-            **AT_ONCE,
-        )
+        options: Any = {"store": server.url, "requests": policy, **AT_ONCE}
+        stream = TarDataset("{0..11}.tar", interleave=4, max_bytes=1 << 20, **options)
         loader: Any = DataLoader(stream, 64, collate_fn=list)
         batches = await beside(lambda: list(loader))
         assert sum(server.injected().values()) > 5

@@ -36,7 +36,7 @@ from aioloader.errors import DatasetError
 
 MARKER = "MARKER7secret"
 KEY = base64.b64encode(MARKER.encode()).decode()
-S3_KEYS = {"access_key_id": "me", "secret_access_key": MARKER}
+S3_KEYS: Any = {"access_key_id": "me", "secret_access_key": MARKER}
 ACCOUNT = {"private_key": MARKER, "private_key_id": "id", "client_email": "me@host"}
 GOOGLE = json.dumps({**ACCOUNT, "disable_oauth": True})
 STREAMS = [
@@ -230,10 +230,8 @@ async def test_states(tmp_path: Path, loopback: Any) -> None:
     ],
 )
 def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> None:
-    copy = pickle.loads(
-        pickle.dumps(ObjectDataset(store, ["k"], store_options=options))
-    )
-    assert repr(copy) == repr(ObjectDataset(store, ["k"], store_options=options))
+    made = ObjectDataset(store, ["k"], store_options=options)
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
 
 
 async def test_credentials_of_the_environment_stay_there(s3: str) -> None:
@@ -271,12 +269,9 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
     ],
     ids=range(15),
 )
-def test_databases_that_are_refused(
-    make: Any, url: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(
-        (TypeError, ValueError), match=None if options else "url"
-    ) as said:
+def test_databases_that_are_refused(make: Any, url: str, options: Any) -> None:
+    words = None if options else "url"
+    with pytest.raises((TypeError, ValueError), match=words) as said:
         make(url, "t", **{"key": "id", **options})
     said.value.__traceback__ = None
     assert has_canary(everything_said(said.value)) is None

@@ -194,13 +194,7 @@ class ClientError(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
-    [
-        OSError(5, "broken"),
-        TimeoutError(),
-        EOFError(),
-        ClientError(503),
-        ClientError(0),
-    ],
+    [OSError(5, "bad"), TimeoutError(), EOFError(), ClientError(503), ClientError(0)],
     ids=repr,
 )
 async def test_failures_are_retried(shop: Shop, failure: Exception) -> None:

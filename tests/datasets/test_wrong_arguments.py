@@ -274,9 +274,7 @@ def test_in_the_constructor(call: str, error: str) -> None:
         ({"zzz": 1}, "it has cache, cache_bytes, .*deterministic, "),
     ],
 )
-def test_unknown_options_of_streams(
-    kind: str, options: dict[str, Any], words: str
-) -> None:
+def test_unknown_options_of_streams(kind: str, options: Any, words: str) -> None:
     name = f"{kind}Dataset"
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
         getattr(datasets, name)("a", **options)
@@ -295,10 +293,7 @@ def test_a_subclass_adds_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "constructors"),
-    [
-        (OrderOptions, [ShardedStream]),
-        (StreamOptions, [ShardedStream, StoredStream]),
-    ],
+    [(OrderOptions, [ShardedStream]), (StreamOptions, [ShardedStream, StoredStream])],
 )
 def test_typed_options_are_those_of_the_constructors(
     shared: Any, constructors: list[type]
@@ -352,10 +347,7 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
     [
         ("TarDataset('az://c/a.tar')", "Account must be specified: name it in st"),
         ("TarDataset('az://c/*.tar')", "Account must be specified: name it in st"),
-        (
-            "ParquetDataset('a', store='az://c')",
-            "cannot open 'az://c': .*Account must b",
-        ),
+        ("ParquetDataset('a', store='az://c')", "cannot open 'az://c': .*Account mu"),
         ("TarDataset('*', store='/no/such')", "no shard .* is no directory '/no/such'"),
         ("TextDataset('/no/such/a')", "no such file: '/no/such/a'"),
         ("ParquetDataset('/no/such/a')", "no such file: '/no/such/a'"),
@@ -411,9 +403,7 @@ def test_missing_extras(
         eval(call)
 
 
-async def test_missing_zstandard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_zstandard(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "a.txt.zst").touch()
     for module in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, module, None)

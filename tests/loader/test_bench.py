@@ -81,12 +81,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def bench(*arguments: str) -> "subprocess.Popen[str]":
     """Start the command."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "aioloader", "bench", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "aioloader", "bench", *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes)
 
 
 @pytest.mark.slow

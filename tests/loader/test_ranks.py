@@ -59,10 +59,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 ORDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": lambda _: {},
-    "shuffle": lambda _: {
-        "shuffle": True,
-        "generator": torch.Generator().manual_seed(5),
-    },
+    "shuffle": lambda _: {"shuffle": True, "generator": seeded(5)},
     "sampler": lambda n: {"sampler": ShuffledIndices(n, 3)},
     "list": lambda n: {"sampler": list(range(n))[::-1]},
 }
@@ -72,15 +69,9 @@ def loaders(
     kind: str, n: int, world_size: int, order: str = "plain", **options: Any
 ) -> list[DataLoader[Any]]:
     """Return the loaders of all ranks."""
+    size, given = GLOBAL // world_size, {"world_size": world_size, **options}
     return [
-        Loader(
-            KINDS[kind](n),
-            batch_size=GLOBAL // world_size,
-            rank=rank,
-            world_size=world_size,
-            **ORDERS[order](n),
-            **options,
-        )
+        Loader(KINDS[kind](n), size, rank=rank, **ORDERS[order](n), **given)
         for rank in range(world_size)
     ]
 

@@ -199,16 +199,8 @@ async def test_a_skipped_sample_pads_no_tail(way: str, dataset: Any) -> None:
     """A rank pads with its latest sample that was read, or else another rank's."""
 
     async def found(n: int, bad: int, rank: int, world_size: int) -> list[Any]:
-        loop: Any = "caller" if way == "caller" else "thread"
-        loader: Any = DataLoader(
-            dataset(n, bad),
-            2,
-            rank=rank,
-            world_size=world_size,
-            on_error="skip",
-            loop=loop,
-        )
-        return await drain(way, loader)
+        options: Any = {"rank": rank, "world_size": world_size, "on_error": "skip"}
+        return await drain(way, make(way, dataset(n, bad), batch_size=2, **options))
 
     assert await found(5, 3, rank=1, world_size=2) == [[1], [1]]
     assert await found(2, 1, rank=2, world_size=3) == [[0]]

@@ -50,9 +50,7 @@ def test_tensors_in_memory() -> None:
 
 
 @pytest.mark.parametrize("prefetch_factor", [None, 4])
-def test_batches_that_draw_from_the_callers_generators(
-    prefetch_factor: int | None,
-) -> None:
+def test_batches_that_draw_from_a_generator(prefetch_factor: int | None) -> None:
     """Each is made when it is requested, whatever is asked for ahead."""
     loader = DataLoader(SyncMap(8), rng="batch", prefetch_factor=prefetch_factor)
     setting = set_up(loader)
