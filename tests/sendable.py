@@ -207,7 +207,7 @@ TENSORS: dict[str, Callable[[int], Any]] = {
     "untyped storage, empty": lambda n: torch.empty(0).untyped_storage(),
     "one memory": one_of_another,
     "one memory, in order": lambda n: (
-        torch.split((t := rows(n)), n // 2),
+        torch.split(t := rows(n), n // 2),
         t[:9].unbind(),
     ),
     "one memory, sub-class": lambda n: (t := tagged(n), t[1:], t.as_subclass(Wrapped)),

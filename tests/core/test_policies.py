@@ -117,12 +117,8 @@ async def test_a_callable_replaces_or_skips_or_raises(
     # What stands in for a read is transformed as a sample is.
     assert found[1] == [4 * factor, 100 * factor, 7 * factor]
     assert isinstance(found[2], KeyError)
-    places = [(one.stage, one.batch, one.position, one.index) for one in asked]
-    assert sorted(places) == [
-        ("fetch", 1, 1, 5),
-        ("fetch", 1, 2, 6),
-        ("fetch", 2, 1, 9),
-    ]
+    places = sorted((one.stage, one.batch, one.position, one.index) for one in asked)
+    assert places == [("fetch", 1, 1, 5), ("fetch", 1, 2, 6), ("fetch", 2, 1, 9)]
     assert all(isinstance(one.error, OSError) for one in asked)
 
 
@@ -331,13 +327,9 @@ ORDER: Any = torch.tensor([3, 1, 4, 0, 5, 9, 2, 6, 8, 7])
 PARTS: Any = ORDER.split(3)
 INDICES: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler of tensors": lambda: {"sampler": list(ORDER), "batch_size": 3},
-    "batch sampler over it": lambda: {
-        "batch_sampler": BatchSampler(list(ORDER), 3, True)
-    },
+    "a batch sampler": lambda: {"batch_sampler": BatchSampler([*ORDER], 3, True)},
     "batches that are tensors": lambda: {"batch_sampler": PARTS},
-    "batches that are arrays": lambda: {
-        "batch_sampler": [part.numpy() for part in PARTS]
-    },
+    "batches of arrays": lambda: {"batch_sampler": [part.numpy() for part in PARTS]},
     "batches of tensors": lambda: {"batch_sampler": [list(part) for part in PARTS]},
     "batches as samples": lambda: {"sampler": PARTS, "batch_size": None},
     "lists as samples": lambda: {
@@ -411,9 +403,7 @@ class Half(Slotted):
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Slotted, SlottedBatches, Half])
-async def test_a_plain_dataset_that_gives_coroutines(
-    kind: Any, way: str, by: str
-) -> None:
+async def test_a_plain_dataset_gives_coroutines(kind: Any, way: str, by: str) -> None:
     """It is known by what it returns."""
     loader = make(way, kind(AsyncNumbers(12)), **BY[by])
     assert await outcomes(way, loader) == ALL

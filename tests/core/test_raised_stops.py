@@ -76,9 +76,7 @@ async def test_a_read(dataset: Any, way: str, by: str) -> None:
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("stream", [PlainSteps, AsyncSteps])
 @pytest.mark.parametrize("stop", [asyncio.CancelledError, OSError])
-async def test_a_stream_that_can_go_on(
-    stop: Any, stream: Any, by: str, way: str
-) -> None:
+async def test_a_stream_can_go_on(stop: Any, stream: Any, by: str, way: str) -> None:
     """It is asked for its next sample when one is cancelled, or fails."""
     if by != "in process" and (stream is PlainSteps or way == "caller"):
         pytest.skip("each worker would read all")

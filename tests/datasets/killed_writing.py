@@ -55,9 +55,7 @@ def samples(destination: str) -> list[dict[str, Any]]:
             {"txt": f"{number}", "bin": bytes([number]) * LARGE_BYTES}
             for number in range(LARGE_SAMPLES)
         ]
-    return [
-        {"txt": f"{number}", "bin": bytes([number]) * 700} for number in range(SAMPLES)
-    ]
+    return [{"txt": f"{at}", "bin": bytes([at]) * 700} for at in range(SAMPLES)]
 
 
 def letters(texts: list[str]) -> list[Any]:

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -192,12 +192,8 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     """Whatever is in the directory that is no entry."""
     cache = filled(tmp_path)
     folder = path_of(cache, "0").parent
-    names = [
-        "notes.txt",
-        "zz/" + "a" * 62,
-        f"{folder.name}/notes.txt",
-        f"{folder.name}/.x.tmp",
-    ]
+    names = ["notes.txt", "zz/" + "a" * 62]
+    names += [f"{folder.name}/notes.txt", f"{folder.name}/.x.tmp"]
     others = [Path(cache.directory, name) for name in names]
     for path in others:
         path.parent.mkdir(exist_ok=True)
@@ -311,9 +307,7 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
-def test_no_directory_can_be(
-    tmp_path: Path, place: str, one_warning: list[str]
-) -> None:
+def test_no_directory_can_be(tmp_path: Path, place: str, one_warning: Any) -> None:
     """A file is in its place, or the file system makes none."""
     (tmp_path / "file").touch()
     cache = CacheDir(tmp_path / place, ROOMY)

@@ -24,15 +24,7 @@ from aioloader.datasets._arrow import memory
 from aioloader.datasets._arrow.csv import CSVFormat, Dialect
 from aioloader.errors import DatasetError, StateMismatchError
 from datasets.shards import check_resumes, put, read
-from datasets.tables import (
-    PLACES,
-    Local,
-    expected,
-    plain,
-    read_all,
-    read_shard,
-    shards,
-)
+from datasets.tables import PLACES, Local, expected, plain, read_all, read_shard, shards
 
 
 def made(paths: Any, *, is_remote: bool = False, **options: Any) -> CSVFormat:
@@ -211,9 +203,7 @@ async def test_empty_files(is_remote: bool, tmp_path: Path) -> None:
         assert await read_all(made(written(tmp_path, text), is_remote=is_remote)) == []
 
 
-async def test_a_long_first_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_first_line(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(formats, "_LEAST_HEAD", 16)
     names = [f"column {n}" for n in range(50)]
     text = ",".join(names) + "\n" + ",".join(["7"] * 50) + "\n"
@@ -224,10 +214,8 @@ async def test_a_long_first_line(
 
 async def test_cuts_before_the_first_row(tmp_path: Path) -> None:
     """Within empty lines, or a first line of several: names are never a row."""
-    for text, names in (
-        ("\n" * 40 + "a,b\nx,y\n", "ab"),
-        ('"a\n1,2\n3,4",b\nx,y\n', ""),
-    ):
+    several = '"a\n1,2\n3,4",b\nx,y\n'
+    for text, names in (("\n" * 40 + "a,b\nx,y\n", "ab"), (several, "")):
         (path,) = written(tmp_path, text)
         parts = [await read(CSVDataset(path).shard(at, 4)) for at in range(4)]
         rows = [row for found, _ in parts for row in found]
@@ -330,9 +318,7 @@ async def test_all_rows_once(make: Make, tmp_path: Path) -> None:
     stream = from_arrow(source, ["n", "s", "year"])
     for _ in range(2):
         assert plain((await read(stream))[0]) == TABLE.to_pylist()
-    chosen = from_arrow(
-        source, ["s"], nulls={"s": ""}, filters=(pc.field("year") > 2020)
-    )
+    chosen = from_arrow(source, ["s"], nulls={"s": ""}, filters=pc.field("year") > 2020)
     expected = [{"s": row["s"] or ""} for row in TABLE[50:].to_pylist()]
     assert (await read(chosen))[0] == expected
     parts = [(await read(stream.shard(rank, 3)))[0] for rank in range(3)]

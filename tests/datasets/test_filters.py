@@ -102,10 +102,7 @@ def write_all(polars: Any, table: pa.Table, folder: Path, rows: int) -> list[Pat
 
 @pytest.mark.law
 @pytest.mark.slow
-@settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROW, min_size=1, max_size=8), st.integers(1, 3), EXPRESSIONS)
 async def test_rows_never_depend_on_statistics(
     polars: Any, tmp_path: Path, drawn: list[Any], rows: int, filters: pc.Expression

@@ -120,13 +120,9 @@ async def test_a_failed_sample_fails_alone(kind: type[Plain]) -> None:
         index**2 for index in range(N) if index != 5
     ]
     assert str(block[5].error) == "no 5"
-    assert (
-        block[5].error.__notes__
-        == [
-            f"aioloader: sample 5 of {kind.__name__}",
-            "aioloader: in 'from_dataset' of the stream",
-        ][kind is Wrapped :]
-    )
+    named = [] if kind is Wrapped else [f"aioloader: sample 5 of {kind.__name__}"]
+    place = "aioloader: in 'from_dataset' of the stream"
+    assert block[5].error.__notes__ == [*named, place]
 
 
 @pytest.mark.slow
@@ -210,9 +206,7 @@ async def test_its_resources_are_entered_on_the_loop() -> None:
     st.sampled_from(["wrap", "drop", "pad", "uneven", None]),
     st.integers(1, 5),
 )
-def test_ranks_have_equal_parts(
-    length: int, shuffle: bool, tail: Any, ranks: int
-) -> None:
+def test_ranks_share_equally(length: int, shuffle: bool, tail: Any, ranks: int) -> None:
     def make() -> Any:
         return from_dataset(Plain(length), shuffle=shuffle)
 
@@ -290,9 +284,7 @@ def test_each_source_has_its_share(weights: Any, readers: int, begin: int) -> No
     first = begin // readers
     parts = [schedule.sources(first, Share(one, readers), []) for one in range(readers)]
     order = np.stack(parts, axis=1).ravel()
-    before = [
-        its for its, _ in schedule.stage(0, []).proportions.counts(first * readers)
-    ]
+    before = [n for n, _ in schedule.stage(0, []).proportions.counts(first * readers)]
     for source, share in enumerate(shares(weights)):
         counts = before[source] + np.cumsum(order == source)
         positions = first * readers + 1 + np.arange(len(order))

@@ -29,12 +29,7 @@ from obstore.store import LocalStore
 from PIL import Image
 
 from aioloader._base.blocks import Bad
-from aioloader.datasets import (
-    JSONLinesDataset,
-    MDSDataset,
-    TarDataset,
-    TextDataset,
-)
+from aioloader.datasets import JSONLinesDataset, MDSDataset, TarDataset, TextDataset
 from aioloader.datasets.lines import JSONDecoder, samples
 from aioloader.datasets.mds import decoder_of
 from aioloader.errors import DatasetError, StateMismatchError
@@ -100,9 +95,7 @@ def damaged_lines(path: Path) -> None:
         (JSONLinesDataset, "a.jsonl", damaged_lines),
     ],
 )
-async def test_damage_is_told_once(
-    kind: Any, name: str, write: Any, tmp_path: Path
-) -> None:
+async def test_damage_is_told(kind: Any, name: str, write: Any, tmp_path: Path) -> None:
     """From a state behind it there is nothing; one before it leads to it again."""
     write(tmp_path / name)
 

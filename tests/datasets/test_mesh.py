@@ -55,13 +55,8 @@ def table(path: Path, count: int) -> dict[str, Any]:
         db.execute("PRAGMA journal_mode=WAL")  # so that readers do not lock it
         db.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, name TEXT)")
     insert(path, 0, count)
-    return {
-        "kind": "SQLDataset",
-        "url": f"sqlite:///{path}",
-        "query": "t",
-        "key": "id",
-        "partitions": 4,
-    }
+    rows = {"query": "t", "key": "id", "partitions": 4}
+    return {"kind": "SQLDataset", "url": f"sqlite:///{path}", **rows}
 
 
 def insert(path: Path, start: int, stop: int) -> None:
@@ -173,9 +168,7 @@ async def test_what_is_compared(tmp_path: Path) -> None:
     await begin(0, "a")
 
 
-def test_a_prefix_that_grows_between_peers(
-    four: list[RankProcess], tmp_path: Path
-) -> None:
+def test_a_prefix_grows_between_peers(four: list[RankProcess], tmp_path: Path) -> None:
     stream = shards(tmp_path, 0, 8)
     assert four[0].do(do="open", **stream) == ["0"]
     shards(tmp_path, 8, 9)
@@ -193,9 +186,7 @@ def test_a_prefix_that_grows_between_peers(
     assert sorted(map(int, rest[0] + rest[2])) == sorted({*range(90)} - {0, 10})
 
 
-def test_a_table_that_changes_between_peers(
-    four: list[RankProcess], tmp_path: Path
-) -> None:
+def test_a_table_changes_between_peers(four: list[RankProcess], tmp_path: Path) -> None:
     """The second peer cuts it where the first one did."""
     stream = table(tmp_path / "db", 1000)
     found = [four[0].do(do="open", **stream)]

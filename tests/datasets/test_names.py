@@ -4,7 +4,7 @@ import asyncio
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from aioloader.datasets import (
-    FileDataset,
-    ObjectDataset,
-    TarDataset,
-    TextDataset,
-)
+from aioloader.datasets import FileDataset, ObjectDataset, TarDataset, TextDataset
 from aioloader.datasets._stores.addresses import matching, spell, split
 from aioloader.errors import DatasetError, ObjectNotFoundError, ObjectPermissionError
 from beside import beside
 from datasets.changing import Handler, Server
-from datasets.conftest import QUICK, SECRET, Loopback
+from datasets.conftest import QUICK, SECRET
 from datasets.shards import NAMES, items, names, read
 from datasets.test_places import shards
 from object_server import Faults, ObjectServer
@@ -60,9 +55,7 @@ class WebDAV(Server):
 
     handler = _Handler
 
-    def __init__(
-        self, objects: Mapping[str, bytes], *, is_literal: bool = False
-    ) -> None:
+    def __init__(self, objects: dict[str, bytes], *, is_literal: bool = False) -> None:
         spelled = (lambda name: name) if is_literal else quote
         self._objects = {f"/{spelled(name)}": data for name, data in objects.items()}
         self._is_literal = is_literal
@@ -236,9 +229,7 @@ async def test_folder_markers_are_no_samples(moto: Any, s3_port: int) -> None:
         await ObjectDataset.discover("s3://bucket", prefix="m/none")
 
 
-async def test_an_object_at_the_name_of_a_folder_is_named(
-    moto: Any, s3_port: int
-) -> None:
+async def test_an_object_named_as_a_folder_is_named(moto: Any, s3_port: int) -> None:
     """It has bytes and is no marker; obstore lists it without the slash."""
     await fill(moto, ["k/a"])
     put_raw(s3_port, "k/x/", b"bytes")
@@ -273,9 +264,7 @@ SIGNED = [
 
 
 @pytest.mark.parametrize("query", SIGNED)
-async def test_a_signed_url_that_has_expired_says_so(
-    query: str, loopback: Loopback
-) -> None:
+async def test_a_signed_url_that_expired_says_so(query: str, loopback: Any) -> None:
     url = loopback.at("403") + f"/a.txt?{query}{SECRET}"
     words = r"the signed URL expired at 2020-01-02 03:05:05\+00:00; sign it again"
     with pytest.raises(ObjectPermissionError, match=words) as caught:
@@ -344,12 +333,8 @@ async def test_in_a_store(
     chosen = {name for name in found if len(os.fsencode(name)) < 200}
     folder = tmp_path_factory.mktemp("names")
     below, prefix = "d/" * depth, f"{folder.name} x/"
-    options: Any = {
-        "endpoint": f"http://127.0.0.1:{s3_port}",
-        "region": "us-east-1",
-        "access_key_id": "id",
-        "secret_access_key": "key",
-    }
+    options: Any = {"access_key_id": "id", "secret_access_key": "key"}
+    options |= {"endpoint": f"http://127.0.0.1:{s3_port}", "region": "us-east-1"}
     memory, local = MemoryStore(), LocalStore(folder)
     moto = S3Store("bucket", client_options={"allow_http": True}, config=options)
     write(folder / below, chosen)
@@ -399,12 +384,8 @@ def serve(sizes: dict[str, int], objects: Any = None) -> ObjectServer:
 
 def options(server: ObjectServer) -> dict[str, Any]:
     retries = {"backoff": {"init_backoff": timedelta(milliseconds=1)}}
-    return {
-        "endpoint": server.url,
-        "region": "x",
-        "skip_signature": True,
-        "retry_config": retries,
-    }
+    address = {"endpoint": server.url, "region": "x", "skip_signature": True}
+    return {**address, "retry_config": retries}
 
 
 @pytest.mark.slow

@@ -16,12 +16,7 @@ from aioloader.datasets import ObjectDataset, Requests, TextDataset
 from aioloader.datasets._stores.bytes import Client, StoredObject
 from aioloader.datasets._stores.failures import Piece
 from aioloader.datasets._stores.options import Flights
-from aioloader.datasets._stores.sources import (
-    OwnStore,
-    Source,
-    Tries,
-    UnreachableError,
-)
+from aioloader.datasets._stores.sources import OwnStore, Source, Tries, UnreachableError
 from aioloader.datasets._stores.stores import ObstoreStore
 from aioloader.errors import (
     DatasetError,

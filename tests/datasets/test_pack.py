@@ -61,9 +61,7 @@ def test_class_folders(
     manifest = json.loads((tmp_path / "out" / "train-shards.json").read_text())
     assert manifest["metadata"]["classes"] == CLASSES
     packed(*arguments, "--shard-samples", 4)
-    assert capsys.readouterr().out.startswith(
-        "6 samples (6 already written) in 2 shards"
-    )
+    assert capsys.readouterr().out.startswith("6 samples (6 already written) in 2 sh")
     assert len(read(stream)) == 6
 
 
@@ -206,10 +204,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["pack", "{tree}", "{out}", "--glob", "*.png"], "no file matches '*.png'"),
     (["pack", "{tree}/cat", "{out}", "--class-folders"], "is in no class folder"),
     (["pack", "x.jsonl", "{out}", "--class-folders"], "--class-folders applies to dir"),
-    (
-        ["pack", "x.jsonl", "{out}", "--shuffle", "0"],
-        "--shuffle applies to directories",
-    ),
+    (["pack", "x.jsonl", "{out}", "--shuffle", "0"], "--shuffle applies to director"),
     (["index", "nowhere.tar"], "there is no file 'nowhere.tar'"),
 ]
 

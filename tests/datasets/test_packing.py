@@ -93,11 +93,7 @@ def options(draw: st.DrawFn, strategy: str) -> dict[str, Any]:
     if strategy == "concat":
         return {**found, "last": draw(st.sampled_from(["drop", "pad"]))}
     found["overlong"] = draw(st.sampled_from(["split", "truncate", "drop"]))
-    return {
-        **found,
-        "window": draw(st.integers(1, 12)),
-        "seed": draw(st.integers(0, 3)),
-    }
+    return found | {"window": draw(st.integers(1, 12)), "seed": draw(st.integers(0, 3))}
 
 
 STRATEGIES: list[Any] = ["concat", "best_fit"]

@@ -27,7 +27,6 @@ from aioloader.datasets import (
     Requests,
     TarDataset,
     TextDataset,
-    from_iterable,
 )
 from aioloader.datasets._stores import bytes as stored_bytes
 from aioloader.errors import DatasetError, ObjectNotFoundError
@@ -79,14 +78,8 @@ async def test_a_store_that_fails_often(seed: int, hedge: bool) -> None:
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05, hangs=0.01, seed=seed)
     policy = Requests(timeout=0.5, deadline=20, base_delay=0.001, hedge=hedge)
     with ObjectServer(objects, faults=faults) as server:
-        stream = TarDataset(
-            "{0..11}.tar",
-            store=server.url,
-            interleave=4,
-            max_bytes=1 << 20,
-            requests=policy,
-            **AT_ONCE,
-        )
+        options: Any = {"store": server.url, "requests": policy, **AT_ONCE}
+        stream = TarDataset("{0..11}.tar", interleave=4, max_bytes=1 << 20, **options)
         loader: Any = DataLoader(stream, 64, collate_fn=list)
         batches = await beside(lambda: list(loader))
         assert sum(server.injected().values()) > 5
@@ -214,11 +207,6 @@ async def test_two_loops_at_once(tmp_path: Path) -> None:
         other = asyncio.to_thread(lambda: asyncio.run(names(stream)))
         found = await asyncio.gather(names(stream), other)
     assert list(found) == [NAMES, NAMES]
-
-
-def test_what_has_no_shards_has_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="reads no shards"):
-        from_iterable([1]).map(abs).cache(tmp_path)
 
 
 async def test_stores_in_memory_are_not_mixed_up(tmp_path: Path) -> None:

@@ -289,14 +289,8 @@ async def test_states_that_do_not_belong_together() -> None:
         (three[:2], r"readers 0, 1 of 3; 2 are missing"),
         ([*three[:2], later[2]], r"after 15 samples of all ranks, others after 6"),
         ([*three, four[0]], r"one has readers 3, another one has readers 4"),
-        (
-            [three[0], changed(three[1], epoch=9)],
-            r"has epoch 2, another one has epoch 9",
-        ),
-        (
-            [three[0], {**three[1], "version": 1}],
-            r"of version 1, and this .* version 5: r",
-        ),
+        ([three[0], changed(three[1], epoch=9)], r"has epoch 2, another one has epoch"),
+        ([three[0], {**three[1], "version": 1}], r"of version 1, and this .* version "),
     ):
         with pytest.raises(StateMismatchError, match=words):
             merge_states(states)
@@ -440,9 +434,7 @@ async def test_uneven_shards(make: Any, options: Any, tmp_path: Path) -> None:
 async def test_shares_change_with_the_epoch(tmp_path: Path) -> None:
     """A rank gets other shards each time, if they are shuffled."""
     stream = of_text(tmp_path, shuffle=True).shard(0, 3)
-    found = [
-        {line.partition("-")[0] for line in (await read(stream))[0]} for _ in range(4)
-    ]
+    found = [{name.split("-")[0] for name in (await read(stream))[0]} for _ in range(4)]
     assert len({*map(frozenset, found)}) == 4
 
 

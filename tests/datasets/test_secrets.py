@@ -36,17 +36,9 @@ from aioloader.errors import DatasetError
 
 MARKER = "MARKER7secret"
 KEY = base64.b64encode(MARKER.encode()).decode()
-S3_KEYS = {"access_key_id": "me", "secret_access_key": MARKER}
-GOOGLE = json.dumps(
-    {
-        "private_key": MARKER,
-        "private_key_id": "id",
-        "client_email": "me@host",
-        "disable_oauth": True,
-    }
-)
-
-
+S3_KEYS: Any = {"access_key_id": "me", "secret_access_key": MARKER}
+ACCOUNT = {"private_key": MARKER, "private_key_id": "id", "client_email": "me@host"}
+GOOGLE = json.dumps({**ACCOUNT, "disable_oauth": True})
 STREAMS = [
     TarDataset, JSONLinesDataset, TextDataset, ParquetDataset, ArrowDataset, CSVDataset,
 ]  # fmt: skip
@@ -69,46 +61,32 @@ URLS = [
     f"gs://bucket/*.tar?token={MARKER}",
     f"abfss://box:{MARKER}@account.dfs.core.windows.net/a.tar",
 ]
+
+
+def client(**options: Any) -> dict[str, Any]:
+    return {"client_options": options}
+
+
+MINE, BEARER = {"X-Mine": MARKER}, {"authorization": f"Bearer {MARKER}"}
 # Store, options, and how a pickle that is refused names the secret.
-_HEADERS = "client_options.default_headers"
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("s3://b", {"aws_access_key_id": "me", "aws_secret_access_key": MARKER}, "aws_s"),
     ("s3://b", {"config": S3_KEYS}, "config.access_key_id"),
     ("s3://b", {**S3_KEYS, "AWS_SESSION_TOKEN": MARKER}, "AWS_SESSION_TOKEN"),
-    (
-        "s3://b",
-        {"client_options": {"default_headers": {"X-Mine": MARKER}}},
-        f"{_HEADERS}.X-Mine",
-    ),
-    (
-        "s3://b",
-        {"client_options": {"proxy_url": f"http://me:{MARKER}@proxy"}},
-        "client_options.proxy_url",
-    ),
+    ("s3://b", client(default_headers=MINE), "client_options.default_headers.X-Mine"),
+    ("s3://b", client(proxy_url=f"http://me:{MARKER}@proxy"), "client_options.proxy_u"),
     ("s3://b", {"endpoint": f"https://me:{MARKER}@host"}, "endpoint"),
     ("gs://b", {"service_account_key": GOOGLE}, "service_account_key"),
     ("az://box", {"account_name": "a", "account_key": KEY}, "account_key"),
     ("az://box", {"account_name": "a", "sas_key": f"sig={MARKER}"}, "sas_key"),
-    (
-        "https://host",
-        {"client_options": {"default_headers": {"authorization": f"Bearer {MARKER}"}}},
-        f"{_HEADERS}.authorization",
-    ),
+    ("https://host", client(default_headers=BEARER), "default_headers.authorization"),
 ]
 STORES = [
-    (
-        lambda: S3Store("b", access_key_id="me", secret_access_key=MARKER),
-        "secret_access",
-    ),
+    (lambda: S3Store("b", **S3_KEYS), "secret_access_key"),
     (lambda: GCSStore("b", service_account_key=GOOGLE), "service_account_key"),
     (lambda: AzureStore("box", account_name="a", account_key=KEY), "account_key"),
     (lambda: HTTPStore(f"https://me:{MARKER}@host/?sig={MARKER}"), "the URL's user"),
-    (
-        lambda: HTTPStore(
-            "https://host", client_options={"default_headers": {"X-Mine": MARKER}}
-        ),
-        "default_headers.x-mine",
-    ),
+    (lambda: HTTPStore("https://host", **client(default_headers=MINE)), "s.x-mine"),
 ]
 POSTGRES = [
     f"postgresql://me:{MARKER}@host/db",
@@ -252,10 +230,8 @@ async def test_states(tmp_path: Path, loopback: Any) -> None:
     ],
 )
 def test_harmless_options_are_pickled(store: Any, options: dict[str, Any]) -> None:
-    copy = pickle.loads(
-        pickle.dumps(ObjectDataset(store, ["k"], store_options=options))
-    )
-    assert repr(copy) == repr(ObjectDataset(store, ["k"], store_options=options))
+    made = ObjectDataset(store, ["k"], store_options=options)
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
 
 
 async def test_credentials_of_the_environment_stay_there(s3: str) -> None:
@@ -293,12 +269,9 @@ DATABASE = f"postgresql://me:{MARKER}@host/db"
     ],
     ids=range(15),
 )
-def test_databases_that_are_refused(
-    make: Any, url: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(
-        (TypeError, ValueError), match=None if options else "url"
-    ) as said:
+def test_databases_that_are_refused(make: Any, url: str, options: Any) -> None:
+    words = None if options else "url"
+    with pytest.raises((TypeError, ValueError), match=words) as said:
         make(url, "t", **{"key": "id", **options})
     said.value.__traceback__ = None
     assert has_canary(everything_said(said.value)) is None

@@ -310,9 +310,7 @@ async def test_ranks_go_on_each_with_its_own(database: Database) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partitions", [3, 20, [17]])
-async def test_the_state_says_how_it_was_cut(
-    database: Database, partitions: Any
-) -> None:
+async def test_a_state_says_how_it_was_cut(database: Database, partitions: Any) -> None:
     database.fill("t", 100)
     head, state = await keys(stream_of(database, partitions=5), 30)
     rest, _ = await keys(stream_of(database, partitions=partitions), state=state)

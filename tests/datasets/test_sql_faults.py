@@ -191,10 +191,7 @@ async def test_wal_mode_in_a_directory_that_cannot_be_written(
     """The remedy in the error works."""
     rows = await read(make, f"{unwritable}?immutable=1", "t")
     assert [row["id"] for row in rows] == [0, 1, 2]
-    with (
-        as_nobody(),
-        pytest.raises(DatasetError, match=r"add \?immutable=1 to the URL"),
-    ):
+    with as_nobody(), pytest.raises(DatasetError, match=r"add \?immutable=1 to the"):
         await read(make, unwritable, "t")
 
 
@@ -420,9 +417,7 @@ async def test_the_leader_s_connection_is_cut(
 
 
 @pytest.mark.slow
-async def test_rows_of_a_server_that_goes(
-    postgresql: Database, running: Server
-) -> None:
+async def test_rows_if_a_server_goes(postgresql: Database, running: Server) -> None:
     """It comes back in time, and then it does not."""
     postgresql.fill("t", 100)
     async with listed(postgresql) as rows:

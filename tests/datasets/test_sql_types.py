@@ -51,10 +51,7 @@ TYPES: dict[str, tuple[str, Any]] = {
     "date": ("'2020-01-02'", dt.date(2020, 1, 2)),
     "time": ("'12:34:56.789'", dt.time(12, 34, 56, 789000)),
     "timestamp": ("'2020-01-02 03:04:05'", dt.datetime(2020, 1, 2, 3, 4, 5)),
-    "timestamptz": (
-        "'2020-01-02 03:04:05+02'",
-        dt.datetime(2020, 1, 2, 1, 4, 5, tzinfo=UTC),
-    ),
+    "timestamptz": ("'2020-01-02 03:04+02'", dt.datetime(2020, 1, 2, 1, 4, tzinfo=UTC)),
     "uuid": (f"'{UUID}'", UUID),
     "json": ("'{\"a\": 1}'", '{"a": 1}'),
     "jsonb": ("'{\"a\": 1}'", '{"a": 1}'),
@@ -487,11 +484,8 @@ async def test_dates_money_and_oids_within_other_types_are_refused(
     sql = f"SELECT id, {', '.join(f'{c} AS c{n}' for n, c in enumerate(casts))} FROM t"
     postgresql.run(f"CREATE VIEW v AS {sql}")
     (row,) = await values_of(postgresql, kind, table="v")
-    assert [row["c0"], row["c8"], row["c10"]] == [
-        "(infinity,1)",
-        "{infinity}",
-        "{4000000000}",
-    ]
+    found = [row["c0"], row["c8"], row["c10"]]
+    assert found == ["(infinity,1)", "{infinity}", "{4000000000}"]
 
 
 @WAYS
@@ -502,9 +496,7 @@ async def test_money_in_a_composite_is_refused(postgresql: Database, kind: str) 
         "CREATE TABLE t (id INT PRIMARY KEY, p price)",
         "INSERT INTO t VALUES (1, '(1,1.5)')",
     )
-    with pytest.raises(
-        (ValueError, DatasetError), match=r"price.*; write CAST\(.*TEXT"
-    ):
+    with pytest.raises((ValueError, DatasetError), match=r"price.*; write CAST\(.*TE"):
         await values_of(postgresql, kind)
 
 

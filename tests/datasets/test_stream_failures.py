@@ -12,11 +12,7 @@ import pytest
 
 from aioloader import DataLoader, Skip
 from aioloader._order.permutation import ShuffledIndices
-from aioloader.datasets import (
-    TextDataset,
-    from_async_iterable,
-    from_iterable,
-)
+from aioloader.datasets import TextDataset, from_async_iterable, from_iterable
 from aioloader.datasets.sharded import ShardedStream
 from aioloader.errors import DatasetError, FailureBudgetError, ShardChangedError
 from beside import beside

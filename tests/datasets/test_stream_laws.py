@@ -100,9 +100,7 @@ async def test_as_they_come(make: Make, tmp_path: Path) -> None:
 @pytest.mark.slow
 @MAKES
 @pytest.mark.parametrize("count", [0, 1, 7])
-async def test_leaving_early_leaves_nothing(
-    make: Make, count: int, tmp_path: Path
-) -> None:
+async def test_leaving_leaves_nothing(make: Make, count: int, tmp_path: Path) -> None:
     iterator = aiter(make(tmp_path, interleave=2))
     for _ in range(count):
         await anext(iterator)
@@ -289,9 +287,7 @@ STEPS = pytest.mark.parametrize("steps", [bare, with_steps, with_readers])
 @pytest.mark.slow
 @STEPS
 @pytest.mark.parametrize("make", [json_lines, parquet, sqlite])
-async def test_of_files(
-    make: Make, steps: Callable[[Any], Any], tmp_path: Path
-) -> None:
+async def test_of_files(make: Make, steps: Callable[..., Any], tmp_path: Path) -> None:
     stream = make(tmp_path, interleave=3)
     # A range of rows opens a file anew: not at each await.
     await check_cancelling(lambda: steps(stream), every=3 if make is sqlite else 1)
@@ -310,13 +306,9 @@ async def test_of_a_database(steps: Callable[[Any], Any], tmp_path: Path) -> Non
 async def test_of_a_store(steps: Callable[[Any], Any], tmp_path: Path) -> None:
     faults = Faults(errors=0.05, resets=0.05, truncated=0.05)
     with ObjectServer(shards(tmp_path), faults=faults) as served:
-        stream: Any = TarDataset(
-            "{0..7}.tar",
-            store=served.url,
-            requests=QUICK,
-            store_options={"retry_config": {"max_retries": 0}},
-            interleave=3,
-        )
+        options: Any = {"store_options": {"retry_config": {"max_retries": 0}}}
+        options |= {"store": served.url, "requests": QUICK, "interleave": 3}
+        stream: Any = TarDataset("{0..7}.tar", **options)
         await check_cancelling(lambda: steps(stream))
 
 

@@ -240,9 +240,7 @@ FOREIGN = {
 
 @PLACES
 @pytest.mark.parametrize("kind", FOREIGN)
-async def test_other_files_are_errors(
-    kind: str, is_remote: bool, tmp_path: Path
-) -> None:
+async def test_others_are_errors(kind: str, is_remote: bool, tmp_path: Path) -> None:
     path = tmp_path / f"x.{kind}"
     for data, message in FOREIGN[kind]:
         put(path, data)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from aioloader import datasets, progress  # noqa: F401  (for the calls below)
+from aioloader import datasets, pad_collate, progress  # noqa: F401  (for the calls below)
 from aioloader.datasets import *  # noqa: F403  (for the calls below)
 from aioloader.datasets import (
     ObjectDataset,
@@ -59,29 +59,28 @@ WRONG = {
     "TarDataset('a', cache=3)": "TypeError: cache must be a directory",
     "TarDataset('a', cache_bytes=0)": "ValueError: cache_bytes must be at least 1, g",
     "TarDataset('a').cache('x', max_bytes=0)": "ValueError: max_bytes must be at lea",
+    "MIXED.map(abs).cache('x')": "TypeError: .*reads no shards",
     "TarDataset('a', seed='x')": "TypeError: seed must be an integer",
     "TextDataset('a', interleave='x')": "TypeError: interleave must be an int.*got str",
     "TextDataset('a', interleave=0)": "ValueError: interleave must be at least 1, got",
     "TextDataset('a', max_bytes=None)": "TypeError: max_bytes must be .*got NoneType",
     "TextDataset('a', max_bytes=0)": "ValueError: max_bytes must be at least 1, got 0",
     "TextDataset('a').shard(2, 2)": r"ValueError: rank must be in range\(2\), got 2",
-    "JSONLinesDataset('a', max_sample_bytes=0)": (
-        "ValueError: max_sample_bytes must be at least 1, got 0"
-    ),
+    "JSONLinesDataset('a', max_sample_bytes=0)": "ValueError: max_sample_bytes must be",
     "TextDataset('a', encoding='no')": "LookupError: .*encoding: no",
     "ParquetDataset('a', columns=[1])": "TypeError: columns must be a list of names",
-    "ArrowDataset('a', nulls=3)": (
-        "TypeError: nulls must be a dict of column to value, got int"
-    ),
+    **{
+        f"ParquetDataset('a', filters={filters})": "ValueError: filters must be an expr"
+        for filters in ([], "'n > 1'", [("n", ">")], [("n", "~", 1)])
+    },
+    "ArrowDataset('a', nulls=3)": "TypeError: nulls must be a dict of column to value",
     # A state would name another order of a set in each process.
     "CSVDataset('a', {'a', 'b'})": "TypeError: columns must be a list of names, got",
     "CSVDataset('a', null_values={'-'})": "TypeError: null_values must be a list, got",
     "TarDataset('htps://h/a.tar')": (
         "ValueError: no object store is known for the URL 'htps://h'; known are s3, gs"
     ),
-    "TarDataset('file://a/b.tar')": (
-        "ValueError: .*three slashes, as in 'file:///a/b.tar'"
-    ),
+    "TarDataset('file://a/b.tar')": "ValueError: .*three slashes, as in 'file:///a/b",
     "TarDataset('/a.tar', store_options={'region': 'x'})": (
         "ValueError: '/a.tar' is local, and takes no store_options: region"
     ),
@@ -104,6 +103,7 @@ WRONG = {
     "ObjectDataset('s3://b', [1])": "TypeError: names must be strings",
     "ObjectDataset('/', prefix=5)": "TypeError: prefix must be a str",
     "ObjectDataset('/', prefix='../b')": "ValueError: prefix='../b' must be the first",
+    "ObjectDataset(7, ['x'])": "TypeError: .*Source as store=",
     "ObjectDataset(None)": "TypeError: store must be a URL, path or store of obst",
     "ObjectDataset('s3://b', 'one')": "TypeError: .*iterable of keys, got the string",
     "ObjectDataset('s3://b', ['k'], prefix='p')": "ValueError: .*keys or prefix, not",
@@ -143,16 +143,15 @@ WRONG = {
     "TarWriter('/x', shard_bytes=0)": "ValueError: shard_bytes must be at least 1, got",
     "TarWriter('/x', shard_samples=0)": "ValueError: shard_samples must be at least 1",
     "TarWriter('/x', shard_size=1)": "TypeError: .*did you mean 'shard_",
-    "TarWriter('/x', store_options={'region': 'x'})": (
-        "ValueError: .*takes no store_options: region"
+    "TarWriter('/x', store_options={'region': 'x'})": "ValueError: .*takes no store_op",
+    "TextDataset('x', store='hf://datasets/a/b', store_options={'region': 'x'})": (
+        "TypeError: .*region; it has 'token' and 'endpoint'"
     ),
     "TarWriter('/x', metadata={'x': object()})": "TypeError: .*not JSON serializable",
     "TarWriter('gopher://x')": "ValueError: no object store is known",
     "TokenWriter('a', 'f4')": "ValueError: dtype must be an integer type",
     "TokenWriter('a', 'u2', format='raw')": "ValueError: format must be 'flat' or 'me",
-    "TokenWriter('a', 'uint32', format='megatron')": (
-        "ValueError: .*Megatron has uint8, .* got uint32"
-    ),
+    "TokenWriter('a', 'u4', format='megatron')": "ValueError: .*Megatron .* got uint32",
     "TokenWriter('a', 'u2', eos=1 << 16)": "ValueError: eos is 65,536, .* 0 to 65,535",
     "TokenWriter('a', 'u2', save_bytes=0)": "ValueError: save_bytes must be at least 1",
     "TokenWriter('a', 'u2', store_options={'region': 'x'})": (
@@ -162,18 +161,10 @@ WRONG = {
     "SQLDataset(5, 't', key='k')": "TypeError: url must be .* got int",
     "SQLDataset(ROWS, 5, key='k')": "TypeError: query must be a str",
     "SQLDataset(ROWS, 't', key=5)": "TypeError: key must be a string",
-    "SQLDataset(ROWS, 't', key='k', parameters='x')": (
-        "TypeError: parameters must be a list of values, got str"
-    ),
-    "SQLDataset(ROWS, 't', key='k', partitions=None)": (
-        "TypeError: partitions must be a number or a list of keys, got NoneType"
-    ),
-    "SQLRows(ROWS, 't', key='k', keys=[], connections='x')": (
-        "TypeError: connections must be an integer, got str"
-    ),
-    "SQLRows(5, 't', key='k', keys=[])": (
-        "TypeError: url must be a URL or a pool of asyncpg, got int"
-    ),
+    "SQLDataset(ROWS, 't', key='k', parameters='x')": "TypeError: parameters must be a",
+    "SQLDataset(ROWS, 't', key='k', partitions=None)": "TypeError: .*list of keys, go",
+    "SQLRows(ROWS, 't', key='k', keys=[], connections='x')": "TypeError: connections m",
+    "SQLRows(5, 't', key='k', keys=[])": "TypeError: url must be .* asyncpg, got int",
     "Requests(timeout='x')": "TypeError: timeout must be a number of seconds, got str",
     "Requests(timeout=0)": "ValueError: timeout and deadline must be above 0, got 0 an",
     "Requests(deadline=-1)": "ValueError: timeout and .* above 0, got 30.0 and -1",
@@ -234,6 +225,7 @@ WRONG = {
     "from_iterable(one_by_one)": "TypeError: from_iterable needs an iterable or a fun",
     "from_async_iterable([1])": "TypeError: from_async_iterable needs an iterable or",
     "from_async_iterable(one_by_one())": "TypeError: .*read only once",
+    "pad_collate(multiple=0)": "ValueError: multiple must be at least 1, got 0",
     "progress([1])": "TypeError: progress needs an aioloader.DataLoader, got ",
     "iter(from_iterable([]))": "TypeError: .*not iterable",
     # Unknown options, of whatever is made and by whichever constructor; the nearest of
@@ -282,9 +274,7 @@ def test_in_the_constructor(call: str, error: str) -> None:
         ({"zzz": 1}, "it has cache, cache_bytes, .*deterministic, "),
     ],
 )
-def test_unknown_options_of_streams(
-    kind: str, options: dict[str, Any], words: str
-) -> None:
+def test_unknown_options_of_streams(kind: str, options: Any, words: str) -> None:
     name = f"{kind}Dataset"
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unknown .*{words}"):
         getattr(datasets, name)("a", **options)
@@ -303,10 +293,7 @@ def test_a_subclass_adds_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "constructors"),
-    [
-        (OrderOptions, [ShardedStream]),
-        (StreamOptions, [ShardedStream, StoredStream]),
-    ],
+    [(OrderOptions, [ShardedStream]), (StreamOptions, [ShardedStream, StoredStream])],
 )
 def test_typed_options_are_those_of_the_constructors(
     shared: Any, constructors: list[type]
@@ -360,22 +347,13 @@ async def test_no_credentials(no_credentials: dict[str, Any]) -> None:
     [
         ("TarDataset('az://c/a.tar')", "Account must be specified: name it in st"),
         ("TarDataset('az://c/*.tar')", "Account must be specified: name it in st"),
-        (
-            "ParquetDataset('a.parquet', store='az://c')",
-            "cannot open 'az://c': .*Account must be specified",
-        ),
-        (
-            "TarDataset('*.tar', store='/no/such')",
-            "no shard matches .* there is no directory '/no/such'",
-        ),
+        ("ParquetDataset('a', store='az://c')", "cannot open 'az://c': .*Account mu"),
+        ("TarDataset('*', store='/no/such')", "no shard .* is no directory '/no/such'"),
         ("TextDataset('/no/such/a')", "no such file: '/no/such/a'"),
         ("ParquetDataset('/no/such/a')", "no such file: '/no/such/a'"),
         ("TarDataset('/no/such/*.tar')", r"no shard matches '/no/such/\*\.tar'"),
         ("TextDataset('/')", "'/' is a directory, not a file"),
-        (
-            "TarDataset('a//b.tar', store=MemoryStore())",
-            "cannot address the key 'a//b.tar'",
-        ),
+        ("TarDataset('a//b', store=MemoryStore())", "cannot address the key 'a//b'"),
         ("TarDataset('../b.tar', store=MemoryStore())", "copy it to another key"),
         (
             "TextDataset(NOWHERE, store_options=ONCE, requests=QUICK)",
@@ -425,9 +403,7 @@ def test_missing_extras(
         eval(call)
 
 
-async def test_missing_zstandard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_zstandard(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "a.txt.zst").touch()
     for module in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -255,9 +255,7 @@ def test_pinned_batches(num_workers: int, workers: Any) -> None:
     options: dict[str, Any] = {"num_workers": num_workers, "workers": workers}
     with DataLoader(Types(), SIZE, pin_memory=True, **options) as loader:
         for batch in loader:
-            tensors = [
-                each for each in batch.values() if isinstance(each, torch.Tensor)
-            ]
+            tensors = [one for one in batch.values() if isinstance(one, torch.Tensor)]
             assert all(each.is_pinned() for each in tensors if each.numel())
             check(
                 {

@@ -122,12 +122,8 @@ def scaled(batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_transform(num_workers: int, ahead: int) -> None:
     """Bytes cross, floats arrive; the consumer's stream waits for the cast as well."""
-    loader: Any = DataLoader(
-        Pictures(),
-        4,
-        num_workers=num_workers,
-        device=Device(DEVICE, ahead=ahead, transform=scaled),
-    )
+    device = Device(DEVICE, ahead=ahead, transform=scaled)
+    loader: Any = DataLoader(Pictures(), 4, num_workers=num_workers, device=device)
     for number, batch in enumerate(loader):
         assert batch["picture"].dtype is torch.float32
         assert type(batch["picture"]) is torch.Tensor
@@ -173,9 +169,7 @@ def test_only_dense_tensors_are_prefetched() -> None:
     loader: Any = DataLoader(
         [torch.eye(3)] * 4,
         4,
-        device=Device(
-            DEVICE, transform=lambda batch: torch.eye(3).to_sparse().to(DEVICE)
-        ),
+        device=Device(DEVICE, transform=lambda _: torch.eye(3).to_sparse().to(DEVICE)),
     )
     with pytest.raises(TypeError, match="only dense tensors can be prefetched"):
         next(iter(loader))

@@ -119,9 +119,7 @@ class Endless(Source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["waits for a batch", "reads none", "of ASGI 2.4"])
-async def test_a_disconnect_ends_the_reads_of_a_service(
-    client: str, service: Any
-) -> None:
+async def test_a_disconnect_ends_reads_of_a_service(client: str, service: Any) -> None:
     """At once, wherever the response is; nothing of its loader is left."""
     store = Endless(32 if client == "waits for a batch" else 1000)
     app = service.make_app(store, torch.nn.Flatten())
@@ -192,10 +190,7 @@ def test_the_demo_says_what_it_fell_back_to(
 
 
 # On loopback only.
-TORCHRUN = [
-    *("-m", "torch.distributed.run"),
-    *("--standalone", "--nproc-per-node", "2"),
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -288,12 +283,8 @@ def test_packed_text_is_resumed() -> None:
     losses = [float(line.split()[-1]) for line in lines if line.startswith("step")]
     assert losses[7] < losses[0]
     assert losses == [*losses[:8], *losses[:8]]
-    assert lines[8:] == [
-        *lines[:3],
-        "resumed after step 30",
-        *lines[3:8],
-        "the same losses after the stop: True",
-    ]
+    resumed = [*lines[:3], "resumed after step 30", *lines[3:8]]
+    assert lines[8:] == [*resumed, "the same losses after the stop: True"]
 
 
 @pytest.mark.slow
@@ -408,9 +399,8 @@ def test_its_cells_run(tmp_path: Path) -> None:
     script.write_text("\n# %%\n".join([*sources, THREADS]), encoding="utf-8")
     ran = end(start(script, KERNEL), tmp_path)
     assert "Traceback" not in ran.errors, ran.errors
-    sample, first, second, *report, left, again, closed, threads = (
-        ran.output.splitlines()
-    )
+    lines = ran.output.splitlines()
+    sample, first, second, *report, left, again, closed, threads = lines
     assert sample == "a sample: (64,) 0"
     accuracies = [
         float(re.fullmatch(rf"epoch {number}: accuracy ([\d.]+)", line)[1])  # type: ignore[index]
@@ -423,8 +413,6 @@ def test_its_cells_run(tmp_path: Path) -> None:
     assert report[-1].startswith("Measured over the latest ")
     assert left == "epoch 2: left after a batch of 64"
     assert again == "epoch 3: left after a batch of 64"
-    assert closed == (
-        "DataLoader(Scans, batch_size=64, num_workers=0, epoch=4, open=0)"
-    )
+    assert closed == "DataLoader(Scans, batch_size=64, num_workers=0, epoch=4, open=0)"
     assert threads == "[]"
     assert (ran.status, ran.left) == (0, [])

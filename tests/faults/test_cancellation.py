@@ -129,23 +129,14 @@ class Hooked(AsyncMap):
 def hooked(at: int, hook: Any, **options: Any) -> tuple[Hooked, Any]:
     """Return a dataset that awaits in every stage, and a loader over it."""
     dataset = Hooked(12, at, hook)
-    loader = DataLoader(
-        dataset,
-        batch_size=4,
-        transform=dataset.transform,
-        collate_fn=dataset.collate,
-        lifespan=lambda dataset: dataset,
-        **options,
-    )
-    return dataset, loader
+    options |= {"transform": dataset.transform, "collate_fn": dataset.collate}
+    return dataset, DataLoader(dataset, 4, lifespan=lambda one: one, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("in_order", [True, False])
-async def test_closing_at_every_await_of_the_pipeline(
-    in_order: bool, loop: Any
-) -> None:
+async def test_closing_at_every_await_of_a_pipeline(in_order: bool, loop: Any) -> None:
     """Close while the pipeline is at its k-th await, for every k."""
     for at in range(200):
         with no_leaks():

@@ -222,13 +222,8 @@ def test_deaths_between_epochs(consume: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_supervisor_dies_between_epochs(method: str) -> None:
     """The next epoch has a new one."""
-    with DataLoader(
-        Pids(),
-        4,
-        num_workers=2,
-        persistent_workers=True,
-        multiprocessing_context=method,
-    ) as loader:
+    options: Any = {"persistent_workers": True, "multiprocessing_context": method}
+    with DataLoader[Any](Pids(), 4, num_workers=2, **options) as loader:
         list(loader)
         kill_and_wait(parent_of(workers_of(loader)[0]))
         assert len(list(loader)) == 6

@@ -18,6 +18,7 @@ from faults.error_table import (
     MODES,
     PLACES,
     Mode,
+    PlainSteps,
     Raiser,
     Samples,
     drained,
@@ -169,6 +170,12 @@ class UnsavedSampler(Unsaved):
         return iter(range(len(self)))
 
 
+class UnsavedSteps(PlainSteps):
+    """The same with an iterator."""
+
+    state_dict, load_state_dict = Unsaved.state_dict, Unsaved.load_state_dict
+
+
 @pytest.mark.parametrize("kind", STOPS)
 @pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 1}])
 def test_a_state_that_cannot_be_saved(
@@ -176,11 +183,16 @@ def test_a_state_that_cannot_be_saved(
 ) -> None:
     """Batches come all the same; who asks for the state gets the error."""
     unsaved = UnsavedSampler(Raiser(kind))
-    samplers: list[dict[str, Any]] = [{}, {"sampler": unsaved}]
-    for dataset, more in zip([unsaved, Samples()], samplers, strict=True):
-        loader: Any = DataLoader(dataset, 2, **options, **more)
+    steps = UnsavedSteps(Raiser(kind))
+    cases: list[dict[str, Any]] = [
+        {"dataset": unsaved},
+        {"dataset": Samples(), "sampler": unsaved},
+        {"dataset": steps},
+    ]
+    for case in cases:
+        loader: Any = DataLoader(batch_size=2, **options, **case)
         next(iter(loader))
         with loader, pytest.raises(RuntimeError, match=kind.__name__) as caught:
             loader.state_dict()
         said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-        assert "in the state_dict() of UnsavedSampler" in "".join(said)
+        assert "in the state_dict() of Unsaved" in "".join(said)

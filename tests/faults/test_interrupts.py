@@ -206,9 +206,7 @@ next(batches)
         ("caller", "async for"),
     ],
 )
-def test_an_interrupt_that_does_not_wake_the_main_thread(
-    way: str, statement: str
-) -> None:
+def test_an_interrupt_that_does_not_wake_the_thread(way: str, statement: str) -> None:
     """The kernel gave it to another thread, or just before the main one fell asleep."""
     process = started(way, statement, code=UNNOTICED)
     _, errors = process.communicate(timeout=40)

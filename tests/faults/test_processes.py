@@ -213,9 +213,7 @@ def test_each_worker_leads_a_session(way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [None, "forkserver"])
-def test_a_group_that_is_terminated_may_save_first(
-    way: str | None, tmp_path: Path
-) -> None:
+def test_a_terminated_group_may_save_first(way: str | None, tmp_path: Path) -> None:
     """Preemption: a handler of SIGTERM; workers and their supervisor go on."""
     script = tmp_path / "group.py"
     script.write_text(TERMINATED)

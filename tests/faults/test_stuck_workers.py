@@ -25,6 +25,7 @@ from faulty import (
 )
 
 TIMEOUT = 2.0  # more than a batch takes, also beside other work
+RESTART: Any = {"num_workers": 2, "timeout": TIMEOUT, "on_timeout": "restart"}
 STUCK = [sleep_forever, spin_in_c, stop_itself]
 
 
@@ -60,15 +61,8 @@ def test_the_stuck_worker_is_named(act: Any, consume: Any) -> None:
 def test_the_stage_is_named() -> None:
     """A transform and a collate function can be stuck as well."""
     for stage in ("transform", "collate_fn"):
-        options: dict[str, Any] = {stage: stuck}
-        loader = DataLoader(
-            range(8),
-            4,
-            num_workers=1,
-            timeout=TIMEOUT,
-            persistent_workers=True,
-            **options,
-        )
+        options: Any = {stage: stuck, "num_workers": 1, "persistent_workers": True}
+        loader = DataLoader[Any](range(8), 4, timeout=TIMEOUT, **options)
         start_workers(loader)
         with pytest.raises(BatchTimeoutError, match=f"stage '{stage[:7]}"):
             list(loader)
@@ -104,14 +98,8 @@ def test_async_code_that_is_stuck() -> None:
 )
 def test_restart(of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any) -> None:
     """Each sample comes once, also what else it had in hand; the log says why."""
-    loader = DataLoader(
-        of(48, (5,), act, tmp_path),
-        4,
-        num_workers=2,
-        timeout=TIMEOUT,
-        on_timeout="restart",
-        concurrency=16,
-    )
+    dataset = of(48, (5,), act, tmp_path)
+    loader = DataLoader[Any](dataset, 4, concurrency=16, **RESTART)
     found = consume(loader)
     assert [i for batch in found for i in batch[-1].tolist()] == list(range(48))
     assert "died, by SIGKILL, from on_timeout='restart'; it is" in caplog.text
@@ -121,14 +109,8 @@ def test_restart(of: Any, act: Any, consume: Any, tmp_path: Path, caplog: Any) -
 @pytest.mark.parametrize("consume", CONSUMERS)
 def test_a_batch_that_is_stuck_twice(consume: Any) -> None:
     """It is not restarted for ever."""
-    loader = DataLoader(
-        Faulty(24, (5,), sleep_forever),
-        4,
-        num_workers=2,
-        timeout=TIMEOUT,
-        on_timeout="restart",
-        persistent_workers=True,
-    )
+    dataset = Faulty(24, (5,), sleep_forever)
+    loader = DataLoader[Any](dataset, 4, persistent_workers=True, **RESTART)
     start_workers(loader)
     with pytest.raises(BatchTimeoutError, match="batch 1"):
         consume(loader)

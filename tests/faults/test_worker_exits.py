@@ -130,13 +130,8 @@ def test_async_for(
 @pytest.mark.parametrize("kind", ["process", "forkserver"])
 def test_close_while_a_worker_is_stuck(kind: str, is_kept: bool) -> None:
     """It is asked, then terminated: a matter of seconds."""
-    loader = DataLoader(
-        Faulty(40, (9,), sleep_forever),
-        4,
-        num_workers=2,
-        persistent_workers=is_kept,
-        **workers_by(kind),
-    )
+    options: Any = {"num_workers": 2, "persistent_workers": is_kept, **workers_by(kind)}
+    loader = DataLoader[Any](Faulty(40, (9,), sleep_forever), 4, **options)
     iterator = iter(loader)
     next(iterator)
     pids = pids_of(pools_of(iterator))
@@ -249,9 +244,7 @@ async def test_in_a_thread_beside_a_loop(kind: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MARKED[0], MARKED[2]])
 @pytest.mark.parametrize("is_kept", FLAGS)
-def test_a_forked_child_leaves_the_parents_workers_alone(
-    kind: str, is_kept: bool
-) -> None:
+def test_a_forked_child_leaves_its_parents_workers(kind: str, is_kept: bool) -> None:
     """Its copies are dropped, and it iterates with workers of its own."""
     options = workers_by(kind)
     loader = DataLoader(

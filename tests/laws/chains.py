@@ -87,10 +87,7 @@ _FOLDERS: list[Any] = []
 # Each step, with what its argument is drawn from.
 STEPS: dict[str, tuple[Callable[[Any, Any], Any], st.SearchStrategy[Any]]] = {
     "map": (lambda stream, _: stream.map(upper), st.none()),
-    "map async": (
-        lambda stream, n: stream.map(awaited, concurrency=n),
-        st.integers(1, 9),
-    ),
+    "map async": (lambda one, n: one.map(awaited, concurrency=n), st.integers(1, 9)),
     "fail": (lambda stream, _: stream.map(refused), st.none()),
     "filter": (lambda stream, _: stream.filter(is_kept), st.none()),
     "shuffle": (lambda stream, size: stream.shuffle(size), st.integers(1, 20)),

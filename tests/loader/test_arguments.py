@@ -16,9 +16,12 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from aioloader import DataLoader, ShuffledIndices, Skip
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream
+from stateful import Counted
 from working import Numbers
 
 DATA = list(range(6))
+ONE: Any = {"num_workers": 1}
+AUTO: Any = {"num_workers": "auto"}
 
 
 async def _decide(failure: Any) -> Any:
@@ -35,18 +38,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"prefetch_factor": -2}, ValueError, "prefetch_factor option should be"),
     (DATA, {"persistent_workers": True}, ValueError, "needs num_workers > 0"),
     (DATA, {"multiprocessing_context": "spawn"}, ValueError, "can only be used with"),
-    (
-        DATA,
-        {"multiprocessing_context": "no", "num_workers": 1},
-        ValueError,
-        "should specify a valid start method",
-    ),
-    (
-        DATA,
-        {"multiprocessing_context": 3, "num_workers": 1},
-        TypeError,
-        "should be a valid context object",
-    ),
+    (DATA, {**ONE, "multiprocessing_context": "no"}, ValueError, "valid start method"),
+    (DATA, {**ONE, "multiprocessing_context": 3}, TypeError, "a valid context object"),
     (DATA, {"batch_size": 0}, ValueError, "batch_size should be a positive integer"),
     (DATA, {"batch_size": -1}, ValueError, "batch_size should be a positive integer"),
     (DATA, {"batch_size": 1.5}, ValueError, "batch_size should be a positive integer"),
@@ -82,16 +75,32 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (DATA, {"on_timeout": "skip"}, ValueError, "on_timeout must be 'raise' or 'rest"),
     (7, {}, TypeError, "dataset must have __getitem__"),
     (DATA, {"max_failures": 10}, TypeError, r"10 is now on_error=Skip\(at_most=10\)$"),
-    (
-        DATA,
-        {"prefetch_device": 2},
-        TypeError,
-        r"2 is now device=Device\(.*, ahead=2\)$",
-    ),
+    (DATA, {"prefetch_device": 2}, TypeError, r"2 is now device=Device\(.*ahead=2\)$"),
     (DATA, {"device_keys": ["a"]}, TypeError, r"Device\(\.\.\., keys=\['a'\]\)$"),
     (DATA, {"device_transform": len}, TypeError, r"Device\(\.\.\., transform=<"),
     (DATA, {"batchsize": 2}, TypeError, "'batchsize': did you mean 'batch_size'?"),
     (DATA, {"generator": 0}, TypeError, "generator must be a torch.Generator or"),
+    (DATA, {"prefetch_bytes": 0}, ValueError, "prefetch_bytes must be at least 1, got"),
+    (DATA, {"prefetch_bytes": -1}, ValueError, "prefetch_bytes must be at least 1, go"),
+    (DATA, {"prefetch_bytes": "x"}, TypeError, "must be an integer, got 'x'"),
+    *(
+        (DATA, {name: "most"}, TypeError, f"{name} must be an integer or 'auto', got")
+        for name in ("num_workers", "prefetch_factor", "concurrency")
+    ),
+    # Samples would depend on the number.
+    (DATA, {**AUTO, "rng": "worker"}, ValueError, "random numbers depend on the"),
+    (SyncStream(), AUTO, ValueError, "each worker reads a part of an iterable"),
+    (AsyncStream(), {**AUTO, "fetch": "workers"}, ValueError, "each worker reads a"),
+    (Counted(), AUTO, ValueError, "a stateful dataset has a state in each worker"),
+    (DATA, {"rank": 3, "world_size": 3}, ValueError, r"in range\(3\), got 3"),
+    (DATA, {"rank": -1, "world_size": 3}, ValueError, r"in range\(3\), got -1"),
+    (DATA, {"rank": 1}, ValueError, "go together, got rank=1 and world_size=None"),
+    (DATA, {"world_size": 2}, ValueError, "go together, got rank=None"),
+    (DATA, {"rank": 0.5, "world_size": 2}, TypeError, "must be an integer or 'auto'"),
+    (DATA, {"rank": "auto", "world_size": 2}, ValueError, "excludes world_size"),
+    (DATA, {"rank": "env"}, ValueError, "'env' is now rank='auto'"),
+    (DATA, {"rank": "me", "world_size": 2}, TypeError, "got 'me' and 2"),
+    (DATA, {"tail": "head"}, ValueError, "tail must be .*, got 'head'"),
     (SyncMap, {}, TypeError, "got 'type': pass an instance"),
     (type("Later", (), {"__await__": iter})(), {}, TypeError, "'Later': await it"),
 ]
@@ -128,9 +137,7 @@ def test_a_context_may_be_set_later() -> None:
     with pytest.raises(ValueError, match="can only be used with multi-process"):
         DataLoader(DATA).multiprocessing_context = "fork"
     with pytest.raises(ValueError, match="only be used with workers='process'"):
-        DataLoader(
-            DATA, num_workers=1, workers="thread"
-        ).multiprocessing_context = "fork"
+        DataLoader(DATA, **ONE, workers="thread").multiprocessing_context = "fork"
 
 
 def test_length() -> None:
@@ -163,9 +170,7 @@ def test_options_of_workers_that_exclude_each_other() -> None:
     with ThreadPoolExecutor(1) as executor:
         for workers in ("thread", executor):
             with pytest.raises(ValueError, match="only be used with workers='process'"):
-                DataLoader(
-                    DATA, num_workers=1, workers=workers, multiprocessing_context="fork"
-                )
+                DataLoader(DATA, workers=workers, multiprocessing_context="fork", **ONE)
         with pytest.raises(ValueError, match="needs num_workers > 0: how many"):
             DataLoader(DATA, workers=executor)
     context = multiprocessing.get_context("spawn")

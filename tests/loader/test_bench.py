@@ -18,7 +18,8 @@ from aioloader import DataLoader
 from aioloader._cli.bench import twin_of
 from aioloader._cli.main import main
 from lifespans import pass_on
-from samples import AsyncMap, SyncMap
+from samples import SyncMap
+from stateful import Plain
 
 MODULE = """\
 import os
@@ -80,12 +81,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def bench(*arguments: str) -> "subprocess.Popen[str]":
     """Start the command."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "aioloader", "bench", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "aioloader", "bench", *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes)
 
 
 @pytest.mark.slow
@@ -273,19 +271,12 @@ class Pairs:
         return [10 * index for index in indices]
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    """Three numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
-
-
 @pytest.mark.parametrize(
     ("dataset", "batches"),
     [
         (range(3), [[0, -1], [-2]]),
         (Pairs(), [[0, -10], [-20, -30]]),
-        (Stream(), [[0, -1], [-2]]),
+        (Plain(3), [[0, -1], [-2]]),
     ],
 )
 def test_a_transform_is_applied_by_its_collate_fn(dataset: Any, batches: Any) -> None:
@@ -296,30 +287,22 @@ def test_a_transform_is_applied_by_its_collate_fn(dataset: Any, batches: Any) ->
 
 
 def test_what_is_left_out() -> None:
-    _, notes = twin(
-        num_workers=1,
-        workers="thread",
-        batch_size=4,
-        on_error="skip",
-        prefetch_factor=3,
-        timeout=9,
-    )
-    assert notes == [
-        "Not in torch's DataLoader: workers='thread'; its workers are processes.",
-        (
-            "Not in torch's DataLoader: on_error='skip'; it ends with the first "
-            "sample that fails."
-        ),
+    threads: Any = {"num_workers": 1, "workers": "thread", "prefetch_factor": 3}
+    found = twin(batch_size=4, on_error="skip", timeout=9, **threads)[1]
+    found += twin(prefetch_factor=3)[1]
+    assert found == [
+        f"Not in torch's DataLoader: {said}"
+        for said in (
+            "workers='thread'; its workers are processes.",
+            "on_error='skip'; it ends with the first sample that fails.",
+            "prefetch_factor=3; without workers it makes no batch ahead.",
+        )
     ]
-    _, notes = twin(prefetch_factor=3)
-    said = "prefetch_factor=3; without workers it makes no batch ahead."
-    assert notes == [f"Not in torch's DataLoader: {said}"]
 
 
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (DataLoader(AsyncMap(4)), "AsyncMap is read by coroutines, which torch can"),
         (DataLoader([1], transform=pass_on), "transform is async, and torch cannot"),
         (DataLoader([1], collate_fn=pass_on), "collate_fn is async, and torch cannot"),
     ],

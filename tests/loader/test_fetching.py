@@ -123,9 +123,7 @@ class MeetingLater(Meeting):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
 @pytest.mark.parametrize("kind", [Meeting, MeetingLater])
-def test_as_many_calls_block_in_threads_as_samples_are_read(
-    kind: Any, options: Any
-) -> None:
+def test_as_many_calls_block_as_samples_are_read(kind: Any, options: Any) -> None:
     """Wherever the loader has its own loop; also if it is the same for more reads."""
     with DataLoader[Any](kind(40), 40, concurrency=40, **options) as loader:
         assert [len(batch) for batch in loader] == [40, 40, 40]
@@ -245,9 +243,7 @@ def test_no_more_is_in_flight_than_the_guide_says(
     assert delivered == 800
 
 
-def test_a_plain_async_for_has_no_more_in_flight_than_the_guide_says(
-    tmp_path: Path,
-) -> None:
+def test_a_plain_async_for_has_no_more_than_the_guide_says(tmp_path: Path) -> None:
     async def take() -> None:
         delivered = 0
         async for batch in DataLoader(Tallied(tmp_path / "tally"), 8):
@@ -419,10 +415,8 @@ class Reusing(Sampler[Any]):
 async def test_indices_that_the_sampler_overwrites(make: Any, kind: Any) -> None:
     """They are copied when they are drawn: a batch may be read later."""
     sampler = Reusing(make)
-    for options in (
-        {"batch_sampler": sampler},
-        {"sampler": sampler, "batch_size": None},
-    ):
+    alone = {"sampler": sampler, "batch_size": None}
+    for options in ({"batch_sampler": sampler}, alone):
         loader: Any = DataLoader(kind(), **options)
         found = [batch.tolist() for batch in await collect(loader)]
         assert found == [[2 * first, 2 * first + 2] for first in range(0, 12, 2)]

@@ -255,12 +255,7 @@ async def bare_async(dataset: Any) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     ("make", "lifespan", "error", "what"),
     [
-        (
-            SyncMap,
-            "open",
-            TypeError,
-            "must be a function that returns a context .*'str'",
-        ),
+        (SyncMap, "open", TypeError, "must be a function that returns a con.*'str'"),
         (SyncMap, plain(None), TypeError, "_GeneratorContextManager"),
         (SyncMap, bare, TypeError, "decorated with contextlib.contextmanager"),
         (AsyncMap, bare_async, TypeError, "contextlib.asynccontextmanager"),

@@ -172,11 +172,7 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "itself": lambda: {"dataset": Itself()},
     "itself, drawn by batch": lambda: {"dataset": Itself(), "rng": "batch"},
-    "itself, processes": lambda: {
-        "dataset": Itself(),
-        "num_workers": 2,
-        "rng": "worker",
-    },
+    "itself, workers": lambda: {"dataset": Itself(), "num_workers": 2, "rng": "worker"},
     "apart": lambda: {"dataset": Apart()},
     "mapped": lambda: {"dataset": Mapped(N)},
     "mapped, shuffled": lambda: {"dataset": Mapped(N), "shuffle": True},

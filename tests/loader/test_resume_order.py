@@ -267,9 +267,7 @@ def test_a_state_has_some_kilobytes(options: dict[str, Any], generators: int) ->
     loader.close()
 
 
-def test_a_state_of_a_stream_has_a_hundred_bytes_for_each_open_shard(
-    tmp_path: Path,
-) -> None:
+def test_a_state_has_a_hundred_bytes_for_each_open_shard(tmp_path: Path) -> None:
     for shard in range(32):
         (tmp_path / f"{shard:02}.txt").write_text("a\nb\nc\n")
     sizes = {}
@@ -515,11 +513,8 @@ def test_a_checkpoint(make: Any, taken: int, tmp_path: Path) -> None:
     save(saved, checkpoint_id=tmp_path, no_dist=True)
     rest = [batch.tolist() for batch in (iterator if taken < 9 else loader)]
     again, other = make(), nn.Linear(1, 1)
-    load(
-        {"model": other.state_dict(), "loader": again},
-        checkpoint_id=tmp_path,
-        no_dist=True,
-    )
+    restored = {"model": other.state_dict(), "loader": again}
+    load(restored, checkpoint_id=tmp_path, no_dist=True)
     is_drawn = make is fresh and taken in {0, 9}
     found = [batch.tolist() for batch in again]
     assert is_drawn or found == rest

@@ -411,10 +411,8 @@ def test_what_is_no_state(state: Any) -> None:
     words = "no state of" if version is None else f"of version {version!r}"
     with pytest.raises(StateMismatchError, match=words) as caught:
         MAKERS["seed"]().load_state_dict(state)
-    assert version is None or (caught.value.expected, caught.value.found) == (
-        version,
-        5,
-    )
+    found = caught.value.expected, caught.value.found
+    assert version is None or found == (version, 5)
     with pytest.raises(StateMismatchError):
         merge_states([state])
 

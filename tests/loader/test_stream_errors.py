@@ -60,34 +60,6 @@ async def test_an_iterable_that_cannot_be_opened(
     assert len(found) == 1
 
 
-class WithUnsaved:
-    """Its iterator's state cannot be had."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> int:
-        return 1
-
-    def state_dict(self) -> Any:
-        raise self.error
-
-    def load_state_dict(self, state: Any) -> None:
-        raise self.error
-
-
-@pytest.mark.parametrize("error", CONTROL)
-async def test_a_state_that_cannot_be_had(error: type[BaseException]) -> None:
-    """It is no end either: who asks for it gets the error."""
-    loader = DataLoader[Any](WithUnsaved(error), batch_size=4)
-    next(iter(loader))
-    with loader, pytest.raises(RuntimeError, match=error.__name__):
-        loader.state_dict()
-
-
 # -- streams of ours -------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[Any], Any]] = {
@@ -227,16 +199,8 @@ async def test_a_skipped_sample_pads_no_tail(way: str, dataset: Any) -> None:
     """A rank pads with its latest sample that was read, or else another rank's."""
 
     async def found(n: int, bad: int, rank: int, world_size: int) -> list[Any]:
-        loop: Any = "caller" if way == "caller" else "thread"
-        loader: Any = DataLoader(
-            dataset(n, bad),
-            2,
-            rank=rank,
-            world_size=world_size,
-            on_error="skip",
-            loop=loop,
-        )
-        return await drain(way, loader)
+        options: Any = {"rank": rank, "world_size": world_size, "on_error": "skip"}
+        return await drain(way, make(way, dataset(n, bad), batch_size=2, **options))
 
     assert await found(5, 3, rank=1, world_size=2) == [[1], [1]]
     assert await found(2, 1, rank=2, world_size=3) == [[0]]

@@ -276,10 +276,7 @@ def test_states() -> None:
         (sampler_of(seed=5), "seed 3 of the sampler, .* seed 5"),
         (sampler_of(shuffle=False), "seed 3 of the sampler, .* seed None"),
         (TokenBudgetBatchSampler(LENGTHS[::-1], 20, 8, seed=3), "checksum"),
-        (
-            TokenBudgetBatchSampler(LENGTHS[1:], 20, 8, seed=3),
-            "for 39 samples, .* has 38",
-        ),
+        (TokenBudgetBatchSampler(LENGTHS[1:], 20, 8, seed=3), "for 39 samples, .* 38"),
         ([[1, 2]], "the sampler 'TokenBudgetBatchSampler'"),
     ],
 )
@@ -354,11 +351,7 @@ def test_padding_entries() -> None:
         ([{"input_ids": [1], "x": ["a"]}], TypeError, "sample 0 .* 'x' must be a seq"),
         ([{"labels": [1]}], KeyError, r"sample 0 .* no 'input_ids', but \['labels'\]"),
         ([[1], {"input_ids": [1], "labels": [1]}], KeyError, "sample 1 .* 'labels'"),
-        (
-            [{"input_ids": [1, 2], "labels": [1]}],
-            ValueError,
-            "sample 0 .* 'labels' has 1 entries, and 'input_ids' has 2",
-        ),
+        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "has 1 entries, .* has 2"),
     ],
 )
 def test_samples_that_cannot_be_padded(
@@ -369,20 +362,12 @@ def test_samples_that_cannot_be_padded(
 
 
 def test_an_empty_sample_changes_no_dtype() -> None:
-    whole: Any = {
-        "input_ids": [1],
-        "mask": np.array([True]),
-        "w": np.ones(1, np.float32),
-    }
+    mask, weights = np.array([True]), np.ones(1, np.float32)
+    whole: Any = {"input_ids": [1], "mask": mask, "w": weights}
     empties: list[Any] = [[], np.zeros(0, int)]
     for empty in empties:
         batch = pad_collate()([whole, dict.fromkeys(whole, empty)])
         assert (batch["mask"].dtype, batch["w"].dtype) == (torch.bool, torch.float32)
-
-
-def test_a_bad_multiple() -> None:
-    with pytest.raises(ValueError, match="multiple must be at least 1, got 0"):
-        pad_collate(multiple=0)
 
 
 class Tokens(Numbers):

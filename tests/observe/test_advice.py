@@ -22,9 +22,8 @@ from aioloader._observe.costs import costs_of
 from aioloader.datasets import FileDataset, from_iterable
 from beside import beside
 from observe.clock import Clock, Ticks
+from observe.test_verdict import WAITING
 from samples import AsyncBatchMap, AsyncMap, AsyncStream, SyncMap, SyncStream
-
-WAITING = Ticks((20,) * 4, collate=1, step=5)
 
 
 def set_up(loader: DataLoader[Any]) -> Setting:
@@ -51,9 +50,7 @@ def test_tensors_in_memory() -> None:
 
 
 @pytest.mark.parametrize("prefetch_factor", [None, 4])
-def test_batches_that_draw_from_the_callers_generators(
-    prefetch_factor: int | None,
-) -> None:
+def test_batches_that_draw_from_a_generator(prefetch_factor: int | None) -> None:
     """Each is made when it is requested, whatever is asked for ahead."""
     loader = DataLoader(SyncMap(8), rng="batch", prefetch_factor=prefetch_factor)
     setting = set_up(loader)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioloader._loader.options import Chosen
 from aioloader._pipeline.autotune import Controller, Held, Observation
 
 Rate = Callable[[int], float]
@@ -187,12 +186,6 @@ def test_each_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         decisions = [decision for _ in range(10) if (decision := run.step())]
     assert [record.getMessage() for record in caplog.records] == decisions
     assert decisions[0].startswith("concurrency: 32 -> 64: the consumer waits")
-
-
-def test_a_chosen_number() -> None:
-    """It is one, and shows that it was chosen."""
-    assert Chosen(3) == 3
-    assert f"{Chosen(3)} {Chosen(3) + 1}" == "auto(3) 4"
 
 
 def test_how_many_batches_fit() -> None:

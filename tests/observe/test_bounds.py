@@ -9,14 +9,10 @@ from aioloader._observe.changes import Change, changes, waits_for_store
 from aioloader._observe.costs import Costs, costs_of, start_seconds
 from aioloader._observe.verdict import report
 from observe.clock import Clock, Ticks, delayed
+from observe.test_verdict import ALL_CPU, BUSY, INLINE, LOOP
+from observe.test_verdict import PROCESSES as EIGHT_CORES
 
-ALL_CPU = ("read", "transform", "collate")
-PROCESSES = Setting(
-    "workers", 2, "process", reads_in_workers=True, window=4, batch_size=4, cores=2
-)
-LOOP = Setting("loop", concurrency=8, window=12, batch_size=4, cores=8)
-INLINE = Setting("inline", batch_size=4, cores=8)
-BUSY = Ticks((1,) * 4, transform=30, collate=2, step=5, uses_cpu=ALL_CPU)
+PROCESSES = replace(EIGHT_CORES, cores=2)
 
 
 def measured(record: Record, cpu: float, delayed: float) -> Record:
@@ -45,7 +41,7 @@ def tried(
 
 def test_no_gain_exceeds_what_is_waited() -> None:
     """One batch in 40 is late, and training waits for it 3 % of the time."""
-    setting = replace(PROCESSES, cores=8)
+    setting = EIGHT_CORES
     late = [Ticks((100 if not at else 4,) * 4, step=20) for at in range(40)]
     records = Clock(setting, late).run(160)
     found = report(records, setting)

@@ -98,14 +98,9 @@ def test_tracks() -> None:
     epoch.copies = [Copy(0, 7.0, 8.0, 8.5, 64), Copy(1, 11.0, 12.0, 12.5, 64)]
     events = list(trace_events([epoch], 0, 7))
     check_trace({"traceEvents": events})
-    names = list(tracks(events).values())
-    assert names == [
-        "consumer",
-        "reads",
-        "worker 0",
-        "worker 1",
-        "copies to the device",
-    ]
+    consumer, *names, copies = tracks(events).values()
+    assert (consumer, copies) == ("consumer", "copies to the device")
+    assert names == ["reads", "worker 0", "worker 1"]
     inline = list(tracks(trace_events([traced(Setting("inline"))], 0, 7)).values())
     assert inline == ["consumer", "loader", "loader (2)"]
 
@@ -167,11 +162,7 @@ def test_iterations_under_way(tmp_path: Path) -> None:
         next(first), next(second), next(first)
         list(loader)
     epochs = loaded(path)["otherData"]["epochs"]
-    assert [(one["epoch"], one["batches"]) for one in epochs] == [
-        (1, 2),
-        (2, 1),
-        (3, 6),
-    ]
+    assert [(e["epoch"], e["batches"]) for e in epochs] == [(1, 2), (2, 1), (3, 6)]
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

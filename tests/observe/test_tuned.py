@@ -24,7 +24,6 @@ from aioloader._pipeline.tuner import Tuner, Tuning
 from loader.states import left_at
 from observe.showing import Clock
 from samples import AsyncMap, AsyncStream, SyncMap, SyncStream, labels
-from stateful import Counted
 from working import Drawing, double
 
 
@@ -135,15 +134,6 @@ def test_one_batch_of_many_readers(in_order: bool) -> None:
     assert sorted(indices(loader)) == sorted([*range(12)] * 2)
 
 
-def test_too_few_bytes() -> None:
-    """The constructor refuses them."""
-    for value in (0, -1):
-        with pytest.raises(ValueError, match="prefetch_bytes must be at least 1, got"):
-            DataLoader([1], prefetch_bytes=value)
-    with pytest.raises(TypeError, match="prefetch_bytes must be an integer, got 'x'"):
-        DataLoader([1], prefetch_bytes="x")  # type: ignore[call-overload]
-
-
 # -- as many workers as gain -------------------------------------------------------
 
 
@@ -239,23 +229,6 @@ class Plain(IterableDataset[int]):
         return iter(range(8))
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "words"),
-    [
-        (SyncMap(), {"rng": "worker"}, "random numbers depend on the number"),
-        (Plain(), {}, "each worker reads a part of an iterable"),
-        (AsyncStream(), {"fetch": "workers"}, "each worker reads a part"),
-        (Counted(), {}, "a stateful dataset has a state in each worker"),
-    ],
-)
-def test_refused_where_samples_depend_on_it(
-    dataset: Any, options: dict[str, Any], words: str
-) -> None:
-    """The constructor says why."""
-    with pytest.raises(ValueError, match=words):
-        DataLoader(dataset, num_workers="auto", **options)
-
-
 def test_a_stream_that_the_loader_reads_once() -> None:
     """Workers collate only: their number does not matter."""
     loader = DataLoader(Plain(), 4, num_workers="auto", fetch="loader")
@@ -275,13 +248,6 @@ def test_an_executor() -> None:
 _ALL: dict[str, Any] = dict.fromkeys(
     ("num_workers", "prefetch_factor", "concurrency"), "auto"
 )
-
-
-@pytest.mark.parametrize("name", _ALL)
-def test_other_words_are_refused(name: str) -> None:
-    """In words that name what would do."""
-    with pytest.raises(TypeError, match=f"{name} must be an integer or 'auto', got"):
-        DataLoader([1], **{name: "most"})  # type: ignore[call-overload]
 
 
 @pytest.mark.slow

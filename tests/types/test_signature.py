@@ -33,9 +33,7 @@ def test_they_have_the_same_types() -> None:
 
 def test_each_is_an_attribute() -> None:
     """Of loaders and their options, in the same order; ``shuffle`` is used up."""
-    assert list(NAMES) == [
-        name for name in PARAMETERS if name not in {"self", "shuffle"}
-    ]
+    assert list(NAMES) == [one for one in PARAMETERS if one not in {"self", "shuffle"}]
 
 
 def test_each_has_words() -> None:

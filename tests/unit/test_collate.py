@@ -218,9 +218,7 @@ def test_lent_memory_changes_no_batch() -> None:
     for dtype in dtypes:
         arrays = list(base.astype(dtype))
         strided = [array.T for array in arrays]
-        read_only: list[Any] = [
-            np.frombuffer(array.tobytes(), dtype) for array in arrays
-        ]
+        read_only: Any = [np.frombuffer(array.tobytes(), dtype) for array in arrays]
         for samples in (arrays, strided, read_only):
             expected = torch.stack([torch.from_numpy(s.copy()) for s in samples])
             assert torch.equal(batch := lent(samples), expected)

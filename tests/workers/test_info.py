@@ -194,10 +194,7 @@ def test_the_classic_way_to_shard() -> None:
         dataset.start, dataset.end = 5 * worker, 5 * worker + 5
 
     found, expected = (
-        [
-            batch.tolist()
-            for batch in make(Part(), 3, num_workers=2, worker_init_fn=init)
-        ]
+        [one.tolist() for one in make(Part(), 3, num_workers=2, worker_init_fn=init)]
         for make in (DataLoader, TorchLoader)
     )
     assert found == expected

@@ -101,11 +101,7 @@ async def test_the_loader_may_read(num_workers: int, make: Any, fetch: Any) -> N
 @pytest.mark.parametrize("drop_last", [False, True])
 async def test_async_streams_in_workers(drop_last: bool) -> None:
     """Replicated like plain ones when that is asked for."""
-    options: dict[str, Any] = {
-        "batch_size": 4,
-        "drop_last": drop_last,
-        "num_workers": 2,
-    }
+    options: Any = {"batch_size": 4, "drop_last": drop_last, "num_workers": 2}
     theirs = TorchLoader(Sharded(23), **options)
     expected = await beside(lambda: [index.tolist() for _, index in theirs])
     found = await collect(DataLoader(AsyncSharded(23), fetch="workers", **options))
@@ -164,9 +160,7 @@ def test_workers_collate_on_the_cpu() -> None:
     loader: Any = DataLoader(
         [(1, 0.5), (2, 1.5)], 2, num_workers=1, worker_init_fn=be_meta
     )
-    assert [[part.tolist() for part in batch] for batch in loader] == [
-        [[1, 2], [0.5, 1.5]]
-    ]
+    assert [[x.tolist() for x in batch] for batch in loader] == [[[1, 2], [0.5, 1.5]]]
 
 
 class Counting:
@@ -192,13 +186,8 @@ def test_no_more_is_requested_than_torch_would(
     drawn = []
     for make in (TorchLoader, DataLoader):
         sampler = Counting(40)
-        loader: Any = make(
-            Numbers(40),
-            batch_size=2,
-            sampler=sampler,
-            num_workers=num_workers,
-            prefetch_factor=factor,
-        )
+        options: Any = {"num_workers": num_workers, "prefetch_factor": factor}
+        loader: Any = make(Numbers(40), 2, sampler=sampler, **options)
         iterator = iter(loader)
         steps = []
         for _ in range(4):
@@ -219,14 +208,9 @@ def test_draws_of_an_epoch_are_torchs(persistent: bool, own: bool) -> None:
     for make in (TorchLoader, DataLoader):
         generator = torch.Generator().manual_seed(5)
         torch.manual_seed(5)
-        loader: Any = make(
-            Numbers(),
-            batch_size=4,
-            shuffle=True,
-            num_workers=1,
-            persistent_workers=persistent,
-            generator=generator if own else None,
-        )
+        options: Any = {"num_workers": 1, "persistent_workers": persistent}
+        options["generator"] = generator if own else None
+        loader: Any = make(Numbers(), 4, shuffle=True, **options)
         found = [[batch.tolist() for batch in loader] for _ in range(3)]
         after.append((found, torch.rand(1), torch.rand(1, generator=generator)))
         if make is DataLoader:

@@ -182,26 +182,19 @@ def shrink(loader: Any) -> None:
     loader.dataset.pop()
 
 
+NO_SHUFFLE = [set_batch_size, set_drop_last, set_sampler]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        set_batch_size,
-        set_drop_last,
-        set_sampler,
-        set_generator,
-        set_replacement,
-        shrink,
-    ],
+    "change", [*NO_SHUFFLE, set_generator, set_replacement, shrink]
 )
 def test_an_order_that_is_changed_between_epochs(change: Callable[[Any], None]) -> None:
     """The next epoch has the new one."""
 
     def epochs(cls: Any) -> list[Any]:
         torch.manual_seed(0)
-        is_shuffled = change not in {set_batch_size, set_drop_last, set_sampler}
-        loader = cls(
-            [*range(8)], 3, is_shuffled, num_workers=1, persistent_workers=True
-        )
+        kept: Any = {"num_workers": 1, "persistent_workers": True}
+        loader = cls([*range(8)], 3, change not in NO_SHUFFLE, **kept)
         found: list[Any] = [list(loader)]
         change(loader)
         found += [list(loader), list(loader), torch.rand(1)]

@@ -30,14 +30,9 @@ def nodes() -> Iterator[Any]:
             patch.setenv(name, value)
         ray = pytest.importorskip("ray")
         utils = pytest.importorskip("ray.cluster_utils")
-        head = {
-            "num_cpus": 0,
-            "object_store_memory": MEMORY,
-            "include_dashboard": False,
-        }
-        cluster = utils.Cluster(
-            initialize_head=True, head_node_args={**head, "_system_config": HEALTH}
-        )
+        head: Any = {"num_cpus": 0, "object_store_memory": MEMORY}
+        head |= {"include_dashboard": False, "_system_config": HEALTH}
+        cluster = utils.Cluster(initialize_head=True, head_node_args=head)
         for last in (2, 3):
             cluster.add_node(
                 num_cpus=2,

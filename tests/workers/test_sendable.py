@@ -188,9 +188,7 @@ def executor(kind: str) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", "thread", "processes", "threads"])
-def test_all_arrives_as_from_torch(
-    sent: tuple[Samples, dict[str, Any]], kind: str
-) -> None:
+def test_all_arrives_as_from_torch(sent: tuple[Any, Any], kind: str) -> None:
     """Types, layouts, strides, gradients, attributes, contents."""
     data, expected = sent
     with executor(kind) as workers:

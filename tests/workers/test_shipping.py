@@ -43,11 +43,7 @@ def rich() -> dict[str, Any]:
         "array": np.arange(4096).reshape(64, 64),
         "fortran": np.asfortranarray(np.arange(4096).reshape(32, 128)),
         "small": [torch.full((3,), k) for k in range(100)],
-        "plain": {
-            "text": "x" * 10_000,
-            "list": [1, 2.5, None, {"a"}],
-            "raw": b"y" * 99,
-        },
+        "plain": {"text": "x" * 10_000, "list": [1, 2.5, None, {"a"}], "raw": b"yy"},
         "sparse": torch.eye(3).to_sparse(),
         "parameter": torch.nn.Parameter(torch.ones(4)),
         "module": torch.nn.Linear(3, 2),
@@ -206,9 +202,7 @@ class Stream:
 
 
 @pytest.fixture(params=["rows_of_two", "kit_of_two.rows"])
-def namesake(
-    request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+def namesake(request: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
     """Return a module that was loaded under a name that ``sys.path`` has elsewhere."""
     name: str = request.param
     other = tmp_path.joinpath("path", *name.split(".")).with_suffix(".py")

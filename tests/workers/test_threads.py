@@ -111,9 +111,7 @@ def test_big_batches_use_memory_again() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_close_waits_for_the_threads_of_a_dropped_iterator(
-    *, is_async: bool
-) -> None:
+async def test_close_waits_for_threads_of_a_dropped_iterator(*, is_async: bool) -> None:
     """They may be in the middle of a batch then."""
     entered, release = threading.Event(), threading.Event()
 
