@@ -211,7 +211,8 @@ class ObstoreStore(Store):
     async def get(
         self, key: str, start: int, stop: int, version: Version | None = None
     ) -> Piece:
-        obstore, follow, store = import_obstore(), self.follow, await self.opened()
+        obstore, follow = import_obstore(), self.follow
+        store = self._opened() or await self.opened()
         options: dict[str, Any] = {"range": (start, stop)}
         if version is not None and version.strong:
             options["if_match"] = version.strong
@@ -271,7 +272,8 @@ class ObstoreStore(Store):
 
     async def whole(self, key: str, size: int) -> "Bytes":
         """Return all of an object: by one ranged request if its size is known."""
-        obstore, follow, store = import_obstore(), self.follow, await self.opened()
+        obstore, follow = import_obstore(), self.follow
+        store = self._opened() or await self.opened()
         try:
             if size and self._has_ranges:
                 # One byte more than listed, to notice an object that has grown. This
