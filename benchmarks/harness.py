@@ -318,6 +318,7 @@ def parse(question: Question) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="also the settings rejected")
     parser.add_argument("--rounds", type=int, help=f"default {question.rounds}")
     parser.add_argument("--quick", action="store_true", help="one small round")
+    parser.add_argument("--start", default="", help="of transport.py: start method")
     parser.add_argument("--url", default="", help="the object server of the parent")
     args = parser.parse_args()
     args.rounds = args.rounds or (1 if args.quick else question.rounds)

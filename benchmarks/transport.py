@@ -215,9 +215,7 @@ QUESTION = Question(
 if __name__ == "__main__":
     asked = QUESTION
     for method in STARTS:
-        if sys.argv[1:3] == ["--start", method]:
-            del sys.argv[1:3]
+        # The option, or a contender of its question.
+        if method in sys.argv or any(one.startswith(f"{method} ") for one in sys.argv):
             asked = started(method)
-        elif any(argument.startswith(f"{method} ") for argument in sys.argv):
-            asked = started(method)  # a contender of it
     main(asked)
