@@ -235,7 +235,7 @@ def warnings_of(make: Callable[[], dict[str, Any]], epochs: int, taken: int) -> 
     state = left_at(loader, taken) if taken else saved(loader)
     resumed = Loader(**make())
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)  # and not of a fork
         resumed.load_state_dict(state)
         listed(resumed), listed(resumed)
     return [str(one.message) for one in caught]

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 from multiprocessing import connection, reduction
@@ -48,6 +49,8 @@ class PipeEndpoint(worker_main.Endpoint):
 
     def listen(self, stacks: int) -> None:
         """Take requests, in a thread of its own, until the loader is gone."""
+        if sys.platform != "win32" and worker_main.STACK_SIGNAL:  # for the main thread
+            signal.pthread_sigmask(signal.SIG_BLOCK, {worker_main.STACK_SIGNAL})
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if not self._requests.poll(_LOOK):
