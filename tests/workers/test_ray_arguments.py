@@ -87,7 +87,7 @@ def test_nobody_is_at_the_address() -> None:
     )
     lines = ran("-c", script).stdout.splitlines()
     assert lines[0].startswith("no Ray cluster at '127.0.0.1:1'")
-    assert lines[1].startswith("RAY_ADDRESS='ray://127.0.0.1:1' is a Ray Client addres")
+    assert lines[1].startswith("RAY_ADDRESS='ray://127.0.0.1:1' is a Ray Client")
 
 
 @pytest.mark.slow
