@@ -5,6 +5,7 @@ Whatever the compression ratio, about two pieces at most are unpacked ahead.
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeAlias
 
@@ -134,12 +135,14 @@ def _maker_of(name: str) -> Callable[[int], Any]:
     By the memory that each may take. An ImportError if the module is missing.
     """
     if name == "zstandard":
-        with contextlib.suppress(ImportError):  # Python 3.14 has it
-            zstd: Any = importlib.import_module("compression.zstd")
-            key = zstd.DecompressionParameter.window_log_max
-            return lambda most: zstd.ZstdDecompressor(
-                options={key: sorted((*key.bounds(), most.bit_length() - 1))[1]}
-            )
+        # Before 3.14 a search for it would read folders, for each shard.
+        if sys.version_info >= (3, 14):
+            with contextlib.suppress(ImportError):
+                zstd: Any = importlib.import_module("compression.zstd")
+                key = zstd.DecompressionParameter.window_log_max
+                return lambda most: zstd.ZstdDecompressor(
+                    options={key: sorted((*key.bounds(), most.bit_length() - 1))[1]}
+                )
         zstandard = imported(name, "zstd", "zstandard shards need zstandard")
         make = zstandard.ZstdDecompressor
         return lambda most: make(max_window_size=most).decompressobj()
