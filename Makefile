@@ -30,7 +30,7 @@ test-all: check
 # tests of workers once more, with those of other platforms, started by forks
 portable: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/pytest $(TESTS) -p portable_workers -m "not slow and not fuzz" \
-		$(addprefix tests/,faults laws loader stages workers)
+		$(addprefix tests/,faults laws loader workers)
 
 # two at a time, for two cores
 check: $(VENV)/.dev
