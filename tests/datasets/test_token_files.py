@@ -312,7 +312,7 @@ async def test_an_object_that_changed_is_no_sample(tmp_path: Path) -> None:
 async def test_a_url_is_read_and_written(s3: str) -> None:
     """Megatron's two objects, and the sidecar."""
     documents = [[1, 2, 3], [4], [5, 6]]
-    url = f"{s3}/tokens"
+    url = f"{s3}-tokens"
     options: Any = {"format": "megatron"}
     await write_async(url, documents, **options)
     dataset = await TokenDataset.discover(url, 2)
