@@ -191,7 +191,7 @@ async def test_wal_mode_in_a_directory_that_cannot_be_written(
     """The remedy in the error works."""
     rows = await read(make, f"{unwritable}?immutable=1", "t")
     assert [row["id"] for row in rows] == [0, 1, 2]
-    with as_nobody(), pytest.raises(DatasetError, match=r"add \?immutable=1 to the"):
+    with as_nobody(), pytest.raises(DatasetError, match=r"\?immutable=1 to the URL"):
         await read(make, unwritable, "t")
 
 

@@ -67,7 +67,7 @@ async def test_nothing_is_not_repeated() -> None:
     with pytest.raises(OSError, match="cannot read 2"):
         await beside(lambda: list(loader))
     for stream in (numbers(0).repeat(), numbers(0).epoch_length(5)):
-        with pytest.raises(ValueError, match="reader 0 of 1 had no samples in 8 pas"):
+        with pytest.raises(ValueError, match="0 of 1 had no samples in 8 passes"):
             await items(stream)
 
 

@@ -134,7 +134,7 @@ async def test_refusals(
     value: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ObjectPermissionError, match="HTTP 403 Forbidden; c") as caught:
+    with pytest.raises(ObjectPermissionError, match="403 Forbidden; check") as caught:
         await use(bucket)
     error = caught.value
     assert error.location == f"{bucket}/{place}"
