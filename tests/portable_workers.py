@@ -49,7 +49,7 @@ class Forked:
             finally:
                 os._exit(1)
         os.close(life)
-        self.stdin = os.fdopen(ours, "wb")
+        self.stdin = os.fdopen(ours, "wb", buffering=0)
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -62,7 +62,8 @@ class Link:
         self.late: list[tuple[float, Callable[[], None]]] = []  # when, how to end it
         self._sender = CpuThread(f"aioloader-requests-{worker.number}")
         with contextlib.ExitStack() as stack:
-            self.stacks = stack.enter_context(tempfile.TemporaryFile())
+            # Unbuffered: the lock of a buffer would stay locked in a forked child.
+            self.stacks = stack.enter_context(tempfile.TemporaryFile(buffering=0))
             self._requests, theirs = map(stack.enter_context, connection.Pipe())
             self.results, far_results = map(
                 stack.enter_context, connection.Pipe(duplex=False)
@@ -76,6 +77,7 @@ class Link:
                 executable=executable,
                 env=environment,
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 **options,
             )
             stack.pop_all()
