@@ -25,9 +25,9 @@ test: check
 
 test-all: check
 	$(BIN)/pytest $(TESTS) -m "not fuzz"
+	$(MAKE) portable
 
-# tests of workers once more, with those of other platforms, started by forks: now and
-# then one hangs at a lock that another thread held, so CI does not run it
+# tests of workers once more, with those of other platforms, started by forks
 portable: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/pytest $(TESTS) -p portable_workers -m "not slow and not fuzz" \
 		$(addprefix tests/,faults laws loader workers)

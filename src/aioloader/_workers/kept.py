@@ -94,10 +94,10 @@ class Servers:
                 wait()
 
         self._ending.append(ended)
-        for one in self._ending[:]:
-            if not one.locked():
+        for lock in self._ending[:]:
+            if not lock.locked():
                 with contextlib.suppress(ValueError):  # another thread was faster
-                    self._ending.remove(one)
+                    self._ending.remove(lock)
         try:
             # Not Thread: a finalizer may run while threading holds its own locks.
             _thread.start_new_thread(run, ())
