@@ -67,13 +67,16 @@ def name_of(index: int) -> str:
     return f"{index:05}"
 
 
-def object_dataset(url: str, size: int, count: int, *, listed: bool) -> Any:
+def object_dataset(
+    url: str, size: int, count: int, *, listed: bool, store: Any = None
+) -> Any:
     """Make the dataset that users import; ``listed``: it knows the sizes."""
     from aioloader.datasets import ObjectDataset  # noqa: PLC0415
     from aioloader.datasets._stores.listing import Listing  # noqa: PLC0415
 
     found = {name_of(index): size for index in range(count)}
-    return ObjectDataset(make_store(url), keys=Listing(found) if listed else found)
+    keys = Listing(found) if listed else found
+    return ObjectDataset(store or make_store(url), keys=keys)
 
 
 def as_array(body: Any) -> Any:

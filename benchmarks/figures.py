@@ -34,6 +34,10 @@ ORDER = [
     "blocking",
     "objects",
     "tar",
+    "indexed_remote",
+    "indexed_local",
+    "indexed_reads",
+    "indexed_opening",
     "streams",
     "stream_steps",
     "stream_blocking",
@@ -63,7 +67,7 @@ ORDER = [
 ]
 PEERS = re.compile(
     "torch|SPDL|WebDataset|webdataset|LitData|[Mm]osaic|Grain|tf.data|Ray|asyncpg"
-    "|sqlite3|tarfile|pyarrow|its threads"
+    "|sqlite3|tarfile|pyarrow|its threads|wids|ArrayRecord|Hugging Face|Lance"
 )
 # settings tried, a round each: the best ones are compared in "peers"
 SWEEPS = {"peers_sweep"}

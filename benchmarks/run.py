@@ -36,6 +36,7 @@ ROUNDS = {
     "fork_threads": 1,
     "tar": 1,
     "objects": 1,
+    "indexed": 5,
     "streams": 3,
     "stream_steps": 3,
     "stream_tables": 3,
@@ -53,6 +54,7 @@ ROUNDS = {
     "dlio/run": 3,
 }
 PYTHONS = {
+    "indexed": "AIOLOADER_PEERS",
     "parquet": "AIOLOADER_PEERS",
     "peers": "AIOLOADER_PEERS",
     "shuffle_quality": "AIOLOADER_PEERS",

@@ -3,10 +3,14 @@
 64 tars of 500 samples, read by one reader in batches of 64. All settings hold the same
 number of samples: our two windows of half the size, WebDataset's one buffer, and
 Mosaic's block (whose shards lie on its local disk); read-ahead of open shards is added
-to that (ours: ``max_bytes`` in all). Distinct shards in a batch: all random would be
-40.6. Correlation of the places in the dataset of samples that are one sample, and one
-batch, apart in the epoch: all random would be 0. Mosaic's orders are made by its own
-functions; if it is not installed, it is left out.
+to that (ours: ``max_bytes`` in all). With random access to the shards, an order is that
+of a sampler: of all samples, or of blocks within a window, which are held then.
+Distinct shards in a batch: all random would be 40.6. The variance of a batch's mean
+place, by that of 64 places drawn at random: that would be 1; the same of eight batches
+in a row, which also shows whether they are alike. Correlation of the places
+in the dataset of samples that are one sample, and one batch, apart in the epoch: all
+random would be 0. Mosaic's orders are made by its own functions; if it is not
+installed, it is left out.
 """
 
 from __future__ import annotations
@@ -25,16 +29,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aioloader.datasets import TarDataset
-from harness import Metric, Question, keep, table
+from aioloader import ShuffledIndices
+from aioloader.datasets import IndexedDataset, TarDataset
+from harness import (
+    Limit,
+    Metric,
+    Question,
+    keep,
+    limits,
+    show_verdicts,
+    table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from harness import Rounds
+    from harness import Figures, Rounds
 
 SHARDS, LENGTH, BATCH = 64, 500, 64
+PLACES = SHARDS * LENGTH
+RUN = 8
 HELD = (1_000, 4_000)
+BLOCK, WINDOWS = 16, (0, 1_024, 4_096)
+WINDOWED = "4,096 held: aioloader indexed, block=16, window=4096"
 
 
 def write(folder: Path) -> list[str]:
@@ -92,6 +109,12 @@ def contenders(paths: list[str]) -> Iterator[tuple[str, int, Any]]:
         0,
         lambda: of_ours(tar(shuffle=True, interleave=8)),
     )
+    yield "aioloader indexed, all shuffled", 0, lambda: [*ShuffledIndices(PLACES)]
+    indexed = IndexedDataset(TarDataset(paths), scan=True)
+    for window in WINDOWS:
+        sampler = indexed.shuffled(BLOCK, window)
+        name = f"aioloader indexed, block={BLOCK}, window={window}"
+        yield name, window, partial(list, sampler)
     for held in HELD:
         for lanes in (1, 8, 32):
             name = f"aioloader interleave={lanes}, .shuffle({held // 2})"
@@ -104,14 +127,29 @@ def contenders(paths: list[str]) -> Iterator[tuple[str, int, Any]]:
             yield name, held, partial(of_mosaic, algorithm, held)
 
 
-def figures(places: list[int]) -> tuple[float, float, float]:
-    """Return distinct shards per batch, and correlations over a sample and a batch."""
+def figures(places: list[int]) -> Figures:
     found = np.asarray(places)
-    assert sorted(places) == list(range(SHARDS * LENGTH))
-    whole = len(found) // BATCH * BATCH
-    batches = (found[:whole] // LENGTH).reshape(-1, BATCH)
-    distinct = float(np.mean([len(np.unique(batch)) for batch in batches]))
-    return distinct, _correlation(found, 1), _correlation(found, BATCH)
+    assert sorted(places) == list(range(PLACES))
+    batches = in_runs(found, BATCH)
+    shards = [len(np.unique(batch)) for batch in batches // LENGTH]
+    return {
+        "distinct": float(np.mean(shards)),
+        "missed": SHARDS - float(np.mean(shards)),
+        "variance": _variance(found, BATCH),
+        "run": _variance(found, RUN * BATCH),
+        "near": _correlation(found, 1),
+        "far": _correlation(found, BATCH),
+    }
+
+
+def in_runs(found: Any, length: int) -> Any:
+    return found[: len(found) // length * length].reshape(-1, length)
+
+
+def _variance(found: Any, length: int) -> float:
+    """Return the variance of the mean of so many places, by that of random ones."""
+    means = in_runs(found, length).mean(1)
+    return float(means.var() * length / found.var())
 
 
 def _correlation(found: Any, distance: int) -> float:
@@ -124,8 +162,14 @@ QUESTION = Question(
     contenders={},
     metrics=[
         Metric("distinct", "shards per batch", ".1f"),
+        Metric("variance", "variance of a mean", ".2f", higher=False),
+        Metric("run", f"of {RUN} batches", ".2f", higher=False),
         Metric("near", "correlation, 1 apart", ".3f", higher=False),
         Metric("far", f"correlation, {BATCH} apart", ".3f", higher=False),
+    ],
+    limits=[
+        Limit(WINDOWED, "missed", SHARDS - 38),
+        Limit(WINDOWED, "variance", 1.3),
     ],
 )
 
@@ -136,12 +180,12 @@ def measure(settings: list[tuple[str, int, Any]]) -> tuple[Rounds, list[str]]:
     missing = []
     for name, held, order in settings:
         try:
-            distinct, near, far = figures(order())
+            mixed = figures(order())
         except ModuleNotFoundError as error:
             missing.append(f"{name}: {error}")
             continue
         case = f"{held:,} held" if held else "nothing held"
-        found[f"{case}: {name}"] = [{"distinct": distinct, "near": near, "far": far}]
+        found[f"{case}: {name}"] = [mixed]
     return found, missing
 
 
@@ -151,8 +195,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found, missing = measure(list(contenders(write(Path(folder)))))
     print(f"{QUESTION.text}\n\n{table(QUESTION, found)}", *missing, sep="\n")
+    targets = limits(QUESTION, found)
+    show_verdicts(targets)
     if not missing and "--quick" not in sys.argv:
-        keep(QUESTION, found, time.perf_counter() - started)
+        keep(QUESTION, found, time.perf_counter() - started, targets=targets)
 
 
 if __name__ == "__main__":

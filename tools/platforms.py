@@ -33,6 +33,7 @@ KNOWN: dict[str, dict[str, int]] = {
         "_transport/slots.py": 1,
         "_workers/sharing.py": 3,
         "_workers/worker_spec.py": 1,
+        "datasets/_indexed/local.py": 1,
         "datasets/_stores/bytes.py": 2,
         "datasets/_stores/cache_dir.py": 1,
         "datasets/_write/sinks.py": 1,

@@ -90,7 +90,7 @@ class TruncatedReadError(DatasetError, EOFError):
 
 
 class ShardChangedError(DatasetError):
-    """A shard has changed since a state was saved, so it cannot be resumed."""
+    """A shard has changed since a state was saved, or since it was indexed."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -40,6 +40,10 @@ class HasLifespan(abc.ABC):
     def lifespan(self) -> AbstractAsyncContextManager[Any]:
         """Return the context manager that each loop that reads it enters and leaves."""
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what tells its samples from others in a state; for JSON."""
+        return {}
+
 
 class OneIteration:
     """An iterator that cannot be copied, as torch's: a copy would take its batches."""

@@ -327,6 +327,7 @@ def noise() -> Iterator[list[dict[str, Any]]]:
 
 # Those that run on both loops every time; ``make fuzz`` runs the others on uvloop.
 ON_BOTH_LOOPS = {
+    "test_indexed_reads",
     "test_interleave",
     "test_laws",
     "test_objects",

@@ -218,6 +218,17 @@ def test_streams_train(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_tars_in_a_bucket_are_shuffled_exactly() -> None:
+    """Each sample once, by single requests, by blocks, and resumed in mid-epoch."""
+    lines = ran("indexed_tars.py")
+    pattern = r"(.+): 1797, each once: True, accuracy ([\d.]+)"
+    found = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    names = ["all shuffled", "by blocks", "resumed after 10 batches"]
+    assert [match[1] for match in found] == names
+    assert float(found[-1][2]) > 0.9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zarr_arrays", "lance_rows"])
 def test_other_stores_are_read_as_datasets(name: str) -> None:
     """Each in a process of its own: Lance starts threads, and zarr a loop."""

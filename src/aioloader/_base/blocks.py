@@ -52,6 +52,7 @@ class Bad:
 
     error: BaseException  # why; its message says where
     is_users: bool = False  # user code raised it, and need not fail again
+    ends: bool = False  # whether the rest of its shard is lost with it
     then: "Block" = field(default_factory=list)  # what follows it in the same position
 
 

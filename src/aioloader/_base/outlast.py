@@ -2,7 +2,16 @@
 
 import asyncio
 import contextvars
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -10,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from aioloader._base.waiting import looking_up
 
 T = TypeVar("T")
-_AT_ONCE = 32
+_AT_ONCE = 64
 
 
 async def in_thread(
@@ -91,24 +100,26 @@ async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
 
 
 async def each(
-    function: Callable[[Any], Awaitable[T]], addresses: Sequence[Any]
+    function: Callable[[Any], Coroutine[Any, Any, T]], addresses: Sequence[Any]
 ) -> list[T]:
-    """Return ``function`` of each address, several at a time, in order.
+    """Return ``function`` of each address, several at a time, in order."""
+    return [found async for found in in_order(function, addresses)]
 
-    The first failure ends the others.
+
+async def in_order(
+    function: Callable[[Any], Coroutine[Any, Any, T]], addresses: Sequence[Any]
+) -> AsyncIterator[T]:
+    """Yield ``function`` of each address, in order, with several under way.
+
+    A failure ends the others when its turn comes.
     """
-    found: dict[int, T] = {}
-    waiting = iter(enumerate(addresses))
-
-    async def work() -> None:
-        for number, address in waiting:
-            found[number] = await function(address)
-
-    workers = [
-        asyncio.ensure_future(work()) for _ in range(min(_AT_ONCE, len(addresses)))
-    ]
+    under_way = deque[asyncio.Task[T]]()
     try:
-        await asyncio.gather(*workers)
+        for done in range(-_AT_ONCE, len(addresses)):
+            if done + _AT_ONCE < len(addresses):
+                task = asyncio.create_task(function(addresses[done + _AT_ONCE]))
+                under_way.append(task)
+            if done >= 0:
+                yield await under_way.popleft()
     finally:
-        await cancel(workers)
-    return [found[number] for number in range(len(addresses))]
+        await cancel(under_way)

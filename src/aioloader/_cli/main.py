@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aioloader._cli import bench, pack, tokenize
+from aioloader._cli import bench, index, pack, tokenize
 from aioloader.errors import LoaderError
 
 Number = TypeVar("Number", int, float)
@@ -43,13 +43,21 @@ examples:
   aioloader pack 'logs-*.jsonl' tables/ --format parquet
 """
 _INDEX = """\
-Write an index next to each tar, X.tar.idx, so that several readers can share a shard.
+Write where the samples of shards start: so several readers can share a shard, and
+IndexedDataset reads any sample.
 
-It says where samples start. Tars written by `aioloader pack` have one already.
-Compressed tars cannot have one.
+X is shards: *.tar, *.jsonl or *.txt, as paths, URLs or patterns (quoted:
+'s3://bucket/train-{000..127}.tar'), not compressed. Each gets its index next to it,
+X.idx; tars written by `aioloader pack` have theirs already. With --pack all have one,
+which also holds their versions; for MDS shards, X is their directories.
+
+Run again, the command indexes what is new or has changed.
 
 examples:
   aioloader index shards/train-*.tar
+  aioloader index 's3://bucket/train-*.tar' --pack s3://bucket/train.aioidx
+      then IndexedDataset(TarDataset('s3://bucket/train-*.tar'),
+      pack='s3://bucket/train.aioidx')
 """
 _TOKENIZE = """\
 Write the tokens of texts to one file, for TokenDataset, or Megatron.
@@ -116,7 +124,7 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, run, add_arguments, summary, text in (
         ("pack", pack.run, _add_pack, "write files or rows to shards", _PACK),
-        ("index", pack.run_index, _add_tars, "let several readers share a tar", _INDEX),
+        ("index", index.run, _add_shards, "write where samples start", _INDEX),
         ("tokenize", tokenize.run, _add_tokenize, "write texts as tokens", _TOKENIZE),
         ("bench", bench.run, _add_bench, "compare a loader with torch's", _BENCH),
     ):
@@ -185,8 +193,12 @@ def _add_stores(add: Callable[..., Any]) -> None:
         add(f"--{side}-option", metavar="KEY=VALUE", help=words, **given)
 
 
-def _add_tars(add: Callable[..., Any]) -> None:
-    add("tars", nargs="+", type=Path, metavar="X.tar", help="the tars")
+def _add_shards(add: Callable[..., Any]) -> None:
+    add("shards", nargs="+", metavar="X", help="the shards")
+    add("--pack", metavar="DST", help="path or URL of one index for all")
+    words = "option of the store, such as region=eu-west-1; may be repeated"
+    given: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
+    add("--option", metavar="KEY=VALUE", help=words, **given)
     add("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 

@@ -1,4 +1,4 @@
-"""``aioloader pack`` and ``index``: samples of any kind to shards, and indices."""
+"""``aioloader pack``: samples of any kind to shards."""
 
 import asyncio
 import sys
@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import Any
 
 from aioloader._cli.sources import Source, find_source
-from aioloader.datasets.tar import write_index
 from aioloader.datasets.tokens import TokenWriter
 from aioloader.datasets.writers import ParquetWriter, ShardWriter, TarWriter
 
@@ -26,17 +25,6 @@ def run(options: Namespace) -> None:
     if not options.quiet:
         lines = [_summary(writer, first, options), *source.notes, ""]
         sys.stdout.write("\n".join(lines))
-
-
-def run_index(options: Namespace) -> None:
-    """Write an index next to each tar: where its samples start."""
-    for path in options.tars:
-        if not path.is_file():
-            raise ArgumentTypeError(f"there is no file {str(path)!r}")
-    for path in options.tars:
-        count = write_index(str(path))
-        if not options.quiet:
-            sys.stdout.write(f"{path}.idx: {count:,} samples\n")
 
 
 def _make_writer(source: Source, options: Namespace) -> ShardWriter:

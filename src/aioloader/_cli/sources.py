@@ -60,7 +60,7 @@ class Source:
 
 def find_source(options: Namespace) -> Source:
     src: str = options.src
-    kind = _kind_of(src)
+    kind = find_kind(src)
     folder = src.rpartition("/")[0] or "."
     is_inside = not kind and _lies_in(options.dst, src)
     is_same = _lies_in(options.dst, folder) and _lies_in(folder, options.dst)
@@ -84,7 +84,7 @@ def find_source(options: Namespace) -> Source:
     return _files(dataset, len(names), plan, options)
 
 
-def _kind_of(src: str) -> str:
+def find_kind(src: str) -> str:
     """Return the ending that decides how SRC is read; empty for folders."""
     found = re.search(_ENDING, name_of(src))
     is_folder = "://" not in src and Path(src).is_dir()
@@ -254,7 +254,7 @@ def _rows(kind: str, options: Namespace) -> Source:
 
 def find_texts(options: Namespace, tokenizer: Any) -> Source:
     """Return the tokens of the texts in SRC; those before the first are only read."""
-    kind = _kind_of(options.src)
+    kind = find_kind(options.src)
     if kind not in _TEXTS:
         raise ArgumentTypeError(
             "SRC must be texts (.txt, .jsonl, .parquet), one or many, as in "

@@ -26,7 +26,7 @@ from aioloader._order.permutation import KeyedOrder
 from aioloader._order.stream_states import checksum
 from aioloader._pipeline.position import Loads
 from aioloader.errors import StateMismatchError
-from aioloader.protocols import Kind, Outline
+from aioloader.protocols import Kind, Outline, own_datasets
 
 State: TypeAlias = dict[str, Any]
 States: TypeAlias = dict[int, Any]
@@ -242,9 +242,17 @@ def rules_of(options: Options) -> State:
     dataset = options.dataset
     drop_last = getattr(options.batch_sampler, "drop_last", options.drop_last)
     is_mixture = type(dataset) is Subset and hasattr(dataset.indices, "described")
-    return {"drop_last": drop_last} | (
-        dataset.indices.described() if is_mixture else {}
-    )
+    mixture = dataset.indices.described() if is_mixture else {}
+    return {"drop_last": drop_last} | mixture | fingerprint_of(dataset)
+
+
+def fingerprint_of(dataset: Any) -> State:
+    """Return what tells the samples of our datasets from others, by what it is of.
+
+    Of several datasets there are lists.
+    """
+    found = [one for own in own_datasets(dataset) if (one := own.fingerprint())]
+    return {name: [one.get(name) for one in found] for one in found for name in one}
 
 
 def _between(
@@ -274,7 +282,7 @@ def _between(
         known = described(sampler) | ({} if drawn is None else drawn.order.state())
         is_ours = upcoming is not None
         at = {"epoch": upcoming} if is_ours else {"next": epoch_of(sampler)}
-        state.order = known | at
+        state.order = known | at | fingerprint_of(options.dataset)
     return state
 
 

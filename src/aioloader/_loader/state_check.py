@@ -37,14 +37,18 @@ _ORDER = {
     "length": "a sampler of {!r} indices",
     "seed": "the seed {!r} of the sampler",
     "max_tokens": "max_tokens={!r} of the sampler",
+    "block": "block={!r} of the sampler",
     "window": "window={!r} of the sampler",
+    "lanes": "lanes={!r} of the sampler",
     "shuffle": "shuffle={!r} of the sampler",
     "replacement": "replacement={!r} of the sampler",
     "drop_last": "drop_last={!r}",
     "mixture": "a mixture of weights and lengths with checksum {!r}",
+    "shards": "shards of the fingerprint {!r}",
+    "versions": "shards whose versions have the checksum {!r}",
     "contents": "indices, weights or lengths of the sampler with checksum {!r}",
 }
-_MAY_LACK = {"seed", "shuffle", "drop_last", "mixture"}
+_MAY_LACK = {"seed", "shuffle", "drop_last", "mixture", "shards", "versions"}
 _OF_ONE = {"before", "pulled"}  # of an order: ranks may be ahead of each other
 _SAVE = (
     "save all ranks after the same batch (with in_order=True, if there are batches "
@@ -63,6 +67,9 @@ def fitted(options: Options, state: LoaderState, *, strict: bool) -> LoaderState
     Raises:
         StateMismatchError: If another loader, or another stream, saved it; names both.
     """
+    if not strict:  # the versions of shards may differ, as those of copies do
+        order = {name: one for name, one in state.order.items() if name != "versions"}
+        state = replace(state, order=order)
     _check(options, state)
     if not options.is_own_stream:
         return state
@@ -143,6 +150,10 @@ def _refuse(what: str, saved: Any, found: Any) -> NoReturn:
         hint = " (shuffle=True with ranks: rank=0, world_size=1 is one rank)"
     elif "generator" in what and not (saved is None or found is None):
         hint = f"; give it the same seed with manual_seed({saved})"
+    elif "versions" in what:
+        hint = "; if they are copies with the same contents, load it with strict=False"
+    elif "shards" in what:
+        hint = "; load it with the same shards, in the same order"
     elif "checksum" in what:
         hint = "; set them as they were at the start of the epoch, before loading"
     raise StateMismatchError(

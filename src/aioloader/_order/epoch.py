@@ -24,6 +24,7 @@ from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
 from aioloader._order.orders import IteratedOrder, Turns
 from aioloader._order.permutation import KeyedOrder, ShuffledIndices
 from aioloader._order.ranks import WHOLE, Part
+from aioloader._order.shuffled_blocks import ShuffledBlocks
 
 
 class HasEpoch(Protocol):
@@ -403,7 +404,7 @@ def order_of(
     if is_torchs:
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
     sampler = () if sampler is None else sampler
-    is_known = type(sampler) in {SequentialSampler, ShuffledIndices}
+    is_known = type(sampler) in {SequentialSampler, ShuffledBlocks, ShuffledIndices}
     draws: Draws | None = None
     if type(sampler) is RandomSampler:
         is_whole = sampler.num_samples == len(sampler.data_source)

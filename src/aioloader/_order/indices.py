@@ -2,7 +2,7 @@
 
 Torch's samplers yield Python integers one by one, from a list of the whole permutation.
 The exact torch classes are recognised here and cut from one index tensor instead; a
-``ShuffledIndices`` is computed in blocks. Nothing before the start is computed.
+``SeekableOrder`` is computed in blocks. Nothing before the start is computed.
 
 Torch's samplers draw from the user's generator, or else from a seed that they draw from
 the default one; other samplers may draw from the default one. To repeat an order, the
@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from aioloader._order.permutation import KeyedOrder, ShuffledIndices
+from aioloader._order.permutation import KeyedOrder, SeekableOrder
 from aioloader._order.ranks import Part
 from aioloader._order.stream_states import checksum
 from aioloader.protocols import set_epoch_of
@@ -35,7 +35,7 @@ from aioloader.protocols import set_epoch_of
 State: TypeAlias = dict[str, Any]
 WITH_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
-# Indices made at a time: a block of ``ShuffledIndices`` takes under 1 ms.
+# Indices made at a time: a block of a ``SeekableOrder`` takes about 1 ms.
 _BLOCK, _SHUFFLED_BLOCK, _FIRST_BLOCK = 1 << 15, 1 << 13, 1 << 10
 # Views of a block made at a time: cheaper than one by one, and takes only 0.1 ms.
 _VIEWS = 256
@@ -118,12 +118,12 @@ class IndexOrder(Order):
     sampler: Any
     drop_last: bool
     draws: "Draws | None"
-    _shuffled: ShuffledIndices | None = field(default=None, init=False)
+    _shuffled: SeekableOrder | None = field(default=None, init=False)
 
     def prepare(self, epoch: int | None = None, /) -> None:
         if self.draws is not None:
             self.draws.prepare()
-        if type(self.sampler) is ShuffledIndices and self._shuffled is None:
+        if isinstance(self.sampler, SeekableOrder) and self._shuffled is None:
             self._shuffled = self.sampler.copy()  # a later set_epoch is for the next
             if epoch is not None:
                 self._shuffled.set_epoch(epoch)
@@ -143,6 +143,7 @@ class IndexOrder(Order):
         whole = (self.size or 1) * self.part.world_size
         self.prepare()
         lazy = self._shuffled
+        listed = lazy.listed if lazy else _listed
         indices: Any = lazy or range(n)
         if self.draws is not None:
             indices = _permutation(n, self.draws.begin())
@@ -154,8 +155,8 @@ class IndexOrder(Order):
         while at < stop:
             end = min(at + max(1, size // whole) * whole, stop)
             block = torch.from_numpy(lazy.take(at, end)) if lazy else indices[at:end]
-            if as_lists and is_alone:
-                block = list(block) if type(block) is range else block.tolist()
+            if as_lists and is_alone and not lazy:
+                block = listed(block)
             if isinstance(block, torch.Tensor):
                 pieces = _views(block, whole)
             else:
@@ -163,18 +164,21 @@ class IndexOrder(Order):
             for number, found in enumerate(pieces, at // whole):
                 if number == short:
                     self._end()
-                if is_alone:
-                    yield IndexBatch(number, number * whole, found)
-                    continue
-                own, padding, place = self._own(found)
-                if padding:
-                    again = int(indices[place % n])
-                    own = torch.tensor([*_listed(own), again], device="cpu")
+                own, padding = (found, 0) if is_alone else self._filled(found, indices)
                 if len(own):
-                    own = _listed(own) if as_lists else own
+                    if as_lists and type(own) is not list:
+                        own = listed(own)
                     yield IndexBatch(number, number * whole + rank, own, padding)
             at, size = end, _SHUFFLED_BLOCK if lazy else _BLOCK
         self._end()
+
+    def _filled(self, found: Any, indices: Any) -> tuple[Any, int]:
+        """Return our part of a global batch, and how many are added at its end."""
+        own, padding, place = self._own(found)
+        if padding:
+            again = int(indices[place % len(indices)])
+            own = torch.tensor([*_listed(own), again], device="cpu")
+        return own, padding
 
     def _end(self) -> None:
         """Draw the unused permutation, once, from the user's generator."""

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+Indices: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 MAX_N = 2**63
 _ROUNDS = 8
@@ -61,38 +62,27 @@ class KeyedOrder(abc.ABC):
         """Return what tells its order from others, but for the epoch; for JSON."""
 
 
-class ShuffledIndices(KeyedOrder):
-    """Visit ``range(n)`` in a shuffled order without holding it.
+class SeekableOrder(KeyedOrder):
+    """An order of ``n`` indices with random access: any part of it is computed."""
 
-    A sampler for datasets too large to permute in memory: constant memory, and the
-    sample at any position is computed, not looked up. The order is a function of
-    (``n``, ``seed``, epoch) alone.
-
-    Example:
-        >>> order = ShuffledIndices(10, seed=1)
-        >>> sorted(order) == list(range(10)), order[3] == list(order)[3]
-        (True, True)
-
-    Args:
-        n: Number of indices, from 0 to ``2**63``.
-        seed: Key of the permutation; any integer.
-    """
-
-    def __init__(self, n: int, seed: int = 0) -> None:
+    def __init__(self, n: int, seed: int) -> None:
         self.n: int = operator.index(n)
         super().__init__(seed)
         if not 0 <= self.n <= MAX_N:
             raise ValueError(f"n must be from 0 to 2**63, got {n}")
-        # Two halves of the same width, so the domain is at most 4n.
-        self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
-        self._rounds: Words | None = None  # their keys or hashes, once needed
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of ``epoch``; calling it twice changes nothing more."""
-        super().set_epoch(epoch)
-        self._rounds = None
+    @abc.abstractmethod
+    def at(self, positions: "np.ndarray[Any, Any]") -> Indices:
+        """Return the indices at positions from 0 to before ``n``, in any order.
 
-    def take(self, start: int, stop: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        Args:
+            positions: Integers of shape ``(k,)``.
+
+        Returns:
+            A fresh array of shape ``(k,)``, dtype int64.
+        """
+
+    def take(self, start: int, stop: int) -> Indices:
         """Return the indices at positions ``start`` to ``stop``.
 
         Args:
@@ -111,23 +101,14 @@ class ShuffledIndices(KeyedOrder):
             )
         return self.at(np.arange(start, stop, dtype=np.uint64))
 
-    def at(
-        self, positions: "np.ndarray[Any, Any]"
-    ) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Return the indices at positions from 0 to before ``n``, in any order.
+    def listed(self, indices: Any) -> list[int]:
+        """Return an array or tensor of its indices as a dataset gets them."""
+        listed: list[int] = indices.tolist()
+        return listed
 
-        Args:
-            positions: Integers of shape ``(k,)``.
-
-        Returns:
-            A fresh array of shape ``(k,)``, dtype int64.
-        """
-        values = self._permute(positions.astype(np.uint64))
-        outside = np.flatnonzero(values >= self.n)
-        while outside.size:
-            values[outside] = self._permute(values[outside])
-            outside = outside[values[outside] >= self.n]
-        return values.astype(np.int64)
+    def described(self) -> dict[str, Any]:
+        """Return what tells its order from others, but for the epoch."""
+        return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
 
     def __len__(self) -> int:
         return self.n
@@ -138,16 +119,50 @@ class ShuffledIndices(KeyedOrder):
             position += self.n
         if not 0 <= position < self.n:
             raise IndexError(f"position {position} of {self.n} shuffled indices")
-        return int(self.take(position, position + 1)[0])
+        return self.listed(self.take(position, position + 1))[0]
 
     def __iter__(self) -> Iterator[int]:
         order = self.copy()
         for start in range(0, self.n, _BLOCK):
-            yield from order.take(start, min(start + _BLOCK, self.n)).tolist()
+            yield from order.listed(order.take(start, min(start + _BLOCK, self.n)))
 
-    def described(self) -> dict[str, Any]:
-        """Return what tells its order from others, but for the epoch."""
-        return {"sampler": type(self).__name__, "length": self.n, "seed": self.seed}
+
+class ShuffledIndices(SeekableOrder):
+    """Visit ``range(n)`` in a shuffled order without holding it.
+
+    A sampler for datasets too large to permute in memory: constant memory, and the
+    sample at any position is computed, not looked up. The order is a function of
+    (``n``, ``seed``, epoch) alone.
+
+    Example:
+        >>> order = ShuffledIndices(10, seed=1)
+        >>> sorted(order) == list(range(10)), order[3] == list(order)[3]
+        (True, True)
+
+    Args:
+        n: Number of indices, from 0 to ``2**63``.
+        seed: Key of the permutation; any integer.
+    """
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        super().__init__(n, seed)
+        # Two halves of the same width, so the domain is at most 4n.
+        self._half = max(1, ((max(self.n, 1) - 1).bit_length() + 1) // 2)
+        self._rounds: Words | None = None  # their keys or hashes, once needed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of ``epoch``; calling it twice changes nothing more."""
+        super().set_epoch(epoch)
+        self._rounds = None
+
+    def at(self, positions: "np.ndarray[Any, Any]") -> Indices:
+        """Return the indices at positions from 0 to before ``n``, in any order."""
+        values = self._permute(positions.astype(np.uint64))
+        outside = np.flatnonzero(values >= self.n)
+        while outside.size:
+            values[outside] = self._permute(values[outside])
+            outside = outside[values[outside] >= self.n]
+        return values.astype(np.int64)
 
     def __repr__(self) -> str:
         return f"ShuffledIndices({self.n}, seed={self.seed}, epoch={self.epoch})"

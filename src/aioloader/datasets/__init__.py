@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aioloader.datasets.arrow import from_arrow
     from aioloader.datasets.decoders import Decoder
     from aioloader.datasets.files import FileDataset
+    from aioloader.datasets.indexed import IndexedDataset
     from aioloader.datasets.iterables import from_async_iterable, from_iterable
     from aioloader.datasets.lines import JSONLinesDataset, TextDataset
     from aioloader.datasets.map_style import from_dataset
@@ -46,6 +47,7 @@ _HOLDERS = {
     "arrow": ("from_arrow",),
     "decoders": ("Decoder",),
     "files": ("FileDataset",),
+    "indexed": ("IndexedDataset",),
     "iterables": ("from_async_iterable", "from_iterable"),
     "lines": ("JSONLinesDataset", "TextDataset"),
     "map_style": ("from_dataset",),
@@ -70,6 +72,7 @@ __all__ = [
     "ClassFolders",
     "Decoder",
     "FileDataset",
+    "IndexedDataset",
     "JSONLinesDataset",
     "MDSDataset",
     "ObjectDataset",

@@ -234,7 +234,20 @@ Decoder: TypeAlias = JSONDecoder | _TextDecoder
 
 def _kind(decoder: Decoder, max_sample_bytes: int) -> Kind:
     check_at_least(max_sample_bytes, 1, "max_sample_bytes")
-    return Kind(partial(samples, decoder, max_sample_bytes), is_quick=True)
+    args = decoder, max_sample_bytes
+    return Kind(partial(samples, *args), is_quick=True, quick=partial(_only, *args))
+
+
+def _only(
+    decoder: Decoder, max_bytes: int, _url: str, start: int, data: memoryview
+) -> Any:
+    """Return the sample of a plain line, or else NotImplemented."""
+    line = bytes(data)
+    if start and len(line) <= max_bytes and line.find(b"\n") in {-1, len(line) - 1}:
+        with contextlib.suppress(ValueError):
+            for sample in decoder.one(without_end(line)):
+                return sample
+    return NotImplemented
 
 
 def samples(decoder: Decoder, max_bytes: int, feed: Feed) -> Steps:

@@ -108,10 +108,14 @@ class _MapStyle(Stream[Any]):
         return self._clone(_tail=tail)
 
     def describe(self) -> State:
+        fingerprint: State = {}
+        for one in own_datasets(self._dataset):
+            fingerprint |= one.fingerprint()
         return {
             "kind": "dataset",
             "function": name_of(self._dataset),
             "length": len(self._dataset),
+            **fingerprint,
             "shuffle": self._seed is not None,
             "seed": self._seed or 0,
         }

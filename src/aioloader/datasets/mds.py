@@ -25,8 +25,9 @@ from aioloader._base.blocks import Bad
 from aioloader._base.extras import imported
 from aioloader.datasets._checks import names_options
 from aioloader.datasets._stores.addresses import Address, sealed, sibling
-from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.places import Places, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets._streams.edges import Numbers
 from aioloader.datasets._streams.engine import (
     ByteFormat,
     ByteReader,
@@ -35,7 +36,6 @@ from aioloader.datasets._streams.engine import (
     Part,
     Steps,
     nearest,
-    read_whole,
     shares,
 )
 from aioloader.datasets._streams.shards import (
@@ -286,6 +286,28 @@ class MDSFormat(ByteFormat):
         whole = summary_of([json.dumps(edges)])
         return {**names, "samples": whole["names"]}
 
+    def address(self, shard: Any) -> Address:
+        """Return the address of a whole shard."""
+        address: Address = shard.address
+        return address
+
+    def kind(self, shard: Any) -> Kind:
+        """Return how samples are made of exactly their bytes."""
+        allow = self._allow_unsafe_types
+        columns = _decoders(shard.columns, allow_unsafe_types=allow)
+        return self._kind._replace(quick=partial(_only, columns, *_layout(columns)))
+
+    async def numbers(self, shard: Any) -> Numbers:
+        """Return where samples start, and the last ends, from the shard's head."""
+        stop = 8 + 4 * shard.samples
+        head = self.places.open(shard.address, 0, _PIECE, stop=stop)
+        table = np.frombuffer(await read_whole(head), "<u4")
+        if len(table) != shard.samples + 2 or table[0] != shard.samples:
+            label = self.places.label(shard.address)
+            what = f"its head is not that of {shard.samples:,} samples, as in the index"
+            raise _damage(label, 0, what)
+        return table[1:]
+
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         """Return a reader of one shard."""
         # Of a whole shard, all is read: what follows the samples shows that the file is
@@ -340,8 +362,7 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
     A sample that cannot be decoded is one failed sample; damaged lengths end the shard,
     and so do bytes after the last sample.
     """
-    lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
-    fixed = sum(size or 0 for *_, size in columns)
+    lengths, fixed = _layout(columns)
     at, ends = feed.at, iter(memoryview(b""))  # a reader that resumes has no table
     try:
         if not at:
@@ -377,7 +398,34 @@ def samples(columns: Sequence[Column], count: int, stop: int, feed: Feed) -> Ste
             what = "bytes after the last sample that the index lists"
             raise _damage(feed.url, at, what)
     except DatasetError as error:
-        yield [Bad(error)], at
+        yield [Bad(error, ends=True)], at
+
+
+def _layout(columns: Sequence[Column]) -> tuple[struct.Struct, int]:
+    """Return the lengths that a sample starts with, and the bytes of other columns."""
+    lengths = struct.Struct(f"<{sum(not size for *_, size in columns)}I")
+    return lengths, sum(size or 0 for *_, size in columns)
+
+
+def _only(
+    columns: Sequence[Column],
+    lengths: struct.Struct,
+    fixed: int,
+    url: str,
+    start: int,
+    data: memoryview,
+) -> Any:
+    """Return the sample that has exactly these bytes."""
+    length = lengths.size
+    if len(data) >= length:
+        sizes = lengths.unpack_from(data)
+        length += fixed + sum(sizes)
+        if length == len(data):
+            body = bytes(data[lengths.size :])
+            return _decode(columns, iter(sizes), body, url, start)
+    end = start + len(data)
+    what = f"a sample to byte {start + length:,}, which its table ends at {end:,}"
+    return Bad(_damage(url, start, what))
 
 
 def _read(length: int, stop: int, feed: Feed) -> Generator[None, None, bytes]:

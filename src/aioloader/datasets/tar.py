@@ -11,13 +11,10 @@ Megatron-Energon and NeMo have it. With it an archive can be cut between samples
 there are fewer shards than readers.
 """
 
-import array
 import logging
 import os
-import sys
 from collections.abc import Generator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 from typing import Any, ClassVar, TypeAlias, Unpack
@@ -28,13 +25,20 @@ from aioloader._base.warnings import warn
 from aioloader.datasets._checks import check_at_least, check_word, names_options
 from aioloader.datasets._stores.addresses import Address, sibling
 from aioloader.datasets._stores.places import Places
+from aioloader.datasets._streams.edges import (
+    fits,
+    index_bytes,
+    index_name,
+    not_its_index,
+    read_index,
+)
 from aioloader.datasets._streams.engine import (
     Cuts,
     Feed,
     Kind,
     Steps,
     nearest,
-    read_whole,
+    scanned,
 )
 from aioloader.datasets._streams.shards import MissingEnd
 from aioloader.datasets.sharded import (
@@ -43,7 +47,7 @@ from aioloader.datasets.sharded import (
     ByteStream,
     StreamOptions,
 )
-from aioloader.errors import DatasetError, ObjectNotFoundError, TruncatedReadError
+from aioloader.errors import DatasetError, TruncatedReadError
 
 _LOG = logging.getLogger("aioloader")
 _BLOCK = 512
@@ -75,8 +79,6 @@ StrPath: TypeAlias = str | os.PathLike[str]
 # The field for the body of a member (None: to skip it), and the body's size.
 _Member: TypeAlias = tuple[str | None, int]
 _PIECE = 1 << 20
-# Allowed after the last member: zeros to the end of a record.
-_RECORD_BYTES = 1 << 16
 _NO_SIZE = 1 << 62
 
 
@@ -221,7 +223,7 @@ class _Archive:
         self._fields: dict[str, Any] = {}
         self._bad: Bad | None = None
         # The last member, and the last header read: one of the member that follows.
-        self._name, self._at = "", feed.at
+        self._last, self._at = b"", feed.at
         self._globals: dict[str, bytes] = {}
         # The rest of the last plain header, and its sum; the key as bytes, if known;
         # fields by the part of a name after the first dot.
@@ -230,6 +232,24 @@ class _Archive:
         self._endings: dict[bytes, str] = {}
         # What the first samples have, by their keys.
         self._known: dict[str, frozenset[str]] = {}
+
+    @property
+    def _name(self) -> str:
+        return _read_text(self._last)
+
+    def only(self, url: str, start: int, data: memoryview) -> Any:
+        """Return the only sample in these bytes, if its headers are plain.
+
+        Or else NotImplemented. What is known of headers is that of samples before.
+        """
+        feed, self._url = self._feed, url
+        feed.restart(start, data)
+        self._key = self._stem = self._bad = None
+        member = self._read_plain_ones()
+        if self._ready or member is not None or feed.used < len(feed.view):
+            self._ready = []
+            return NotImplemented
+        return NotImplemented if self._key is None else self._bad or self._fields
 
     def read(self) -> Steps:
         error: DatasetError | None = None
@@ -247,7 +267,7 @@ class _Archive:
         if error is not None:
             if self._bad is not None:  # it keeps its own error
                 self._end_sample()
-            self._ready.append(Bad(error))
+            self._ready.append(Bad(error, ends=True))
         if self._ready:
             yield self._ready, self._at
 
@@ -301,8 +321,7 @@ class _Archive:
                 break
             if field is not None:
                 self._fields[field] = view[body:stop].tobytes()
-        if name:
-            self._name = _read_text(name)
+        self._last = name or self._last
         feed.used = start
         return member
 
@@ -346,7 +365,7 @@ class _Archive:
             return None
         extras = {**self._globals, **extras}
         name, size = extras.get("path") or _read_name(block), _read_size(block, extras)
-        self._name, field = _read_text(name), None
+        self._last, field = name, None
         if kind in _LINKS:
             _mention(_LINKED, self._url, self._name)
         elif kind in _REGULAR:
@@ -472,7 +491,7 @@ class _Archive:
         ones are split faster: the ending is known, and nothing else is special.
         """
         stem, dot, ending = name.partition(b".")
-        field, known = self._endings.get(ending), None
+        field, known = self._endings.get(ending) if dot else None, None
         if field is None or stem != self._stem:
             is_plain = field is not None and stem and 0 not in stem
             if is_plain and stem[-1] != _SLASH and stem[0] != _LOW_LINE:
@@ -523,6 +542,26 @@ class _Archive:
         self._fields = {}
 
 
+class _Only:
+    """Makes single samples, in any thread; its archives know headers seen before."""
+
+    def __init__(self, max_sample_bytes: int, missing_end: MissingEnd) -> None:
+        self._args = max_sample_bytes, missing_end
+        self._free: list[_Archive] = []
+
+    def __call__(self, url: str, start: int, data: memoryview) -> Any:
+        try:
+            archive = self._free.pop()
+        except IndexError:  # all are at work
+            archive = _Archive(*self._args, Feed(url, start, is_part=True))
+        sample = archive.only(url, start, data)
+        self._free.append(archive)
+        return sample
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Only, self._args
+
+
 # A sample may lack a field because of these.
 _LINKED = (
     "%r: member %r is a link, and links are skipped: the archive does not hold what "
@@ -549,22 +588,15 @@ async def at_samples(
     places: Places, address: Address, size: int, count: int
 ) -> Sequence[int] | str:
     """Return where samples start, as ``Cuts`` does: from the archive's index."""
-    name = sibling(address, _index_of)
-    try:
-        data = await read_whole(places.open(name, 0, _PIECE))
-    except ObjectNotFoundError:
-        return f"has no index, {places.label(name)!r}: write it with `aioloader index`"
-    starts = _numbers(data[: len(data) & ~7])
-    is_rising = len(starts) > 0 and all(a < b for a, b in pairwise(starts))
-    end = starts.pop() if starts else 0
-    if len(data) % 8 or not is_rising or not end <= size <= end + _RECORD_BYTES:
-        text = f"{places.label(name)!r} is not the index of {places.label(address)!r}"
-        raise DatasetError(
-            f"{text} with its {size:,} bytes (it says {end:,}); write it again by "
-            "`aioloader index`",
-            location=places.label(name),
-        )
-    return nearest(starts, size, count)
+    numbers = await read_index(places, address)
+    if numbers is None:
+        name = places.label(sibling(address, index_name))
+        return f"has no index, {name!r}: write it with `aioloader index`"
+    end = int(numbers[-1])
+    if not fits(end, size):
+        why = f"the shard has {size:,} bytes, and the index ends at {end:,}"
+        raise not_its_index(places, address, why)
+    return nearest(numbers[:-1].tolist(), size, count)
 
 
 class TarDataset(ByteStream[dict[str, Any]]):
@@ -617,7 +649,8 @@ class TarDataset(ByteStream[dict[str, Any]]):
         check_at_least(max_sample_bytes, 1, "max_sample_bytes")
         check_word(missing_end, MissingEnd, "missing_end")
         steps = partial(samples, max_sample_bytes, missing_end)
-        kind = Kind(steps, is_quick=True, piece=1 << 19)
+        quick = _Only(max_sample_bytes, missing_end)
+        kind = Kind(steps, is_quick=True, piece=1 << 19, quick=quick)
         super().__init__(addresses, kind, **options)
 
 
@@ -636,40 +669,14 @@ def write_index(path: StrPath, index: StrPath | None = None) -> int:
         OSError: If it cannot be read or the index cannot be written.
     """
     path = os.fspath(path)
-    target = Path(os.fspath(index) if index is not None else _index_of(path))
-    offsets = _numbers(_offsets(path))
+    target = Path(os.fspath(index) if index is not None else index_name(path))
+    with Path(path).open("rb", buffering=0) as file:
+        read = partial(file.read, _PIECE)
+        numbers = scanned(Kind(partial(samples, _NO_SIZE, "warn")), path, read)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(offsets.tobytes())
+        temporary.write_bytes(index_bytes(numbers))
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    return len(offsets) - 1
-
-
-def _index_of(path: str) -> str:
-    return f"{path}.idx"
-
-
-def _numbers(values: "bytes | Sequence[int]") -> "array.array[int]":
-    """Return numbers from, or for, the bytes of an index."""
-    numbers = array.array("Q", values)
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    return numbers
-
-
-def _offsets(path: str) -> Sequence[int]:
-    """Return where the samples of an archive start, and where the last one ends."""
-    feed = Feed(path, 0)
-    starts = [0]
-    with Path(path).open("rb", buffering=0) as file:
-        for step in samples(_NO_SIZE, "warn", feed):
-            if step is None:
-                feed.give(file.read(_PIECE))
-                continue
-            for sample in step[0]:
-                if type(sample) is Bad:
-                    raise sample.error
-                starts.append(step[1])
-    return starts
+    return len(numbers) - 1

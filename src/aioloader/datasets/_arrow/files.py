@@ -528,14 +528,23 @@ class TableFormat(ShardFormat[Part]):
     ) -> Decoding:
         """Return how a part of a file is decoded, holding up to ``window`` bytes."""
 
-    async def _open(
-        self, address: str, part: Sequence[Any], position: Position, window: int
-    ) -> Opened:
+    async def opened(
+        self, address: str
+    ) -> tuple[End, Wanted, Callable[[pa.RecordBatch], pa.RecordBatch]]:
+        """Return what is known of a file, what is wanted, and what makes its rows."""
         end = await self._known_end(address)
-        Known.of(position).check(end.location, end.version)
         columns = self._with_name(end.schema, address)
         # A later listing replaces it.
         wanted = self._wanted = self._wanted.checked(columns, end.location)
+        in_name = Partitions.of(self.places.name(address)) if self._partitions else None
+        rows_of = partial(wanted.rows_of, location=end.location, in_name=in_name)
+        return end, wanted, rows_of
+
+    async def _open(
+        self, address: str, part: Sequence[Any], position: Position, window: int
+    ) -> Opened:
+        end, wanted, rows_of = await self.opened(address)
+        Known.of(position).check(end.location, end.version)
         how = await self._decoding(end, wanted, part, position, window)
         ranges = None
         path = self.places.path(address)
@@ -559,10 +568,9 @@ class TableFormat(ShardFormat[Part]):
             with contextlib.closing(file):
                 yield from how.items(file)
 
-        in_name = Partitions.of(self.places.name(address)) if self._partitions else None
         return Opened(
             items=items,
-            rows_of=partial(wanted.rows_of, location=end.location, in_name=in_name),
+            rows_of=rows_of,
             rows=how.rows,
             ranges=ranges,
             version=end.version,

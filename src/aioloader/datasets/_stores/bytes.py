@@ -150,7 +150,7 @@ class StoredObject:
         return WholeObject(self._store, self._key, self.client.tries)
 
     async def fetch(self, start: int, stop: int, version: Version | None) -> Piece:
-        """Return a range within one block, at a version; less at the object's end."""
+        """Return a range, at a version if one is given; less at the object's end."""
         if self._cache is None:
             return await self._request(start, stop, version)
         now = version
@@ -158,11 +158,11 @@ class StoredObject:
             now = await self._look(version)
             if now.e_tag is None:
                 return await self._request(start, stop, version)
-        if start >= now.size:
-            return Piece(b"", now)
-        first = start - start % _BLOCK
-        block = await self.read(first, min(first + _BLOCK, now.size), now)
-        return Piece(memoryview(block)[start - first : stop - first], now)
+        stop, parts = min(stop, now.size), list[Buffer]()
+        for first in range(start - start % _BLOCK, stop, _BLOCK):
+            block = await self.read(first, min(first + _BLOCK, now.size), now)
+            parts.append(memoryview(block)[max(start - first, 0) : stop - first])
+        return Piece(parts[0] if len(parts) == 1 else b"".join(parts), now)
 
     async def read(self, start: int, stop: int, version: Version) -> Buffer:
         """Return a range at a version, as it is or was kept before."""
@@ -238,7 +238,8 @@ class StoredObject:
         if len(ranged) == _RANGED:
             ranged.clear()
         ranged.add(name)
-        if version is not None and not piece.version.is_of(version):
+        found = piece.version
+        if not (version is None or found is version or found.is_of(version)):
             raise RefusedError(changed(self.location, version, piece.version))
         expected = max(0, min(stop, piece.version.size) - start)
         if (received := len(memoryview(piece.data))) != expected:

@@ -120,6 +120,15 @@ class Places:
         clone.kept_in = cache
         return clone
 
+    def elsewhere(self, address: Address) -> Self:
+        """Return what opens another address: no part of a store that was given."""
+        options = self.options_of(address)
+        return type(self)(None, options, self._requests, None, [address])
+
+    def options_of(self, address: Address) -> Options:
+        """Return the options for the store of another address."""
+        return {} if is_local(address) else self._options
+
     def enter(self) -> None:
         """Keep connections of this loop until ``aclose`` was called as often."""
         if self._per_loop is not None:
@@ -223,7 +232,7 @@ class Places:
             return FileBytes(path, start, budget, known, stop)
         if known.version is None:
             known = known._replace(version=self._as_listed(address))
-        return ObjectBytes(self._object(address), start, budget, known, stop)
+        return ObjectBytes(self.stored(address), start, budget, known, stop)
 
     async def version(self, address: Address) -> Version:
         if (path := self.path(address)) is not None:
@@ -231,12 +240,12 @@ class Places:
                 return await _looked(version_of_file, path)
             except OSError as error:
                 raise file_failure(path, error) from error
-        return await self._object(address).version(self._as_listed(address))
+        return await self.stored(address).version(self._as_listed(address))
 
     async def read(
         self, address: Address, start: int, stop: int, version: Version
     ) -> Buffer:
-        return await self._object(address).read(start, stop, version)
+        return await self.stored(address).read(start, stop, version)
 
     async def part(
         self,
@@ -292,7 +301,8 @@ class Places:
         except OSError:
             return None  # remote, or missing, which reading it will tell
 
-    def _object(self, address: Address) -> StoredObject:
+    def stored(self, address: Address) -> StoredObject:
+        """Return a remote object, whose ranges can be fetched on this loop."""
         store, key = self._store_of(address)
         cache, name = self.kept_in, address
         if self._base is not None:
@@ -322,6 +332,16 @@ class Places:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": {}}
+
+
+async def read_whole(source: Bytes) -> bytes:
+    parts: list[bytes] = []
+    try:
+        while data := bytes(await source.read()):
+            parts.append(data)
+    finally:
+        await source.aclose()
+    return b"".join(parts)
 
 
 # A file system may hang, and nothing depends on what only looks.

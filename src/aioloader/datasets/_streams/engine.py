@@ -12,6 +12,7 @@ It starts where a sample starts, and goes forward. There are two kinds:
 The reader unpacks, and limits blocks in number, bytes and time.
 """
 
+import array
 import asyncio
 import concurrent.futures
 import contextlib
@@ -34,14 +35,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 from typing_extensions import Buffer
 
+from aioloader._base.blocks import Bad
 from aioloader._base.failures import noted
 from aioloader._base.outlast import each, in_thread
 from aioloader.datasets._stores.addresses import Address
 from aioloader.datasets._stores.bytes import FileBytes
 from aioloader.datasets._stores.failures import NOTHING, Known, NoRangesError, Version
-from aioloader.datasets._stores.places import Bytes, Places
+from aioloader.datasets._stores.places import Places, read_whole
 from aioloader.datasets._stores.unpack import unpacker_of
 from aioloader.datasets._streams.cursors import name_of
+from aioloader.datasets._streams.edges import Numbers, read_index
 from aioloader.datasets._streams.shards import (
     Made,
     Position,
@@ -51,7 +54,7 @@ from aioloader.datasets._streams.shards import (
     Summary,
     summary_of,
 )
-from aioloader.errors import TruncatedReadError
+from aioloader.errors import DatasetError, TruncatedReadError
 from aioloader.protocols import generator_of, is_async_function
 
 # Bytes to search at once for the end of a line.
@@ -200,16 +203,6 @@ def nearest(starts: Sequence[int], size: int, count: int) -> Sequence[int]:
     return found
 
 
-async def read_whole(source: Bytes) -> bytes:
-    parts: list[bytes] = []
-    try:
-        while data := bytes(await source.read()):
-            parts.append(data)
-    finally:
-        await source.aclose()
-    return b"".join(parts)
-
-
 class Feed(io.RawIOBase):
     """The bytes of a shard, piece by piece, forward only.
 
@@ -238,6 +231,10 @@ class Feed(io.RawIOBase):
         self.used: int = 0
         self.has_ended: bool = False
         self._base = at
+
+    def restart(self, at: int, piece: memoryview) -> None:
+        """Start again, with a piece at an offset of another shard."""
+        self.view, self.used, self._base = piece, 0, at
 
     @property
     def at(self) -> int:
@@ -335,6 +332,9 @@ class Kind(NamedTuple):
     is_quick: bool = False  # whether a small piece needs less time than a thread costs
     waits: bool = False  # whether the generator takes the pieces itself, and waits
     piece: int = 1 << 17  # bytes of a file read at once without a thread
+    # Makes the only sample in the bytes of a shard from a start on, quickly; or returns
+    # NotImplemented, and the steps make it. None: they always do.
+    quick: Callable[[str, int, memoryview], Any] | None = None
 
 
 # What a user has for a format: a generator function of a file.
@@ -391,6 +391,66 @@ def _generated(generate: Callable[[ShardFile], Iterable[Any]], feed: Feed) -> St
             yield block, file.tell()
     if failure is not None:
         raise noted(failure, f"in {feed.url!r}, read up to byte {file.tell():,}")
+
+
+def sample_of(kind: Kind, url: str, start: int, data: memoryview) -> Any:
+    """Return the sample of exactly these bytes of a shard, as a stream gives it.
+
+    Raises:
+        DatasetError: If they are not those of one sample.
+        BaseException: What the user's generator raises, or the error of the sample.
+    """
+    if kind.quick is not None:
+        sample = kind.quick(url, start, data)
+        if type(sample) is Bad:
+            raise sample.error
+        if sample is not NotImplemented:
+            return sample
+    feed, pieces = Feed(url, start, is_part=True), iter((data, b""))
+    feed.wait = lambda: next(pieces, b"")
+    samples: list[Any] = []
+    for step in kind.steps(feed):
+        if step is None:
+            feed.give(feed.wait())
+        else:
+            samples += step[0]
+    if len(samples) != 1:
+        stop = start + len(data)
+        text = f"{url!r} has {len(samples)} samples in its bytes {start:,} to {stop:,}"
+        raise DatasetError(
+            f"{text}, which are one by its index; write the index again by `aioloader "
+            "index`",
+            location=url,
+        )
+    (sample,) = samples
+    if type(sample) is Bad:
+        raise sample.error
+    return sample
+
+
+def scanned(kind: Kind, url: str, read: Callable[[], Buffer]) -> "array.array[int]":
+    """Return the numbers of a shard that is read to its end, in a thread.
+
+    A sample that fails alone has its place. ``read`` returns the next piece.
+
+    Raises:
+        DatasetError: If the shard is damaged, so that samples after it are lost.
+    """
+    feed = Feed(url, 0)
+    feed.wait = read
+    numbers = array.array("Q", [0])
+    for step in kind.steps(feed):
+        if step is None:
+            feed.give(read())
+            continue
+        samples, after = step
+        for sample in samples:  # one at most, because the feed wants one
+            if type(sample) is Bad and sample.ends:
+                raise sample.error
+            numbers.append(after)
+        if len(numbers) > 1:  # perhaps empty lines, or members of no sample, follow
+            numbers[-1] = after
+    return numbers
 
 
 class ByteReader(Reader):
@@ -600,3 +660,19 @@ class ByteFormat(ShardFormat):
     def open(self, shard: Any, position: Position, budget: int) -> ShardReader:
         part = shard if isinstance(shard, Part) else Part(shard, 0, None, None)
         return ByteReader(self.places, part, self._kind, position, budget)
+
+    def address(self, shard: Any) -> Address:
+        """Return the address of a whole shard."""
+        address: Address = shard
+        return address
+
+    def kind(self, shard: Any) -> Kind:  # noqa: ARG002  (here they are all alike)
+        """Return how a shard becomes samples."""
+        return self._kind
+
+    async def numbers(self, shard: Any) -> Numbers | None:
+        """Return where the samples of a shard start, and the last ends, by its index.
+
+        None if it has none.
+        """
+        return await read_index(self.places, shard)

@@ -184,11 +184,23 @@ class ShardFormat(abc.ABC, Generic[Shard]):
 def summary_of(addresses: Iterable[Address]) -> Summary:
     """Return the summary of shards that have addresses: their count and names.
 
-    They may be moved together: names, of which it has a digest, count from their last
-    common directory, without queries, which hold signatures, and without accounts.
+    They may be moved together: see ``names_of``; there is a digest of the names.
+    """
+    names = names_of(addresses)
+    digest = blake2b(digest_size=8)
+    # In parts, so that other threads get their turn.
+    for start in range(0, len(names), _PART):
+        text = "".join(f"{name}\0" for name in names[start : start + _PART])
+        digest.update(text.encode("utf-8", "surrogateescape"))
+    return {"count": len(names), "names": digest.hexdigest()}
+
+
+def names_of(addresses: Iterable[Address]) -> list[str]:
+    """Return the names of shards, counted from their last common directory.
+
+    They have no queries, which hold signatures, and no accounts.
     """
     plain = [name_of(address) for address in addresses]
-    # In parts, so that other threads get their turn.
     parts = [plain[start : start + _PART] for start in range(0, len(plain), _PART)]
     first, last = min(map(min, parts), default=""), max(map(max, parts), default="")
     # A prefix of the first and the last name is one of all names.
@@ -197,11 +209,7 @@ def summary_of(addresses: Iterable[Address]) -> Summary:
         min(len(first), len(last)),
     )
     start = first.rfind("/", 0, shared) + 1
-    digest = blake2b(digest_size=8)
-    for part in parts:
-        names = "".join(f"{name[start:]}\0" for name in part)
-        digest.update(names.encode("utf-8", "surrogateescape"))
-    return {"count": len(plain), "names": digest.hexdigest()}
+    return [name[start:] for part in parts for name in part]
 
 
 class Reader(ShardReader):

@@ -1,0 +1,147 @@
+"""``aioloader index``: where the samples of shards are, next to each or in one pack."""
+
+import asyncio
+import math
+import sys
+import time
+from argparse import ArgumentTypeError, Namespace
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aioloader._base.outlast import in_order
+from aioloader._cli.sources import find_kind
+from aioloader.datasets import indexed
+from aioloader.datasets._stores.addresses import (
+    has_signs,
+    is_local,
+    shown_address,
+    sibling,
+)
+from aioloader.datasets._stores.failures import Version
+from aioloader.datasets._streams.edges import (
+    Growing,
+    Numbers,
+    Pack,
+    check_end,
+    index_bytes,
+    index_name,
+    read_index,
+)
+from aioloader.datasets._streams.engine import ByteFormat
+from aioloader.datasets._streams.shards import names_of
+from aioloader.datasets.lines import JSONLinesDataset, TextDataset
+from aioloader.datasets.mds import MDSDataset, MDSShard
+from aioloader.datasets.tar import TarDataset
+from aioloader.errors import DatasetError
+
+_STREAMS: dict[str, Any] = {
+    "tar": partial(TarDataset, missing_end="warn"),
+    "jsonl": JSONLinesDataset,
+    "ndjson": JSONLinesDataset,
+    "txt": TextDataset,
+    "": MDSDataset,
+}
+# Seconds between two writes of a pack.
+_SAVED_EVERY = 60.0
+
+
+def run(options: Namespace) -> None:
+    """Index shards; those of which an earlier run has an index are not read again."""
+    for path in options.shards:
+        is_plain = is_local(path) and not (has_signs(path) or "{" in path)
+        if is_plain and not Path(path).exists():
+            raise ArgumentTypeError(f"there is no file {path!r}")
+    kinds = {*map(find_kind, options.shards)}
+    if len(kinds) > 1 or not kinds <= _STREAMS.keys():
+        found = ", ".join(sorted(kinds))
+        raise ArgumentTypeError(
+            f"X must be tars, lines (.jsonl, .txt), or directories of MDS shards, all "
+            f"of one kind, got {found}"
+        )
+    kind = kinds.pop()
+    if options.pack is None and not kind:
+        raise ArgumentTypeError(
+            "MDS shards hold their index: write that of all, --pack"
+        )
+    given = dict(options.option) or None
+    asyncio.run(_index(_STREAMS[kind](options.shards, store_options=given), options))
+
+
+async def _index(stream: Any, options: Namespace) -> None:
+    """Write an index next to each shard, or of all; each minute what there is of it."""
+    made_by: ByteFormat = stream.made_by
+    of, pack, growing = indexed.kind_of(stream), options.pack, Growing()
+    before: dict[str, tuple[Numbers, Version]] = {}
+    async with AsyncExitStack() as stack:
+        stack.callback(_show, "", options)
+        shards = await indexed.listed(made_by, stack)
+        names = names_of(map(made_by.address, shards))
+        if pack is not None:
+            with suppress(DatasetError):  # there is none, or it is damaged
+                known = await indexed.pack_at(stream, pack)
+                before = known.by_name() if known.format == of else {}
+        is_new, saved = not before.keys() >= {*names}, time.monotonic()
+        find = lambda at: _find(made_by, shards[at], before.get(names[at]))  # noqa: E731
+        async for numbers, version, is_there in in_order(find, range(len(shards))):
+            growing.add(numbers, version)
+            done = len(growing)
+            if pack is None:
+                beside = sibling(shards[done - 1], index_name)
+                if not is_there:
+                    await indexed.write(stream, beside, index_bytes(numbers))
+                label = made_by.places.label(beside)
+                _say(f"{label}: {len(numbers) - 1:,} samples", options)
+            elif done == len(shards) or (
+                is_new and time.monotonic() - saved > _SAVED_EVERY
+            ):
+                some = Pack(names[:done], growing.done(), of)
+                await indexed.write(stream, pack, some.contents())
+                saved = time.monotonic()
+            _show(f"{done:,} of {len(shards):,} shards", options)
+    if pack is not None:
+        count = f"{len(growing.done()):,} samples in {len(shards):,} shards"
+        _say(f"{shown_address(pack)}: {count}", options)
+
+
+async def _find(
+    made_by: ByteFormat, shard: Any, before: tuple[Numbers, Version] | None = None
+) -> tuple[Numbers, Version, bool]:
+    """Return where the samples of a shard are, its version, and if that was known.
+
+    An index next to it is trusted if it is newer than the shard, and fits.
+    """
+    places, address = made_by.places, made_by.address(shard)
+    now = await places.version(address)
+    if before is not None and now.is_marked and before[1].is_of(now):
+        return *before, True
+    if isinstance(shard, MDSShard):
+        numbers = await made_by.numbers(shard)
+        assert numbers is not None  # it starts with them
+        return numbers, now, False
+    with suppress(DatasetError):  # there is none, or one of something else
+        beside = await places.version(sibling(address, index_name))
+        if (beside.modified or 0) > (now.modified or math.inf):
+            numbers = await read_index(places, address)
+            if numbers is not None:
+                end = int(numbers[-1])
+                stop = max(1, min(end + 512, now.size))
+                rest, _ = await places.part(address, max(0, end - 1), stop, now)
+                check_end(address, end, now.size, rest[min(end, 1) :])
+                return numbers, now, True
+    numbers, scanned = await indexed.scan_of(places, address, made_by.kind(shard))
+    return numbers, scanned or now, False
+
+
+def _say(line: str, options: Namespace) -> None:
+    _show("", options)
+    if not options.quiet:
+        sys.stdout.write(f"{line}\n")
+
+
+def _show(text: str, options: Namespace) -> None:
+    """Show a line in place of the one before, on a terminal."""
+    if sys.stderr.isatty() and not options.quiet:
+        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.flush()

@@ -1,0 +1,431 @@
+"""Random access to the samples of shards, so that they can be shuffled exactly.
+
+A shard's own format makes each sample, of exactly its bytes, as a stream does. Where
+samples are is known from an index: ``.idx`` files, the heads of MDS shards, a pack, or
+a scan. Remote samples come by ranged requests, many in flight and neighbours merged;
+local shards are mapped. Memory: 4 bytes per sample (8 if a shard has 4 GiB), and what
+is in flight.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Self, SupportsIndex, TypeAlias
+
+import numpy as np
+from anyio.from_thread import start_blocking_portal
+from torch.utils.data import Dataset
+from typing_extensions import Buffer
+
+from aioloader._base.outlast import each, in_order, in_thread
+from aioloader._order.shuffled_blocks import ShuffledBlocks
+from aioloader._order.stream_states import checksum
+from aioloader.datasets._checks import check_is, names_options, position_of
+from aioloader.datasets._indexed.local import LocalReads, Mapped
+from aioloader.datasets._indexed.reads import Reads
+from aioloader.datasets._stores.addresses import (
+    Address,
+    sealed,
+    shown_address,
+    sibling,
+)
+from aioloader.datasets._stores.failures import Version
+from aioloader.datasets._stores.per_loop import LoopDataset, PerLoop
+from aioloader.datasets._stores.places import Places
+from aioloader.datasets._stores.unpack import unpacker_of
+from aioloader.datasets._streams.edges import (
+    Edges,
+    Growing,
+    Numbers,
+    Pack,
+    index_name,
+    read_pack,
+)
+from aioloader.datasets._streams.engine import ByteFormat, Kind, sample_of, scanned
+from aioloader.datasets._streams.shards import names_of, summary_of
+from aioloader.datasets._write.sinks import make_sink
+from aioloader.datasets.sharded import StoredStream
+from aioloader.datasets.tables import ArrowDataset
+from aioloader.errors import DatasetError, ObjectNotFoundError
+
+_SCAN_BYTES = 4 << 20
+# Larger samples are made in a thread.
+_LARGE = 1 << 20
+# Called with the number of shards that are indexed, and of all.
+Progress: TypeAlias = Callable[[int, int], object]
+
+
+# The addresses of shards, where their samples are, how those are made, and what makes
+# them if all are local.
+Found: TypeAlias = tuple[list[Address], Edges, list[Kind], Any]
+
+
+class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
+    r"""Reads single samples of shards, many at a time, by ``async def __getitem__``.
+
+    A map-style dataset of what a stream would deliver, to the byte: any sampler,
+    ``Subset`` and ``random_split`` work over it. Where samples are is known from
+
+    - the ``pack`` that ``save`` or ``aioloader index --pack`` wrote: one file for all
+      shards, with their versions;
+    - or else ``X.tar.idx`` next to each shard, as ``aioloader index``, Megatron-Energon
+      and NeMo write it, or the head of each MDS shard;
+    - or else a scan of all bytes, if ``scan`` is set.
+
+    A shard that has changed since is an error at its next read. Several event loops may
+    read one dataset at once. As an async context manager it ends with ``aclose``; a
+    loader does this. Reads of samples of one shard that are asked for at once are
+    merged, where they are near.
+
+    Args:
+        stream: ``TarDataset``, ``MDSDataset``, ``JSONLinesDataset``, ``TextDataset`` or
+            a ``ByteStream``, without steps and order: compressed shards, and those on
+            servers without ranges, cannot be read so. Or a local ``ArrowDataset``,
+            whose rows need no index.
+        pack: Path or URL of a pack; options of a store are those of ``stream``.
+        scan: Whether shards without an index are read once, now. A function is called
+            with the number of those that are indexed, and of all, after each.
+
+    Raises:
+        TypeError: If ``stream`` is of another kind.
+        ValueError: If it has an order of its own or filters, or is compressed; or if
+            ``pack`` and ``scan`` are both given.
+        ObjectNotFoundError: If there is no index, and ``scan`` is not set.
+        DatasetError: If an index cannot be read, or is of other shards.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> from aioloader.datasets import TextDataset
+        >>> path = tempfile.mktemp(".txt")
+        >>> _ = open(path, "w").write("first\nsecond\n")
+        >>> lines = IndexedDataset(TextDataset(path), scan=True)
+        >>> len(lines), asyncio.run(lines[1])
+        (2, 'second')
+    """
+
+    @names_options
+    def __init__(
+        self,
+        stream: StoredStream[Any],
+        *,
+        pack: "str | os.PathLike[str] | None" = None,
+        scan: bool | Progress = False,
+    ) -> None:
+        with start_blocking_portal() as portal:
+            found = portal.call(_find, stream, pack, scan)
+        self._set(stream, found)
+
+    @classmethod
+    @names_options
+    async def discover(
+        cls,
+        stream: StoredStream[Any],
+        *,
+        pack: "str | os.PathLike[str] | None" = None,
+        scan: bool | Progress = False,
+    ) -> Self:
+        """Find the samples without blocking the event loop, and return their dataset.
+
+        Arguments and errors are those of the class.
+        """
+        found = await _find(stream, pack, scan)
+        self = cls.__new__(cls)
+        self._set(stream, found)
+        return self
+
+    def _set(self, stream: StoredStream[Any], found: Found) -> None:
+        self._stream, places = stream, stream.made_by.places
+        self._addresses, self._edges, self._kinds, self._local = found
+        self._known: dict[str, Any] = {}
+        self._labels = [*map(places.label, self._addresses)]
+        make: Any = partial(Reads, places, self._addresses, self._edges)
+        if self._local is not None:
+            make = partial(LocalReads, self._local)
+        self._readers: PerLoop[Any] = PerLoop(make)
+
+    def __len__(self) -> int:
+        return len(self._edges)
+
+    async def __getitem__(self, index: SupportsIndex) -> Any:
+        """Read one sample.
+
+        Args:
+            index: Its number, in the order of shards; negative ones count from the end.
+
+        Raises:
+            IndexError: If ``index`` is out of range.
+            ShardChangedError: If its shard is not the one that was indexed.
+            DatasetError: If reading failed, after all retries, or the sample is
+                damaged.
+        """
+        if not (isinstance(index, int) and 0 <= index < len(self)):
+            index = position_of(index, len(self))  # of a block's: a plain integer
+        if self._local is not None:
+            (sample,) = await self._readers.here().read([index])
+            return sample
+        (shard, start, _), data = await self._readers.here().read(index)
+        kind, label = self._kinds[shard], self._labels[shard]
+        if kind.waits or len(data) > _LARGE:
+            return await in_thread(sample_of, kind, label, start, data)
+        return sample_of(kind, label, start, data)
+
+    @property
+    def __getitems__(self) -> "Callable[[Sequence[SupportsIndex]], Any] | None":
+        """What reads a batch of local samples at once; None if some are remote."""
+        return None if self._local is None else self._read_local
+
+    async def _read_local(self, indices: Sequence[SupportsIndex]) -> list[Any]:
+        count = len(self)
+        positions = [position_of(index, count) for index in indices]
+        samples: list[Any] = await self._readers.here().read(positions)
+        return samples
+
+    def shuffled(
+        self, block: int = 16, window: int = 4096, seed: int = 0, lanes: int = 64
+    ) -> ShuffledBlocks:
+        """Return a sampler that reads ``block`` neighbours by one request.
+
+        It is exact: each sample once per epoch. A block's samples are spread over a
+        window; those not yet asked for are held, on all ranks about ``window`` samples,
+        and at most twice as many. Blocks are of one loop: with worker processes use
+        ``fetch="loader"``. A ``Subset`` loses them.
+
+        Args:
+            block: Samples that are read together; with 1 each has its own request.
+            window: Samples permuted at a time, of all ranks; 0: none. Successive
+                batches are alike unless it is a multiple, such as 64 times, of the
+                batch of all ranks.
+            seed: Seed of the order.
+            lanes: Parts of the order that take turns, best as many as the batch of all
+                ranks has samples. Ranks whose number divides it read other blocks.
+
+        Raises:
+            ValueError: If a number is below 1, or ``window`` is below 0.
+        """
+        return ShuffledBlocks(len(self), block, window, seed, lanes)
+
+    async def save(self, pack: "str | os.PathLike[str]") -> None:
+        """Write the index of all shards to one file, completely or not at all.
+
+        Its shards are asked for their versions, which are compared at each read.
+
+        Args:
+            pack: Path or URL of the file.
+
+        Raises:
+            ValueError: If these are rows of Arrow files.
+            DatasetError: If a shard has changed since it was indexed, or the file
+                cannot be written.
+        """
+        edges = self._edges
+        if not self._kinds:
+            raise ValueError("rows of Arrow files need no index")
+        if not edges.versions:
+            async with self:
+                version_of = self._readers.here().version
+                versions = await each(version_of, range(len(edges.counts)))
+            edges = Edges(edges.counts, edges.numbers, versions)
+        packed = Pack(names_of(self._addresses), edges, kind_of(self._stream))
+        await write(self._stream, pack, await in_thread(packed.contents))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what a state must agree with: names, counts and versions of shards."""
+        edges = self._edges
+        if not self._known:
+            ends = [edges.end(shard) for shard in range(len(edges.counts))]
+            samples = checksum([kind_of(self._stream), edges.counts, ends])
+            self._known["shards"] = {**summary_of(self._addresses), "samples": samples}
+            if edges.versions:
+                self._known["versions"] = checksum(edges.versions)
+        return self._known
+
+    async def aclose(self) -> None:
+        """Cancel this loop's requests, and drop what was read ahead.
+
+        The dataset stays usable.
+        """
+        await self._readers.here().aclose()
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self._stream!r}, {len(self):,} samples)"
+
+
+# -- finding the samples -----------------------------------------------------------
+
+
+async def _find(stream: Any, pack: Any, scan: bool | Progress) -> Found:  # noqa: FBT001
+    made_by = checked(stream)
+    is_arrow = not isinstance(made_by, ByteFormat)
+    if (pack is not None) + bool(scan) + is_arrow > 1:
+        raise ValueError(
+            "pack and scan exclude each other, and Arrow files need neither; got "
+            f"pack={pack!r}, scan={scan!r}"
+        )
+    async with AsyncExitStack() as stack:
+        shards = await listed(made_by, stack)
+        if is_arrow:
+            from aioloader.datasets._arrow.single_rows import SingleRows, single_rows  # noqa: PLC0415  (it needs pyarrow)
+
+            files, edges = await single_rows(made_by, shards)
+            addresses = [file.address for file in files for _ in file.counts]
+            rows = SingleRows(made_by.places, files, edges)
+            return (addresses, edges, [], rows)
+        addresses = [*map(made_by.address, shards)]
+        if pack is not None:
+            edges = await _of_pack(stream, pack, names_of(addresses))
+        else:
+            edges = await _of_each(made_by, shards, scan)
+    kinds = [*map(made_by.kind, shards)]
+    paths = [*map(made_by.places.path, addresses)]
+    if None in paths:
+        return (addresses, edges, kinds, None)
+    local = [*zip(map(str, paths), kinds, strict=True)]
+    return (addresses, edges, kinds, Mapped(local, edges))
+
+
+async def _of_each(
+    made_by: ByteFormat,
+    shards: Sequence[Any],
+    scan: bool | Progress,  # noqa: FBT001
+) -> Edges:
+    """Return where samples are by the index of each shard, or by a scan."""
+    growing, find = Growing(), partial(numbers_of, made_by, may_scan=bool(scan))
+    async for numbers, version in in_order(find, shards):
+        growing.add(numbers, version)
+        if callable(scan):
+            scan(len(growing), len(shards))
+    return growing.done()
+
+
+async def listed(made_by: Any, stack: AsyncExitStack) -> list[Any]:
+    """Return the shards of a format, none of which is compressed."""
+    shards = [*await made_by.shards(stack)]
+    if not isinstance(made_by, ByteFormat):
+        return shards
+    for label in map(made_by.places.label, map(made_by.address, shards)):
+        if unpacker_of(label):
+            raise ValueError(
+                f"{label!r} is compressed, and can only be read from its start: unpack "
+                "it, or read the stream itself"
+            )
+    return shards
+
+
+def checked(stream: Any) -> Any:
+    """Return the format of a stream, if its samples can be read one by one."""
+    words = "a stream of shards, such as TarDataset, whose steps go to transform="
+    check_is(stream, StoredStream, "stream", words)
+    if not isinstance(stream, ArrowDataset) and not isinstance(
+        stream.made_by, ByteFormat
+    ):
+        raise TypeError(
+            f"{stream!r} has rows in columns, and a row costs all of its row group, or "
+            "file: write the samples to tars, by TarWriter or `aioloader pack`"
+        )
+    order = {"shuffle": False, "interleave": 1, "deterministic": True}
+    described = {**stream.describe(), "ranks": stream.ranks or stream.num_readers}
+    if described != {**described, **order, "ranks": None}:
+        raise ValueError(
+            f"{stream!r} has an order or a share of its own (shuffle, interleave, "
+            "deterministic, shard, readers), and none applies to random access: leave "
+            "it out, and give the loader a sampler and rank="
+        )
+    return stream.made_by
+
+
+def kind_of(stream: StoredStream[Any]) -> dict[str, Any]:
+    """Return what tells its samples from others of the same bytes."""
+    left = {"shuffle", "seed", "interleave", "deterministic"}
+    described = stream.describe()
+    return {name: described[name] for name in described.keys() - left}
+
+
+async def numbers_of(
+    made_by: ByteFormat, shard: Any, *, may_scan: bool
+) -> tuple[Numbers, Version | None]:
+    """Return where the samples of a shard are, and its version if it was scanned."""
+    numbers = await made_by.numbers(shard)
+    if numbers is not None:
+        return numbers, None
+    places, address = made_by.places, made_by.address(shard)
+    if may_scan:
+        return await scan_of(places, address, made_by.kind(shard))
+    beside = places.label(sibling(address, index_name))
+    raise ObjectNotFoundError(
+        f"{places.label(address)!r} has no index, {beside!r}: write it by `aioloader "
+        "index`, or pass scan=True, which reads all of each such shard now",
+        location=beside,
+    )
+
+
+async def scan_of(
+    places: Places, address: Address, kind: Kind
+) -> tuple[Numbers, Version | None]:
+    """Read a whole shard; in a thread, because a user's format may wait."""
+    source = places.open(address, 0, _SCAN_BYTES)
+    loop, is_over = asyncio.get_running_loop(), False
+    reading: Future[Buffer] = Future()
+
+    def read() -> Buffer:
+        nonlocal reading
+        if is_over:
+            raise CancelledError
+        reading = asyncio.run_coroutine_threadsafe(source.read(), loop)
+        return reading.result()
+
+    thread = ThreadPoolExecutor(1, "aioloader-scan")
+    try:
+        args = kind, places.label(address), read
+        scan = in_thread(scanned, *args, executor=thread, abandon_on_cancel=True)
+        numbers = np.frombuffer(await scan, np.uint64)
+        return numbers, source.version
+    finally:
+        is_over = True
+        reading.cancel()
+        thread.shutdown(wait=False)
+        await source.aclose()
+
+
+async def pack_at(stream: StoredStream[Any], pack: Any) -> Pack:
+    """Open a pack, with the options of a stream's store."""
+    check_is(pack, str | os.PathLike, "pack", "a path or URL")
+    (address,) = sealed(pack)
+    places = stream.made_by.places.elsewhere(address)
+    try:
+        return await read_pack(places, address)
+    finally:
+        await places.aclose()
+
+
+async def _of_pack(stream: StoredStream[Any], pack: Any, wanted: list[str]) -> Edges:
+    """Return where the samples of the ``wanted`` shards are, as a pack says."""
+    (names, edges, of), shown = await pack_at(stream, pack), shown_address(str(pack))
+    if of != (found := kind_of(stream)):
+        raise DatasetError(
+            f"{shown} is the index of samples as {of}, and they are read as {found}; "
+            "write the index again by `aioloader index --pack`"
+        )
+    known = {name: number for number, name in enumerate(names)}
+    if missing := [name for name in wanted if name not in known]:
+        raise DatasetError(
+            f"{shown} is the index of {len(names):,} shards, and {len(missing):,} of "
+            f"{len(wanted):,} are not among them, such as {missing[0]!r}; write the "
+            "index again by `aioloader index --pack`"
+        )
+    return edges.of_shards([known[name] for name in wanted])
+
+
+async def write(stream: StoredStream[Any], address: Any, data: bytes) -> None:
+    """Write a file completely or not at all, with the options of a stream's store."""
+    (address,) = sealed(address)
+    folder, slash, name = address.rpartition("/")
+    options = stream.made_by.places.options_of(address)
+    sink = make_sink(folder + slash or ".", options)
+    try:
+        await sink.open(name)
+        await sink.put(name, data)
+    finally:
+        await sink.aclose()

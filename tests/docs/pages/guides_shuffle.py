@@ -1,0 +1,27 @@
+"""A bucket of tars, with a pack, as the page's command writes it."""
+
+import asyncio
+import os
+import urllib.request
+from typing import Any
+
+NEEDS = ("s3",)
+
+
+def before(page: dict[str, Any]) -> None:
+    """Fill it."""
+    from aioloader._cli.main import main  # noqa: PLC0415
+    from aioloader.datasets import TarWriter  # noqa: PLC0415
+
+    async def write() -> None:
+        async with TarWriter("s3://bucket", "train", shard_samples=500) as writer:
+            for number in range(writer.next_sample, 64 * 500):
+                await writer.write({"cls": number % 10, "id": number})
+
+    endpoint = os.environ["AWS_ENDPOINT_URL"]
+    for path, method in ("moto-api/reset", "POST"), ("bucket", "PUT"):
+        request = urllib.request.Request(f"{endpoint}/{path}", b"", method=method)
+        urllib.request.urlopen(request).close()
+    asyncio.run(write())
+    tars = "s3://bucket/train-*.tar"
+    assert main(["index", tars, "--pack", "s3://bucket/train.aioidx", "-q"]) == 0
