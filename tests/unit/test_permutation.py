@@ -1,13 +1,17 @@
 """The keyed permutation."""
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
 from aioloader import ShuffledIndices
+from aioloader._order.epoch import order_of
+from aioloader._order.shuffled_blocks import ShuffledBlocks
 
 
 @given(st.integers(0, 3000), st.integers(-(2**70), 2**70))
@@ -83,3 +87,13 @@ def test_refuses_other_sizes(n: int) -> None:
     """Only sizes whose indices fit in int64."""
     with pytest.raises(ValueError, match=r"n must be from 0 to 2\*\*63"):
         ShuffledIndices(n)
+
+
+@pytest.mark.parametrize(
+    "order", [ShuffledIndices(1 << 40), ShuffledBlocks(1 << 40, 16, 4096)]
+)
+def test_a_loader_begins_anywhere(order: Any) -> None:
+    """Nothing before is computed: to iterate so far would take hours."""
+    sampler, number = BatchSampler(order, 4, drop_last=False), 1 << 36
+    batch = next(order_of(order, sampler).batches(number))
+    assert batch.indices == [order[4 * number + place] for place in range(4)]

@@ -22,9 +22,8 @@ from aioloader._base.forks import fork_safe
 from aioloader._base.records import Counters
 from aioloader._order.indices import Draws, IndexBatch, IndexOrder, Order, State
 from aioloader._order.orders import IteratedOrder, Turns
-from aioloader._order.permutation import KeyedOrder, ShuffledIndices
+from aioloader._order.permutation import KeyedOrder, SeekableOrder
 from aioloader._order.ranks import WHOLE, Part
-from aioloader._order.shuffled_blocks import ShuffledBlocks
 
 
 class HasEpoch(Protocol):
@@ -404,14 +403,16 @@ def order_of(
     if is_torchs:
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
     sampler = () if sampler is None else sampler
-    is_known = type(sampler) in {SequentialSampler, ShuffledBlocks, ShuffledIndices}
+    is_seekable = isinstance(sampler, SeekableOrder)
+    is_known = is_seekable or type(sampler) is SequentialSampler
     draws: Draws | None = None
     if type(sampler) is RandomSampler:
         is_whole = sampler.num_samples == len(sampler.data_source)
         is_known = is_whole and not sampler.replacement
         draws = Draws(sampler, saved) if is_known else None
     at = size, part, saved.get("pulled", 0)
-    if size and is_known and sampler.__iter__.__module__ == type(sampler).__module__:
+    own = SeekableOrder if is_seekable else type(sampler)  # a user's may iterate itself
+    if size and is_known and sampler.__iter__.__module__ == own.__module__:
         return IndexOrder(*at, sampler=sampler, drop_last=drop_last, draws=draws)
     begins = not (is_torchs or isinstance(sampler, KeyedOrder))
     return IteratedOrder(

@@ -156,7 +156,7 @@ class IndexOrder(Order):
             end = min(at + max(1, size // whole) * whole, stop)
             block = torch.from_numpy(lazy.take(at, end)) if lazy else indices[at:end]
             if as_lists and is_alone and not lazy:
-                block = listed(block)
+                block = list(block) if type(block) is range else block.tolist()
             if isinstance(block, torch.Tensor):
                 pieces = _views(block, whole)
             else:

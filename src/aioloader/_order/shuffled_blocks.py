@@ -83,9 +83,9 @@ class ShuffledBlocks(SeekableOrder):
         self, n: int, block: int, window: int, seed: int = 0, lanes: int = 64
     ) -> None:
         super().__init__(n, seed)
-        self.block, self.window, self.lanes = map(
-            operator.index, (block, window, lanes)
-        )
+        self.block: int = operator.index(block)
+        self.window: int = operator.index(window)
+        self.lanes: int = operator.index(lanes)
         if self.block < 1 or self.window < 0 or self.lanes < 1:
             raise ValueError(
                 "block and lanes must be at least 1, and window at least 0, got "
