@@ -282,6 +282,15 @@ async def test_streams_that_are_refused(
         await IndexedDataset.discover(stream)
 
 
+async def test_a_function_of_progress_that_fails(tmp_path: Path) -> None:
+    """It ends the scans that are under way."""
+    put(tmp_path, {f"{at}.txt": TEN for at in range(9)})
+    with pytest.raises(ZeroDivisionError):
+        stream = TextDataset(f"{tmp_path}/?.txt")
+        await IndexedDataset.discover(stream, scan=lambda done, _: done // 0)
+    assert len(asyncio.all_tasks()) == 1
+
+
 async def test_a_server_without_ranges(loopback: Any) -> None:
     """It can be scanned, but not read."""
     stream = TextDataset(f"{loopback.at('norange')}/cats/z.bin")

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 from collections import deque
 from collections.abc import (
-    AsyncIterator,
+    AsyncGenerator,
     Awaitable,
     Callable,
     Coroutine,
@@ -108,10 +108,10 @@ async def each(
 
 async def in_order(
     function: Callable[[Any], Coroutine[Any, Any, T]], addresses: Sequence[Any]
-) -> AsyncIterator[T]:
+) -> AsyncGenerator[T, None]:
     """Yield ``function`` of each address, in order, with several under way.
 
-    A failure ends the others when its turn comes.
+    A failure ends the others when its turn comes. Close it if it is not used up.
     """
     under_way = deque[asyncio.Task[T]]()
     try:

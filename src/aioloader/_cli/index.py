@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ async def _index(stream: Any, options: Namespace) -> None:
                 before = known.by_name() if known.format == of else {}
         is_new, saved = not before.keys() >= {*names}, time.monotonic()
         find = lambda at: _find(made_by, shards[at], before.get(names[at]))  # noqa: E731
-        async for numbers, version, is_there in in_order(find, range(len(shards))):
+        found = in_order(find, range(len(shards)))
+        await stack.enter_async_context(aclosing(found))
+        async for numbers, version, is_there in found:
             growing.add(numbers, version)
             done = len(growing)
             if pack is None:

@@ -11,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any, Self, SupportsIndex, TypeAlias
 
@@ -271,8 +271,7 @@ async def _find(stream: Any, pack: Any, scan: bool | Progress) -> Found:  # noqa
 
             files, edges = await single_rows(made_by, shards)
             addresses = [file.address for file in files for _ in file.counts]
-            rows = SingleRows(made_by.places, files, edges)
-            return (addresses, edges, [], rows)
+            return addresses, edges, [], SingleRows(made_by.places, files, edges)
         addresses = [*map(made_by.address, shards)]
         if pack is not None:
             edges = await _of_pack(stream, pack, names_of(addresses))
@@ -281,9 +280,9 @@ async def _find(stream: Any, pack: Any, scan: bool | Progress) -> Found:  # noqa
     kinds = [*map(made_by.kind, shards)]
     paths = [*map(made_by.places.path, addresses)]
     if None in paths:
-        return (addresses, edges, kinds, None)
-    local = [*zip(map(str, paths), kinds, strict=True)]
-    return (addresses, edges, kinds, Mapped(local, edges))
+        return addresses, edges, kinds, None
+    shards = [*zip(map(str, paths), kinds, strict=True)]
+    return addresses, edges, kinds, Mapped(shards, edges)
 
 
 async def _of_each(
@@ -293,10 +292,11 @@ async def _of_each(
 ) -> Edges:
     """Return where samples are by the index of each shard, or by a scan."""
     growing, find = Growing(), partial(numbers_of, made_by, may_scan=bool(scan))
-    async for numbers, version in in_order(find, shards):
-        growing.add(numbers, version)
-        if callable(scan):
-            scan(len(growing), len(shards))
+    async with aclosing(in_order(find, shards)) as found:
+        async for numbers, version in found:
+            growing.add(numbers, version)
+            if callable(scan):
+                scan(len(growing), len(shards))
     return growing.done()
 
 
@@ -318,9 +318,8 @@ def checked(stream: Any) -> Any:
     """Return the format of a stream, if its samples can be read one by one."""
     words = "a stream of shards, such as TarDataset, whose steps go to transform="
     check_is(stream, StoredStream, "stream", words)
-    if not isinstance(stream, ArrowDataset) and not isinstance(
-        stream.made_by, ByteFormat
-    ):
+    is_arrow = isinstance(stream, ArrowDataset)
+    if not (is_arrow or isinstance(stream.made_by, ByteFormat)):
         raise TypeError(
             f"{stream!r} has rows in columns, and a row costs all of its row group, or "
             "file: write the samples to tars, by TarWriter or `aioloader pack`"
