@@ -9,8 +9,9 @@ is in flight.
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import Any, Self, SupportsIndex, TypeAlias
@@ -20,7 +21,7 @@ from anyio.from_thread import start_blocking_portal
 from torch.utils.data import Dataset
 from typing_extensions import Buffer
 
-from aioloader._base.outlast import each, in_order, in_thread
+from aioloader._base.outlast import cancel, each, in_order, in_thread
 from aioloader._order.shuffled_blocks import ShuffledBlocks
 from aioloader._order.stream_states import checksum
 from aioloader.datasets._checks import check_is, names_options, position_of
@@ -364,28 +365,27 @@ async def scan_of(
     places: Places, address: Address, kind: Kind
 ) -> tuple[Numbers, Version | None]:
     """Read a whole shard; in a thread, because a user's format may wait."""
-    source = places.open(address, 0, _SCAN_BYTES)
-    loop, is_over = asyncio.get_running_loop(), False
-    reading: Future[Buffer] = Future()
+    source, loop = places.open(address, 0, _SCAN_BYTES), asyncio.get_running_loop()
+    thread, is_over = ThreadPoolExecutor(1, "aioloader-scan"), threading.Event()
+    reading: list[asyncio.Future[Buffer]] = []
+
+    async def piece() -> Buffer:
+        if is_over.is_set():
+            raise asyncio.CancelledError
+        reading[:] = [asyncio.ensure_future(source.read())]
+        return await reading[0]
 
     def read() -> Buffer:
-        nonlocal reading
-        if is_over:
-            raise CancelledError
-        reading = asyncio.run_coroutine_threadsafe(source.read(), loop)
-        return reading.result()
+        return asyncio.run_coroutine_threadsafe(piece(), loop).result()
 
-    thread = ThreadPoolExecutor(1, "aioloader-scan")
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(source.aclose)
+        stack.push_async_callback(in_thread, thread.shutdown)
+        stack.push_async_callback(cancel, reading)
+        stack.callback(is_over.set)
         args = kind, places.label(address), read
         scan = in_thread(scanned, *args, executor=thread, abandon_on_cancel=True)
-        numbers = np.frombuffer(await scan, np.uint64)
-        return numbers, source.version
-    finally:
-        is_over = True
-        reading.cancel()
-        thread.shutdown(wait=False)
-        await source.aclose()
+        return np.frombuffer(await scan, np.uint64), source.version
 
 
 async def pack_at(stream: StoredStream[Any], pack: Any) -> Pack:
