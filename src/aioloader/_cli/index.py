@@ -32,7 +32,7 @@ from aioloader.datasets._streams.edges import (
 from aioloader.datasets._streams.engine import ByteFormat
 from aioloader.datasets._streams.shards import names_of
 from aioloader.datasets.lines import JSONLinesDataset, TextDataset
-from aioloader.datasets.mds import MDSDataset, MDSShard
+from aioloader.datasets.mds import MDSDataset, MDSFormat
 from aioloader.datasets.tar import TarDataset
 from aioloader.errors import DatasetError
 
@@ -118,10 +118,8 @@ async def _find(
     now = await places.version(address)
     if before is not None and now.is_marked and before[1].is_of(now):
         return *before, True
-    if isinstance(shard, MDSShard):
-        numbers = await made_by.numbers(shard)
-        assert numbers is not None  # it starts with them
-        return numbers, now, False
+    if isinstance(made_by, MDSFormat):  # a shard starts with its index
+        return await made_by.numbers(shard), now, False
     with suppress(DatasetError):  # there is none, or one of something else
         beside = await places.version(sibling(address, index_name))
         if (beside.modified or 0) > (now.modified or math.inf):

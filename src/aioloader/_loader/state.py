@@ -247,12 +247,13 @@ def rules_of(options: Options) -> State:
 
 
 def fingerprint_of(dataset: Any) -> State:
-    """Return what tells the samples of our datasets from others, by what it is of.
+    """Return the fingerprints of aioloader's datasets in ``dataset``, by entry.
 
-    Of several datasets there are lists.
+    Each entry is a list with a value per dataset; None if that has no such entry.
     """
-    found = [one for own in own_datasets(dataset) if (one := own.fingerprint())]
-    return {name: [one.get(name) for one in found] for one in found for name in one}
+    prints = [*filter(None, (own.fingerprint() for own in own_datasets(dataset)))]
+    names = {name for entries in prints for name in entries}
+    return {name: [entries.get(name) for entries in prints] for name in sorted(names)}
 
 
 def _between(

@@ -92,8 +92,8 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
 
     Raises:
         TypeError: If ``stream`` is of another kind.
-        ValueError: If it has an order of its own or filters, or is compressed; or if
-            ``pack`` and ``scan`` are both given.
+        ValueError: If it is shuffled, interleaved, shared among ranks or filtered, or
+            its shards are compressed; or if ``pack`` and ``scan`` are both given.
         ObjectNotFoundError: If there is no index, and ``scan`` is not set.
         DatasetError: If an index cannot be read, or is of other shards.
 
@@ -190,9 +190,9 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
         """Return a sampler that reads ``block`` neighbours by one request.
 
         It is exact: each sample once per epoch. A block's samples are spread over a
-        window; those not yet asked for are held, on all ranks about ``window`` samples,
-        and at most twice as many. Blocks are of one loop: with worker processes use
-        ``fetch="loader"``. A ``Subset`` loses them.
+        window, and held until they are asked for: about ``window`` samples on all ranks
+        together, at most twice as many on one. Each event loop holds its own, so with
+        worker processes use ``fetch="loader"``. A ``Subset`` reads no blocks.
 
         Args:
             block: Samples that are read together; with 1 each has its own request.
@@ -201,7 +201,8 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
                 batch of all ranks.
             seed: Seed of the order.
             lanes: Parts of the order that take turns, best as many as the batch of all
-                ranks has samples. Ranks whose number divides it read other blocks.
+                ranks has samples. If the number of ranks divides it, each rank reads
+                blocks of its own, except those in which a lane begins.
 
         Raises:
             ValueError: If a number is below 1, or ``window`` is below 0.
@@ -319,8 +320,7 @@ def checked(stream: Any) -> Any:
     """Return the format of a stream, if its samples can be read one by one."""
     words = "a stream of shards, such as TarDataset, whose steps go to transform="
     check_is(stream, StoredStream, "stream", words)
-    is_arrow = isinstance(stream, ArrowDataset)
-    if not (is_arrow or isinstance(stream.made_by, ByteFormat)):
+    if not (isinstance(stream, ArrowDataset) or isinstance(stream.made_by, ByteFormat)):
         raise TypeError(
             f"{stream!r} has rows in columns, and a row costs all of its row group, or "
             "file: write the samples to tars, by TarWriter or `aioloader pack`"
@@ -329,9 +329,9 @@ def checked(stream: Any) -> Any:
     described = {**stream.describe(), "ranks": stream.ranks or stream.num_readers}
     if described != {**described, **order, "ranks": None}:
         raise ValueError(
-            f"{stream!r} has an order or a share of its own (shuffle, interleave, "
-            "deterministic, shard, readers), and none applies to random access: leave "
-            "it out, and give the loader a sampler and rank="
+            f"{stream!r} sets shuffle, interleave, deterministic, shard or readers, "
+            "which random access would ignore: leave them out, and give the loader a "
+            "sampler and rank="
         )
     return stream.made_by
 
@@ -424,7 +424,6 @@ async def write(stream: StoredStream[Any], address: Any, data: bytes) -> None:
     options = stream.made_by.places.options_of(address)
     sink = make_sink(folder + slash or ".", options)
     try:
-        await sink.open(name)
         await sink.put(name, data)
     finally:
         await sink.aclose()

@@ -28,7 +28,7 @@ _BLOCK = 512
 class Shared(Generic[T]):
     """A request that several reads wait for; it ends when all of them were cancelled.
 
-    Each ``joins``, and then waits for the result, or leaves.
+    A read joins it, and then waits for the result or leaves.
     """
 
     def __init__(self, request: Coroutine[Any, Any, T]) -> None:
@@ -53,7 +53,7 @@ class Shared(Generic[T]):
             self.task.cancel()
 
     async def result(self) -> T:
-        """Wait for it; each read gets an error of its own."""
+        """Wait for it; an error is a copy for each read, which may add notes to it."""
         task = self.task
         try:
             if not task.done():  # a quarter of what ``asyncio.wait`` takes
@@ -65,6 +65,7 @@ class Shared(Generic[T]):
         if not task.cancelled() and (error := task.exception()) is not None:
             own = type(error).__new__(type(error), *error.args)
             own.__dict__.update(error.__dict__)
+            own.__notes__ = [*getattr(error, "__notes__", ())]
             raise own from error.__cause__
         return task.result()
 

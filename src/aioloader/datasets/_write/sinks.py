@@ -117,6 +117,7 @@ class FolderSink:
     @threaded
     def put(self, file: str, data: bytes) -> None:
         """Write a small file, completely or not at all."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._replace(file, data)
 
     @threaded
