@@ -201,8 +201,8 @@ class IndexedDataset(Dataset[Coroutine[Any, Any, Any]], LoopDataset):
                 batch of all ranks.
             seed: Seed of the order.
             lanes: Parts of the order that take turns, best as many as the batch of all
-                ranks has samples. If the number of ranks divides it, each rank reads
-                blocks of its own, except those in which a lane begins.
+                ranks has samples. If the number of ranks divides it, each block is
+                read by one rank, except blocks in which a part begins.
 
         Raises:
             ValueError: If a number is below 1, or ``window`` is below 0.
